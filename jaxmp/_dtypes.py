@@ -1,0 +1,118 @@
+"""Names of floating-point formats, and what each format can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxmp.errors import PolicyError, did_you_mean
+
+# Short name (as printed by `str(Policy)`) -> dtype. One row per format.
+_SHORT: dict[str, np.dtype] = {
+    "f64": np.dtype("float64"),
+    "f32": np.dtype("float32"),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype("float16"),
+    **{
+        f"f{bits}_{kind}": np.dtype(getattr(ml_dtypes, f"float{bits}_{kind}"))
+        for bits, kinds in {
+            8: ["e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"],
+            6: ["e2m3fn", "e3m2fn"],
+            4: ["e2m1fn"],
+        }.items()
+        for kind in kinds
+    },
+}
+_NAME_OF = {dtype: name for name, dtype in _SHORT.items()}
+
+# Every accepted spelling -> dtype.
+DTYPE_NAMES: dict[str, np.dtype] = {
+    **_SHORT,
+    **{dtype.name: dtype for dtype in _SHORT.values()},
+    **{name.replace("f", "fp", 1): dtype for name, dtype in _SHORT.items() if name[0] == "f"},
+    **{name.replace("_", ""): dtype for name, dtype in _SHORT.items()},
+    **{name.split("_")[1]: dtype for name, dtype in _SHORT.items() if "_" in name},
+    "full": np.dtype("float32"),
+    "half": np.dtype("float16"),
+    "double": np.dtype("float64"),
+}
+
+HALF = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
+FLOAT32 = np.dtype("float32")
+FLOAT64 = np.dtype("float64")
+# The formats that `cast_floating` moves between without being told more.
+CASTABLE = HALF | {FLOAT32}
+
+
+def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
+    """Turns a dtype, a scalar type or a name into a floating `np.dtype`.
+
+    Args:
+      value: such as `jnp.bfloat16`, `np.dtype("float32")`, `"bf16"`, `"float8_e4m3fn"`.
+      within: the whole input that `value` stood in, quoted in the message.
+
+    Returns:
+      The canonical `np.dtype`: equal formats are equal and hash alike.
+
+    Raises:
+      PolicyError: if `value` names no floating-point format.
+
+    Example:
+      >>> canonical_dtype("bf16")
+      dtype(bfloat16)
+    """
+    where = f" in {within!r}" if within else ""
+    if isinstance(value, str):
+        name = value.strip().lower()
+        if name in DTYPE_NAMES:
+            return DTYPE_NAMES[name]
+        if name.removeprefix("u").startswith("int"):
+            raise PolicyError(_integer_message(value, where))
+        raise PolicyError(
+            f"Unknown dtype {value!r}{where}.{did_you_mean(name, DTYPE_NAMES)} "
+            f"Allowed: {', '.join(_SHORT)} and their long names; "
+            "for example get_policy('p=f32,c=bf16,o=f32')."
+        )
+    try:
+        if value is None:
+            raise TypeError
+        dtype = np.dtype(value)
+    except TypeError:
+        raise PolicyError(
+            f"{value!r}{where} is not a dtype. Give a floating dtype such as jnp.bfloat16, "
+            "or its name such as 'bf16'."
+        ) from None
+    if dtype in _NAME_OF:
+        return dtype
+    if np.issubdtype(dtype, np.integer) or dtype.name.startswith(("int", "uint")):
+        raise PolicyError(_integer_message(dtype.name, where))
+    raise PolicyError(
+        f"{dtype.name!r}{where} is not a floating-point format that a policy can hold. "
+        f"Allowed: {', '.join(_SHORT)}; for example jnp.bfloat16."
+    )
+
+
+def _integer_message(name: str, where: str) -> str:
+    return (
+        f"Integer format {name!r}{where} cannot be a training precision: gradients and "
+        "activations need a floating-point format. Use a float such as 'bf16', or quantise "
+        "the trained model for inference with another tool."
+    )
+
+
+def short_name(dtype: Any) -> str:
+    """`bf16` for bfloat16: the name that `canonical_dtype` reads back."""
+    return _NAME_OF[canonical_dtype(dtype)]
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether `dtype` is stored in 16 bits: float16 or bfloat16."""
+    return np.dtype(dtype) in HALF
+
+
+def bits(dtype: Any) -> int:
+    """Bits that one element takes: 8 for float8, 4 for float4."""
+    return int(jnp.finfo(dtype).bits)

@@ -1,0 +1,470 @@
+"""Rule and PolicyMap: which policy decides for which module and parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxmp._policy import (
+    FIELD_NAMES,
+    Policy,
+    canonical_fields,
+    get_policy,
+    policy_fields,
+    split_pairs,
+)
+from jaxmp.errors import RuleError, nearest
+
+# ---------------------------------------------------------------------------
+# Patterns
+# ---------------------------------------------------------------------------
+
+_SEGMENT_WILDCARDS = {"*": "[^/:]*", "?": "[^/:]"}
+
+
+def _glob(segment: str) -> str:
+    return "".join(_SEGMENT_WILDCARDS.get(char, re.escape(char)) for char in segment)
+
+
+def _fix(pattern: str, problem: str, fix: str) -> RuleError:
+    return RuleError(f"Pattern {pattern!r} {problem}; write {fix!r}.")
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression that a path pattern stands for; it must match a whole path.
+
+    `a` is a alone, `a/*` its children, `a/**` a and all below, `**/a` every a, `''` the root,
+    `a:kernel` one parameter; `re:` begins a regular expression.
+
+    Raises:
+      RuleError: quoting the pattern and naming a pattern that would be read.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise _fix(
+                pattern, f"is not a regular expression ({error})", "re:" + re.escape(pattern[3:])
+            ) from None
+    module, colon, parameter = pattern.partition(":")
+    if colon and (not parameter or ":" in parameter or "/" in parameter):
+        name = re.sub(r"[:/]", "", parameter) or "kernel"
+        raise _fix(pattern, "names no single parameter after ':'", f"{module}:{name}")
+    segments = module.split("/") if module else []
+    if any(not segment for segment in segments):
+        fixed = "/".join(filter(None, segments)) + colon + parameter
+        raise _fix(
+            pattern,
+            "has an empty path segment (paths have no leading, trailing or double '/')",
+            fixed,
+        )
+    for segment in segments:
+        if "**" in segment and segment != "**":
+            fixed = (
+                "/".join("*" if "**" in s and s != "**" else s for s in segments)
+                + colon
+                + parameter
+            )
+            raise _fix(pattern, f"has '**' inside the segment {segment!r}", fixed)
+    return re.compile(_module_regex(segments) + (f":{_glob(parameter)}" if colon else ""))
+
+
+def _module_regex(segments: list[str]) -> str:
+    """`**` stands for any number of segments, none included."""
+    if all(segment == "**" for segment in segments):
+        return "[^:]*" if segments else ""
+    regex, pending = "", False  # pending: a separator is owed before the next segment
+    for index, segment in enumerate(segments):
+        last = index == len(segments) - 1
+        if segment != "**":
+            regex += ("/" if pending else "") + _glob(segment)
+            pending = True
+        elif last:
+            regex += "(?:/[^:]+)?"
+        elif pending:
+            regex += "(?:/[^:/]+)*"
+        elif not regex:
+            regex += "(?:[^:/]+/)*"
+    return regex
+
+
+def module_type_names(module_type: Any) -> tuple[str, ...]:
+    """Class names that a type rule may match: the class's own and its base classes'."""
+    if module_type is None:
+        return ()
+    if isinstance(module_type, str):
+        return (module_type,)
+    return _mro_names(module_type)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mro_names(module_type: type) -> tuple[str, ...]:
+    return tuple(cls.__name__ for cls in module_type.__mro__ if cls is not object)
+
+
+def path_string(path: str | Iterable[Any]) -> str:
+    """`("block", 0)` -> `"block/0"`; strings pass."""
+    return path if isinstance(path, str) else "/".join(map(str, path))
+
+
+# ---------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which modules, and what a policy says of them.
+
+    Args:
+      path: a pattern over the `/`-joined module path without the root: `*` within a segment,
+        `**` over segments, `re:` for a regular expression, `''` for the root, `path:name` for one
+        parameter. None: any path.
+      policy: the policy's fields as a string or dict, such as `"c=f32"`; or a whole `Policy`.
+        None: they are given by keyword.
+      module_type: a class, or a class name (`*` allowed), its base classes included. The rule
+        covers modules of that type, not their children. None: any type.
+      param_dtype, compute_dtype, output_dtype, matmul, respect_explicit, cast_float64: the fields
+        of `Policy`. None: the default's.
+      why: the reason, printed by `explain` and `jaxmp show`.
+      required: refuse a model in which the rule matches nothing.
+      subtree: a rule by type covers everything below those modules too.
+
+    Raises:
+      RuleError: if the rule selects nothing, says nothing, or sets `param_dtype` by type.
+      PolicyError: if a dtype or setting is unknown.
+
+    Example:
+      >>> Rule("lm_head", "o=f32", why="the loss reads FP32 logits").output_dtype
+      dtype('float32')
+    """
+
+    path: str | None = None
+    policy: dataclasses.InitVar[Any] = None
+    module_type: Any = None
+    param_dtype: Any = dataclasses.field(default=None, kw_only=True)
+    compute_dtype: Any = dataclasses.field(default=None, kw_only=True)
+    output_dtype: Any = dataclasses.field(default=None, kw_only=True)
+    matmul: str | None = dataclasses.field(default=None, kw_only=True)
+    respect_explicit: bool | None = dataclasses.field(default=None, kw_only=True)
+    cast_float64: bool | None = dataclasses.field(default=None, kw_only=True)
+    why: str = dataclasses.field(default="", kw_only=True)
+    required: bool = dataclasses.field(default=True, kw_only=True)
+    subtree: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self, policy: Any) -> None:
+        given = {
+            name: getattr(self, name) for name in FIELD_NAMES if getattr(self, name) is not None
+        }
+        fields = {**_fields_of(policy), **canonical_fields(given, within=_repr_selector(self))}
+        for name in FIELD_NAMES:
+            object.__setattr__(self, name, fields.get(name))
+        if isinstance(self.module_type, type):
+            object.__setattr__(self, "module_type", self.module_type.__name__)
+        self._check()
+
+    def _check(self) -> None:
+        if self.path is None and self.module_type is None:
+            raise RuleError(
+                "A rule needs a path, a module_type or both to say what it is about; "
+                f"for example Rule('**', {self._fields_string() or 'c=f32'!r})."
+            )
+        for name, value in (("path", self.path), ("module_type", self.module_type)):
+            if value is not None and not isinstance(value, str):
+                raise RuleError(
+                    f"{name}={value!r} is not a string; for example Rule({'a/**' if name == 'path' else 'LayerNorm'!r}, 'c=f32')."
+                )
+        if self.path is not None:
+            compile_pattern(self.path)
+        selector = _repr_selector(self)
+        if not self.fields:
+            raise RuleError(
+                f"Rule({selector}) sets no field of the policy; for example Rule({selector}, policy='c=f32')."
+            )
+        if self.module_type is None:
+            if self.subtree:
+                raise RuleError(
+                    f"subtree=True goes with module_type; for a path write Rule({(self.path or '') + '/**'!r}, ...)."
+                )
+            return
+        if self.param_dtype is not None:
+            raise RuleError(
+                f"Rule({selector}) sets param_dtype by module type, but a parameter tree knows paths "
+                f"only. Name the parameters by path: Rule('**/NAME', 'p={self._param_name()}')."
+            )
+        if self.addresses_parameter:
+            raise RuleError(
+                f"Rule({selector}) names one parameter and a module type; a parameter has no type. "
+                f"Leave module_type out: Rule({self.path!r}, policy='c=f32')."
+            )
+
+    def _param_name(self) -> str:
+        return str(Policy(self.param_dtype, "f32", "f32")).split(",")[0][2:]
+
+    def _fields_string(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.fields.items())
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The policy's fields that this rule sets."""
+        return {
+            name: getattr(self, name) for name in FIELD_NAMES if getattr(self, name) is not None
+        }
+
+    @property
+    def addresses_parameter(self) -> bool:
+        """Whether the rule is about one parameter (`path:name`), not about modules."""
+        if self.path is None:
+            return False
+        pattern = self.path
+        return ":" in (pattern[3:].replace("(?:", "") if pattern.startswith("re:") else pattern)
+
+    def matches(self, path: str, module_type: Any = None, ancestors: Iterable[Any] = ()) -> bool:
+        """Whether the rule is about the module at `path`, or about the parameter `path:name`.
+
+        Args:
+          path: the module path, or `module/path:name`.
+          module_type: the module's class or class name, if known.
+          ancestors: classes of the modules above it; rules with `subtree` look there.
+        """
+        if self.path is not None and not compile_pattern(self.path).fullmatch(path):
+            return False
+        if self.module_type is None:
+            return True
+        types = [module_type, *ancestors] if self.subtree else [module_type]
+        pattern = re.compile(_glob(self.module_type))
+        return any(pattern.fullmatch(name) for kind in types for name in module_type_names(kind))
+
+    def __repr__(self) -> str:
+        parts = [_repr_selector(self), *(f"{k}={str(v)!r}" for k, v in self.fields.items())]
+        parts += [f"why={self.why!r}"] * bool(self.why) + ["required=False"] * (not self.required)
+        return f"Rule({', '.join(parts + ['subtree=True'] * self.subtree)})"
+
+
+# `policy` is read once, when the rule is made; `dataclasses.replace` must not find a leftover.
+Rule.policy = None  # type: ignore[assignment]
+
+
+def _repr_selector(rule: Rule) -> str:
+    parts = [] if rule.path is None else [repr(rule.path)]
+    return ", ".join(
+        parts + ([f"module_type={rule.module_type!r}"] if rule.module_type is not None else [])
+    )
+
+
+def _fields_of(policy: Any) -> dict[str, Any]:
+    if policy is None:
+        return {}
+    if isinstance(policy, Mapping):
+        return policy_fields(list(policy.items()), repr(policy))
+    if isinstance(policy, str) and "=" in policy:
+        return policy_fields(split_pairs(policy), policy)
+    full = get_policy(policy)
+    return {name: getattr(full, name) for name in FIELD_NAMES}
+
+
+# ---------------------------------------------------------------------------
+# Maps
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Which rule decided for one path."""
+
+    path: str
+    module_type: str
+    policy: Policy
+    # Place of the rule in the map; None: no rule matched, the default decided.
+    rule: int | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `PolicyMap.explain` found: a row per path, and the rules that decided nothing."""
+
+    rows: tuple[Decision, ...]
+    unused: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        header = ("path", "type", "policy", "rule", "why")
+        table = [header] + [
+            (
+                row.path or "(root)",
+                row.module_type,
+                str(row.policy),
+                _rule_number(row.rule),
+                row.why,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
+        lines += [f"unused: {rule!r}" for rule in self.unused]
+        return "\n".join(lines)
+
+
+def _rule_number(rule: int | None) -> str:
+    return "default" if rule is None else str(rule + 1)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PolicyMap:
+    """A default policy and ordered rules; the first rule that matches decides alone.
+
+    Fields that the deciding rule leaves out come from the default.
+
+    Args:
+      default: anything that `get_policy` takes.
+      rules: rules in order of precedence.
+
+    Example:
+      >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
+      >>> str(policies.resolve("head"))
+      'p=f32,c=f32,o=f32'
+      >>> str(policies.resolve("body/dense"))
+      'p=f32,c=bf16,o=f32'
+    """
+
+    default: Policy
+    rules: tuple[Rule, ...] = ()
+    _cache: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "default", get_policy(self.default))
+        rules = (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules)
+        object.__setattr__(self, "rules", rules)
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise RuleError(
+                    f"{rule!r} is not a Rule; for example PolicyMap('bf16', [Rule('head', 'c=f32')])."
+                )
+        object.__setattr__(self, "_hash", hash((self.default, rules)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        return PolicyMap, (self.default, self.rules)
+
+    def resolve(
+        self, path: str | Iterable[Any], module_type: Any = None, ancestors: tuple[Any, ...] = ()
+    ) -> Policy:
+        """The policy of the module at `path`, or of the parameter `module/path:name`.
+
+        A parameter takes the policy of its module unless a `path:name` rule stands first.
+
+        Args:
+          path: `/`-joined or a tuple of names; `''` is the root.
+          module_type: the module's class or class name; None: rules by type do not match.
+          ancestors: classes of the modules above it, for rules with `subtree`.
+        """
+        return self._decide(path_string(path), module_type, ancestors)[1]
+
+    def deciding_rule(
+        self, path: str | Iterable[Any], module_type: Any = None, ancestors: tuple[Any, ...] = ()
+    ) -> Rule | None:
+        """The rule that decides for `path`; None where the default does."""
+        index = self._decide(path_string(path), module_type, ancestors)[0]
+        return None if index is None else self.rules[index]
+
+    def _decide(
+        self, path: str, module_type: Any, ancestors: tuple[Any, ...]
+    ) -> tuple[int | None, Policy]:
+        key = (path, module_type, ancestors)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._search(path, module_type, ancestors)
+        return found
+
+    def _search(
+        self, path: str, module_type: Any, ancestors: tuple[Any, ...]
+    ) -> tuple[int | None, Policy]:
+        owner = path.partition(":")[0]
+        for index, rule in enumerate(self.rules):
+            if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
+                return index, dataclasses.replace(self.default, **rule.fields)
+        return None, self.default
+
+    def storage_dtype(self, names: tuple[str, ...], dtype: Any) -> Any:
+        """The dtype in which the parameter at the tree path `names`, now `dtype`, is stored."""
+        from_names = f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
+        return self.resolve(from_names).param_dtype
+
+    def explain(self, paths: Iterable[Any] | Mapping[Any, Any]) -> Explanation:
+        """Which rule decides for each path, and which rules decide nothing.
+
+        Args:
+          paths: module paths, or a mapping from module path to the module's class.
+        """
+        rows = []
+        for path, module_type in _typed(paths):
+            index, policy = self._decide(path, module_type, ())
+            why = "" if index is None else self.rules[index].why
+            rows.append(
+                Decision(path, (module_type_names(module_type) or ("",))[0], policy, index, why)
+            )
+        deciding = {row.rule for row in rows}
+        unused = tuple(rule for index, rule in enumerate(self.rules) if index not in deciding)
+        return Explanation(tuple(rows), unused)
+
+    def unused(self, paths: Iterable[Any] | Mapping[Any, Any]) -> tuple[Rule, ...]:
+        """The rules that decide for none of `paths`."""
+        return self.explain(paths).unused
+
+    def check_required(
+        self, paths: Iterable[Any] | Mapping[Any, Any], rules: Iterable[Rule] | None = None
+    ) -> None:
+        """Refuses required rules that match none of `paths`.
+
+        Args:
+          paths: every module path and `path:name` there is, or a mapping to classes.
+          rules: the rules to judge; None: all of the map's.
+
+        Raises:
+          RuleError: naming each such rule and the nearest paths or types.
+        """
+        typed = _typed(paths)
+        for rule in self.rules if rules is None else rules:
+            if rule.required and not any(
+                rule.matches(path, kind)
+                for path, kind in typed
+                if rule.addresses_parameter == (":" in path)
+            ):
+                raise _matched_nothing(rule, typed)
+
+
+def _typed(paths: Iterable[Any] | Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    if isinstance(paths, Mapping):
+        return [(path_string(path), kind) for path, kind in paths.items()]
+    return [(path_string(path), None) for path in paths]
+
+
+def _matched_nothing(rule: Rule, typed: list[tuple[str, Any]]) -> RuleError:
+    known = sorted({path for path, _ in typed if rule.addresses_parameter == (":" in path)})
+    types = sorted({name for _, kind in typed for name in module_type_names(kind)})
+    hints = []
+    if rule.path is not None:
+        close = nearest(rule.path.replace("**/", "").replace("/**", ""), known) or known[:5]
+        hints.append("nearest paths: " + (", ".join(repr(path) for path in close) or "none"))
+    if rule.module_type is not None:
+        close = nearest(rule.module_type, types) or types[:5]
+        hints.append("nearest types: " + (", ".join(close) or "none"))
+    return RuleError(
+        f"{rule!r} matched nothing in this model; {'; '.join(hints)}. "
+        "Mend the rule, or let it match nothing: Rule(..., required=False)."
+    )

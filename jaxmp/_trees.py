@@ -1,0 +1,170 @@
+"""Walking pytrees: paths, casts, finiteness, selection. The only tree walker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._dtypes import CASTABLE, FLOAT64
+
+Path = tuple[str, ...]
+
+# ---------------------------------------------------------------------------
+# Paths
+# ---------------------------------------------------------------------------
+
+# Boxes (`nn.Partitioned`, `nnx.Variable`) add one of these below the parameter's name.
+_BOX_FIELDS = frozenset({"value", "raw_value"})
+
+
+def path_names(key_path: tuple[Any, ...]) -> Path:
+    """A JAX key path as names; the field that a box adds at the end is left out."""
+    names = [_key_name(key) for key in key_path]
+    while (
+        len(names) > 1
+        and isinstance(key_path[len(names) - 1], jax.tree_util.GetAttrKey)
+        and names[-1] in _BOX_FIELDS
+    ):
+        names.pop()
+    return tuple(names)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def parameter_path(names: Path) -> str:
+    """`("block", "dense", "kernel")` -> `"block/dense:kernel"`."""
+    return f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function gets the path's names first."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, *leaves: fn(path_names(key_path), *leaves), tree, *rest
+    )
+
+
+def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+    """`[(names, leaf), ...]` in flattening order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_names(key_path), leaf) for key_path, leaf in flat]
+
+
+# ---------------------------------------------------------------------------
+# Leaves
+# ---------------------------------------------------------------------------
+
+
+def dtype_of(leaf: Any) -> np.dtype | None:
+    """The NumPy dtype of an array-like leaf; None for keys, strings, None, Python numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    return np.dtype(dtype)
+
+
+def is_castable(leaf: Any, cast_float64: bool = False) -> bool:
+    """Whether a policy's cast touches `leaf`: an array in float16, bfloat16 or float32."""
+    dtype = dtype_of(leaf)
+    return dtype in CASTABLE or (cast_float64 and dtype == FLOAT64)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is a typed PRNG key array."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and (
+        dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
+    )
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """Casts one array, NumPy array or `ShapeDtypeStruct`; the same object if nothing changes."""
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.astype(dtype)
+    return lax.convert_element_type(leaf, dtype)
+
+
+# ---------------------------------------------------------------------------
+# Trees
+# ---------------------------------------------------------------------------
+
+
+def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
+    """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
+
+    Ints, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
+    numbers are handed through untouched; float64 is too, unless `cast_float64`.
+
+    Args:
+      tree: any pytree.
+      dtype: the floating dtype to cast to.
+      cast_float64: whether float64 leaves are cast as well.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, jnp.bfloat16)["n"].dtype
+      dtype('int32')
+    """
+    return jax.tree.map(
+        lambda leaf: cast(leaf, dtype) if is_castable(leaf, cast_float64) else leaf, tree
+    )
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every floating or complex element of `tree` is finite.
+
+    Returns:
+      A bool scalar; True for a tree without floating leaves.
+    """
+    flags = [
+        lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
+        for leaf in jax.tree.leaves(tree)
+        if _is_inexact(leaf)
+        for part in _real_parts(jnp.asarray(leaf))
+    ]
+    if not flags:
+        return jnp.array(True)
+    finite = flags[0]
+    for flag in flags[1:]:
+        finite = lax.bitwise_and(finite, flag)
+    return finite
+
+
+def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
+    if jnp.iscomplexobj(array):
+        return lax.real(array), lax.imag(array)
+    return (array,)
+
+
+def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+    """`on_true` where the bool scalar `pred` holds, leaf by leaf, without arithmetic.
+
+    Typed PRNG keys are taken from `on_true`: random state moves on even when a step is skipped.
+    """
+    return jax.tree.map(lambda new, old: _select_leaf(pred, new, old), on_true, on_false)
+
+
+def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+    if is_key(new) or new is old:
+        return new
+    return lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))

@@ -1,0 +1,66 @@
+"""Exception types, and the small helpers that make their messages teach."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxmpError(ValueError):
+    """Base of every error that jaxmp raises for a user's mistake."""
+
+
+class PolicyError(JaxmpError):
+    """A policy, or a dtype inside one, cannot be understood."""
+
+
+class RuleError(JaxmpError):
+    """A rule is malformed, or a required rule matched nothing."""
+
+
+class RecipeError(JaxmpError):
+    """A recipe file or name cannot be loaded."""
+
+
+class LossScaleError(JaxmpError):
+    """A loss scale was given values it cannot hold."""
+
+
+class CompositionError(JaxmpError):
+    """Pieces were put together in a way that would break training silently."""
+
+
+class ScaleCollapsed(JaxmpError):
+    """The loss scale sits at its floor and gradients still overflow."""
+
+
+class MissingDependencyError(JaxmpError, ImportError):
+    """An optional package is needed and is not installed."""
+
+
+def missing_dependency(package: str, purpose: str, extra: str) -> MissingDependencyError:
+    """Builds the error for an absent optional package.
+
+    Args:
+      package: the name of the package that could not be imported.
+      purpose: what jaxmp needs it for, as in "Linen models".
+      extra: the extra of jaxmp that installs it.
+
+    Returns:
+      The exception to raise.
+    """
+    return MissingDependencyError(
+        f"{package} is not installed; jaxmp needs it for {purpose}. "
+        f'Install it with:\n    pip install "jaxmp[{extra}]"'
+    )
+
+
+def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
+    """The options most like `word`, best first; empty when none is close."""
+    return difflib.get_close_matches(word, list(options), n=count, cutoff=0.5)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """A sentence " Did you mean 'x'?" with a leading blank, or an empty string."""
+    close = nearest(word, options, count=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,37 @@
+"""A suite hostile to silent promotion.
+
+Strict here means: no implicit dtype promotion, no implicit rank promotion, more than one device,
+leaked tracers are errors, warnings are errors (in pyproject.toml). Where Flax, optax or JAX
+themselves break one of these, the test that meets it relaxes it locally and says who breaks it.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+).strip()
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_check_tracer_leaks", True)
+
+hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("jaxmp")
+
+
+@pytest.fixture
+def getkey():
+    """A source of fresh PRNG keys, seeded alike in every run."""
+    key = jax.random.key(0)
+
+    def split():
+        nonlocal key
+        key, fresh = jax.random.split(key)
+        return fresh
+
+    return split
