@@ -37,3 +37,35 @@ def target() -> str:
     """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
     backend = current_context().target or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
+
+
+def varying_axes(tree: Any) -> frozenset[Any]:
+    """Mesh axes of an enclosing `shard_map` over which some leaf of `tree` differs."""
+    return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
+
+
+def vary(tree: Any, axes: Any) -> Any:
+    """Marks leaves as differing over mesh `axes`, so that nothing is reduced over them unasked.
+
+    Inside `shard_map` the gradient of a replicated value is summed over the mesh in whatever dtype
+    the forward pass used it; a value marked as varying keeps its own gradient. Axes that are not
+    mesh axes (those of `vmap` and `pmap`) need no mark.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes) if mesh is not None else set()
+
+    def mark(leaf: Any) -> Any:
+        missing = tuple(a for a in axes if a in manual and a not in varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Whether the bool scalar `flag` holds on every device along `axes`."""
+    return jax.lax.pmin(vary(flag.astype("int32"), axes), axes).astype(bool)
+
+
+def plain_array(leaf: Any) -> Any:
+    """The array inside a Flax NNX Variable; any other leaf as it is."""
+    return leaf.get_value() if hasattr(leaf, "get_value") else leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -84,7 +84,8 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)
     return dtype is not None and (
         dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
@@ -139,7 +140,7 @@ def all_finite(tree: Any) -> jax.Array:
     flags = [
         lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
         for leaf in jax.tree.leaves(tree)
-        if _is_inexact(leaf)
+        if is_inexact(leaf)
         for part in _real_parts(jnp.asarray(leaf))
     ]
     if not flags:
@@ -168,3 +169,40 @@ def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
     if is_key(new) or new is old:
         return new
     return lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
+
+
+# ---------------------------------------------------------------------------
+# Collections
+# ---------------------------------------------------------------------------
+
+PARAMS = "params"
+# FP8 scales and amax histories travel here: their "gradient" is their new value (Flax's name).
+OVERWRITE = "_overwrite_with_gradient"
+
+
+def has_collections(tree: Any) -> bool:
+    """Whether `tree` is a dict of Flax collections with parameters among them."""
+    return isinstance(tree, Mapping) and PARAMS in tree
+
+
+def strip_collection(names: Path) -> Path:
+    """The path inside the `params` collection; rules never name the collection."""
+    return names[1:] if len(names) > 1 and names[0] == PARAMS else names
+
+
+def split_overwritten(tree: Any) -> tuple[Any, Any]:
+    """Parameters, and the state that is overwritten by its gradient (None: there is none).
+
+    A dict with `params` and `_overwrite_with_gradient` at its top is split into the content of the
+    one and of the other; any other tree is all parameters.
+    """
+    if isinstance(tree, Mapping) and OVERWRITE in tree and PARAMS in tree:
+        return tree[PARAMS], tree[OVERWRITE]
+    return tree, None
+
+
+def join_overwritten(params: Any, overwritten: Any, like: Any) -> Any:
+    """Undoes `split_overwritten`; other collections come from `like`."""
+    if overwritten is None:
+        return params
+    return type(like)({**like, PARAMS: params, OVERWRITE: overwritten})

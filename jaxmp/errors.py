@@ -17,6 +17,9 @@ class PolicyError(JaxmpError):
 class RuleError(JaxmpError):
     """A rule is malformed, or a required rule matched nothing."""
 
+    # The pattern to write instead, where the error is about a pattern.
+    fix: str = ""
+
 
 class RecipeError(JaxmpError):
     """A recipe file or name cannot be loaded."""
@@ -32,6 +35,10 @@ class CompositionError(JaxmpError):
 
 class ScaleCollapsed(JaxmpError):
     """The loss scale sits at its floor and gradients still overflow."""
+
+
+class MasterOverflow(JaxmpError):
+    """A finite FP32 master does not fit the 16-bit dtype that its parameter is stored in."""
 
 
 class MissingDependencyError(JaxmpError, ImportError):

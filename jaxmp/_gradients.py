@@ -1,0 +1,472 @@
+"""value_and_grad: scaled in the backward pass, returned unscaled, in FP32, averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp import _compat, _trees
+from jaxmp._dtypes import FLOAT32, canonical_dtype, is_half
+from jaxmp._loss_scale import NoLossScale, as_loss_scale
+from jaxmp.errors import JaxmpError
+
+
+class HalfLossWarning(UserWarning):
+    """A loss function returned its loss in 16 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The arguments of `value_and_grad` that do not change from call to call."""
+
+    loss_scale: Any
+    has_aux: bool
+    argnums: tuple[int, ...]
+    microbatches: int
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    mutable_argnum: int | None
+    axes: tuple[Any, ...]
+    accumulate_dtype: np.dtype
+    reduce_dtype: np.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What microbatches and devices add up, before the mean is taken.
+
+    loss, weight: float32 scalars; a weight of None stands for one part that is its own mean.
+    grads: unscaled gradients, one tree for each argument that is differentiated.
+    """
+
+    loss: jax.Array
+    weight: jax.Array | None
+    grads: tuple[Any, ...]
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    loss_scale: Any = None,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] = 0,
+    microbatches: int = 1,
+    batch_argnums: int | tuple[int, ...] = 1,
+    rng_argnums: int | tuple[int, ...] | None = None,
+    axis_name: Any = None,
+    *,
+    mutable_argnum: int | None = None,
+    accumulate_dtype: Any = "float32",
+    reduce_dtype: Any = "float32",
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, for 16-bit computations: loss and gradients come back in FP32.
+
+    The loss is taken in FP32 and the backward pass is seeded with the loss scale, so `loss * scale`
+    is never formed and cannot overflow. Gradients are divided by the scale in FP32. A loss that is
+    not finite makes the gradients NaN, so that the optimizer skips the step without being told.
+
+    Args:
+      fn: returns a scalar loss; or `(loss_sum, weight)`, whose quotient is the loss over all
+        microbatches and devices; with `has_aux`, `(loss, aux)` or `((loss_sum, weight), aux)`.
+      loss_scale: a jaxmp or jmp loss scale, a number, or None.
+      has_aux: whether `fn` returns auxiliary data beside the loss.
+      argnums: which arguments to differentiate.
+      microbatches: k > 1 splits the arguments in `batch_argnums` on axis 0 into k parts, runs them
+        one after the other in a `lax.scan`, and averages; auxiliary data is stacked on a new axis
+        0. Scalars inside a batch are handed to every part.
+      batch_argnums: arguments to split.
+      rng_argnums: arguments that hold PRNG keys; each part gets them folded with its index.
+      axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
+        gradients are averaged, once, in `reduce_dtype`.
+      mutable_argnum: argument that holds mutable collections; `fn` returns
+        `(loss, (mutables, aux))`, and each part gets what the one before returned.
+      accumulate_dtype: dtype in which gradients of parts are added.
+      reduce_dtype: dtype in which gradients are averaged across devices.
+
+    Returns:
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`; the
+      loss is float32, 16-bit gradients are returned in float32, all others in their own dtype.
+      Gradients of an `_overwrite_with_gradient` collection are new values: never scaled or
+      averaged, combined by max.
+
+    Raises:
+      JaxmpError: if the loss is no floating-point scalar, an argument to differentiate holds no
+        floats, a batch cannot be split evenly, or an argument number is out of range.
+
+    Example:
+      >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
+      >>> w, x = jnp.ones((3, 1), jnp.float16), jnp.ones((4, 3), jnp.float16)
+      >>> loss, grads = value_and_grad(loss_fn, loss_scale=2.0**10, microbatches=2)(w, x)
+      >>> float(loss), grads.dtype
+      (9.0, dtype('float32'))
+    """
+    options = _Options(
+        loss_scale=as_loss_scale(loss_scale),
+        has_aux=has_aux or mutable_argnum is not None,
+        argnums=_as_tuple(argnums),
+        microbatches=_positive(microbatches),
+        batch_argnums=_as_tuple(batch_argnums),
+        rng_argnums=_as_tuple(rng_argnums),
+        mutable_argnum=mutable_argnum,
+        axes=_as_tuple(axis_name),
+        accumulate_dtype=canonical_dtype(accumulate_dtype),
+        reduce_dtype=canonical_dtype(reduce_dtype),
+    )
+
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        _check_args(args, options)
+        args = _vary(args, options)
+        if options.microbatches == 1:
+            sums, aux = _evaluate(fn, args, kwargs, options)
+        else:
+            sums, aux = _accumulate(fn, args, kwargs, options)
+        loss, grads = _mean(_reduce(sums, options))
+        grads = grads if isinstance(argnums, tuple) else grads[0]
+        return ((loss, aux) if options.has_aux else loss), grads
+
+    return value_and_grad_fn
+
+
+def grad(fn: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+    """`value_and_grad` without the value.
+
+    Args:
+      fn: as in `value_and_grad`.
+      *args: as in `value_and_grad`.
+      has_aux: whether `fn` returns auxiliary data beside the loss.
+      **kwargs: as in `value_and_grad`.
+
+    Returns:
+      A function that returns the gradients, or `(grads, aux)` with `has_aux`.
+
+    Example:
+      >>> float(grad(lambda x: x**2, loss_scale=8.0)(jnp.float32(3.0)))
+      6.0
+    """
+    both = value_and_grad(fn, *args, has_aux=has_aux, **kwargs)
+
+    def grad_fn(*fn_args: Any, **fn_kwargs: Any) -> Any:
+        value, grads = both(*fn_args, **fn_kwargs)
+        with_aux = has_aux or kwargs.get("mutable_argnum") is not None
+        return (grads, value[1]) if with_aux else grads
+
+    return grad_fn
+
+
+# ---------------------------------------------------------------------------
+# One evaluation
+# ---------------------------------------------------------------------------
+
+
+def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) -> tuple[_Sums, Any]:
+    """Loss (or its sum), unscaled gradients, and the auxiliary data of one part."""
+
+    def of_differentiated(*differentiated: Any) -> tuple[jax.Array, Any]:
+        replaced = dict(zip(options.argnums, differentiated, strict=True))
+        out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        loss, weight, aux = _parse(out, options.has_aux)
+        return loss, (weight, aux)
+
+    inputs = [args[i] for i in options.argnums]
+    loss, backward, (weight, aux) = jax.vjp(of_differentiated, *inputs, has_aux=True)
+    finite = lax.is_finite(loss)
+    nan = jnp.full_like(loss, jnp.nan)
+    scale = options.loss_scale.scale_value
+    poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
+    grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
+    unscale = _unscale_by_nothing if isinstance(options.loss_scale, NoLossScale) else _divide
+    return _Sums(loss, weight, tuple(unscale(g, poisoned, finite) for g in grads)), aux
+
+
+def _parse(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Splits what a loss function returned into FP32 loss, FP32 weight or None, and aux."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise JaxmpError(
+            f"With has_aux=True the function must return (loss, aux); it returned {_describe(out)}."
+        )
+    loss, aux = out if has_aux else (out, None)
+    weight = None
+    if isinstance(loss, tuple):
+        if len(loss) != 2:
+            raise JaxmpError(
+                f"The loss is {_describe(loss)}; return a scalar, or (loss_sum, weight)."
+                + ("" if has_aux else " For auxiliary data pass has_aux=True.")
+            )
+        loss, weight = loss
+        weight = lax.stop_gradient(_scalar(weight, "weight"))
+    return _scalar(loss, "loss"), weight, aux
+
+
+def _scalar(value: Any, what: str) -> jax.Array:
+    if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
+        hint = " Pass has_aux=True if it is auxiliary data." if what == "weight" else ""
+        raise JaxmpError(f"The {what} is {_describe(value)}, not a scalar array.{hint}")
+    array = jnp.asarray(value)
+    if array.shape != ():
+        hint = " Pass has_aux=True if it is auxiliary data." if what == "weight" else ""
+        raise JaxmpError(
+            f"The {what} must be a scalar, and has shape {array.shape}: reduce it in FP32, for "
+            f"example jnp.mean({what}.astype(jnp.float32)).{hint}"
+        )
+    if what == "weight":
+        return array.astype(FLOAT32)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise JaxmpError(f"The loss must be a floating-point number, and is {array.dtype}.")
+    if is_half(array.dtype):
+        warnings.warn(
+            f"The loss function returned its loss in {array.dtype}: what was rounded away is lost. "
+            "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
+            HalfLossWarning,
+            stacklevel=2,
+        )
+    return array.astype(FLOAT32)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return (
+        f"{type(value).__name__} of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+    )
+
+
+def _divide(grads: Any, poisoned_scale: jax.Array, finite: jax.Array) -> Any:
+    """Gradients in FP32 over the scale; every one NaN where the loss was not finite."""
+    del finite
+    params, overwritten = _trees.split_overwritten(grads)
+    unscaled = jax.tree.map(lambda g: _to_full(g, poisoned_scale), params)
+    return _trees.join_overwritten(unscaled, overwritten, grads)
+
+
+def _to_full(gradient: Any, scale: jax.Array) -> Any:
+    full = _in_full(gradient)
+    return lax.div(full, jnp.broadcast_to(scale.astype(full.dtype), full.shape))
+
+
+def _unscale_by_nothing(grads: Any, poisoned_scale: jax.Array, finite: jax.Array) -> Any:
+    """Gradients in FP32; the smallest one NaN where the loss was not finite.
+
+    The seed is NaN already, but a `where` inside the model can stop it: one leaf is certain, and a
+    factor on every leaf would cost a pass.
+    """
+    del poisoned_scale
+    params, overwritten = _trees.split_overwritten(grads)
+    leaves, treedef = jax.tree.flatten(_trees.cast_floating(params, FLOAT32))
+    if leaves:
+        index = min(range(len(leaves)), key=lambda i: leaves[i].size)
+        leaf = leaves[index]
+        leaves[index] = lax.select_n(
+            jnp.broadcast_to(finite, leaf.shape), jnp.full_like(leaf, jnp.nan), leaf
+        )
+    return _trees.join_overwritten(treedef.unflatten(leaves), overwritten, grads)
+
+
+# ---------------------------------------------------------------------------
+# Microbatches
+# ---------------------------------------------------------------------------
+
+
+def _accumulate(
+    fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options
+) -> tuple[_Sums, Any]:
+    """Sums over microbatches, one after the other."""
+    rows = {i: _split(args[i], i, options) for i in options.batch_argnums if i < len(args)}
+    if not any(rows.values()):
+        raise JaxmpError(
+            f"microbatches={options.microbatches} has nothing to split: no array with an axis 0 in "
+            f"batch_argnums={options.batch_argnums}. Name the batch, for example batch_argnums=1."
+        )
+
+    def run_part(mutables: Any, index: jax.Array, part: Any) -> tuple[_Sums, Any, Any]:
+        call = list(args)
+        for i, leaves in part.items():
+            call[i] = _join(leaves, args[i])
+        for i in options.rng_argnums:
+            call[i] = jax.tree.map(lambda key: jax.random.fold_in(key, index), args[i])
+        if options.mutable_argnum is not None:
+            call[options.mutable_argnum] = mutables
+        sums, aux = _evaluate(fn, tuple(call), kwargs, options)
+        if options.mutable_argnum is not None:
+            mutables, aux = _unpair(aux)
+        return sums, mutables, aux
+
+    def body(carry: tuple[Any, _Sums], xs: Any) -> tuple[tuple[Any, _Sums], Any]:
+        mutables, total = carry
+        sums, mutables, aux = run_part(mutables, *xs)
+        return (mutables, _add(total, sums)), aux
+
+    mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
+    xs = (jnp.arange(options.microbatches), rows)
+    (mutables, total), aux = lax.scan(body, (mutables, _zero_sums(args, options)), xs)
+    return total, aux if options.mutable_argnum is None else (mutables, aux)
+
+
+def _unpair(aux: Any) -> tuple[Any, Any]:
+    if not (isinstance(aux, tuple) and len(aux) == 2):
+        raise JaxmpError(
+            "With mutable_argnum the function must return (loss, (mutables, aux)); beside the loss "
+            f"it returned {_describe(aux)}."
+        )
+    return aux
+
+
+def _split(batch: Any, argnum: int, options: _Options) -> list[Any]:
+    """The leaves that have rows, each as (microbatches, rows of one, ...)."""
+    count = options.microbatches
+
+    def split_leaf(names: _trees.Path, leaf: Any) -> Any:
+        if leaf.shape[0] % count:
+            where = "".join(f"[{name!r}]" for name in names)
+            raise JaxmpError(
+                f"Argument {argnum}{where} has {leaf.shape[0]} rows, which {count} microbatches "
+                f"cannot share evenly. Use a batch size divisible by {count}, or another "
+                "microbatches=k."
+            )
+        return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+    flat = _trees.leaves_with_path(batch)
+    return [split_leaf(names, leaf) for names, leaf in flat if _has_rows(leaf)]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return getattr(leaf, "ndim", 0) > 0
+
+
+def _join(part: list[Any], whole: Any) -> Any:
+    """The batch `whole` with its rows replaced by those of one part."""
+    rows = iter(part)
+    return jax.tree.map(lambda leaf: next(rows) if _has_rows(leaf) else leaf, whole)
+
+
+def _zero_sums(args: tuple[Any, ...], options: _Options) -> _Sums:
+    grads = tuple(
+        _map_gradients(
+            lambda leaf: jnp.zeros(jnp.shape(leaf), _sum_dtype(jnp.asarray(leaf), options)),
+            lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype),
+            args[i],
+        )
+        for i in options.argnums
+    )
+    zero = _Sums(jnp.zeros((), FLOAT32), jnp.zeros((), FLOAT32), grads)
+    axes = {*options.axes, *_compat.varying_axes(args)}
+    return _compat.vary(zero, tuple(axes)) if axes else zero
+
+
+def _sum_dtype(gradient: Any, options: _Options) -> Any:
+    return options.accumulate_dtype if _trees.is_castable(gradient) else gradient.dtype
+
+
+def _add(total: _Sums, new: _Sums) -> _Sums:
+    """Adds one part; an unweighted part counts as one."""
+    grads = tuple(
+        _map_gradients(lambda t, g: t + _trees.cast(g, t.dtype), jnp.maximum, old, fresh)
+        for old, fresh in zip(total.grads, new.grads, strict=True)
+    )
+    weight = jnp.ones((), FLOAT32) if new.weight is None else new.weight
+    return _Sums(total.loss + new.loss, total.weight + weight, grads)
+
+
+def _map_gradients(of_gradient: Any, of_overwritten: Any, tree: Any, *rest: Any) -> Any:
+    """Maps gradients with one function and what is overwritten by its gradient with another."""
+    split = [_trees.split_overwritten(t) for t in (tree, *rest)]
+    params = jax.tree.map(of_gradient, *(p for p, _ in split))
+    if split[0][1] is None:
+        return params
+    overwritten = jax.tree.map(of_overwritten, *(o for _, o in split))
+    return _trees.join_overwritten(params, overwritten, tree)
+
+
+# ---------------------------------------------------------------------------
+# Devices, and the mean
+# ---------------------------------------------------------------------------
+
+
+def _vary(args: tuple[Any, ...], options: _Options) -> tuple[Any, ...]:
+    """Differentiated arguments keep their own gradient on each device until `_reduce`."""
+    if not options.axes:
+        return args
+    return tuple(
+        _compat.vary(arg, options.axes) if i in options.argnums else arg
+        for i, arg in enumerate(args)
+    )
+
+
+def _reduce(sums: _Sums, options: _Options) -> _Sums:
+    """Averages over devices; with a weight, adds up."""
+    if not options.axes:
+        return sums
+    combine = lax.pmean if sums.weight is None else lax.psum
+    axes, dtype = options.axes, options.reduce_dtype
+
+    def reduce_leaf(gradient: Any) -> Any:
+        reduced = _trees.cast(gradient, dtype) if _trees.is_castable(gradient) else gradient
+        return combine(reduced, axes)
+
+    grads = tuple(
+        _map_gradients(reduce_leaf, lambda x: lax.pmax(x, axes), tree) for tree in sums.grads
+    )
+    vary = lambda scalar: _compat.vary(scalar, axes)
+    weight = None if sums.weight is None else lax.psum(vary(sums.weight), axes)
+    return _Sums(combine(vary(sums.loss), axes), weight, grads)
+
+
+def _mean(sums: _Sums) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Divides the sums by their weight, in FP32."""
+
+    def mean_leaf(gradient: Any) -> Any:
+        full = _in_full(gradient)
+        return full if sums.weight is None else full / sums.weight.astype(full.dtype)
+
+    grads = tuple(_map_gradients(mean_leaf, lambda x: x, tree) for tree in sums.grads)
+    return (sums.loss if sums.weight is None else sums.loss / sums.weight), grads
+
+
+def _in_full(gradient: Any) -> Any:
+    return _trees.cast(gradient, FLOAT32) if _trees.is_castable(gradient) else gradient
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _positive(microbatches: Any) -> int:
+    if (
+        isinstance(microbatches, bool)
+        or not isinstance(microbatches, (int, np.integer))
+        or microbatches < 1
+    ):
+        raise JaxmpError(f"microbatches={microbatches!r} must be an integer >= 1; for example 4.")
+    return int(microbatches)
+
+
+def _check_args(args: tuple[Any, ...], options: _Options) -> None:
+    for name in ("argnums", "rng_argnums"):
+        for index in getattr(options, name):
+            if index >= len(args):
+                raise JaxmpError(
+                    f"{name} names argument {index}, but the function was called with {len(args)} "
+                    "positional argument(s); pass it by position."
+                )
+    for index in options.argnums:
+        params, _ = _trees.split_overwritten(args[index])
+        for names, leaf in _trees.leaves_with_path(params):
+            if not _trees.is_inexact(jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf):
+                where = "".join(f"[{name!r}]" for name in names)
+                raise JaxmpError(
+                    f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
+                    "has no gradient. Pass it as another argument, or leave it out of argnums."
+                )

@@ -1,0 +1,234 @@
+"""TrainState for Flax Linen: parameters, optimizer state and step in one pytree."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+
+from jaxmp import _gradients, _trees, optim
+from jaxmp._dtypes import FLOAT32
+from jaxmp._loss_scale import NoLossScale
+from jaxmp.errors import JaxmpError
+from jaxmp.optim import _find, _master, _skip
+
+
+class TrainState(struct.PyTreeNode):
+    """A drop-in for `flax.training.train_state.TrainState` that is right in mixed precision.
+
+    Every leaf is an array, so it survives `jit`, donation, `scan` and checkpoints. Subclass it to
+    hold more (batch statistics, averages), as with Flax's.
+
+    Attributes:
+      step: int32 scalar; counts the updates that were applied, skipped steps not among them.
+      apply_fn: usually `model.apply` (static).
+      params: parameters in their storage dtypes; or a dict of collections with `params` and
+        `_overwrite_with_gradient`.
+      tx: the optax transformation (static).
+      opt_state: its state, with masters, loss scale and counters where it has them.
+
+    Example:
+      >>> recipe = jaxmp.load_recipe("bf16_params")
+      >>> state = TrainState.create(
+      ...     apply_fn=lambda params, x: x @ params["w"],
+      ...     params={"w": jnp.ones((3, 1))},
+      ...     tx=recipe.optimizer(optax.sgd(0.1)),
+      ... )
+      >>> state.params["w"].dtype
+      dtype(bfloat16)
+    """
+
+    step: Any
+    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    params: Any = struct.field(pytree_node=True)
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    opt_state: Any = struct.field(pytree_node=True)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes the state of step 0.
+
+        Masters are taken from `params` as they are; then `params` are cast to their storage
+        dtypes. Every array in the state is a new one, so a donated state cannot take the arrays
+        that were given here with it.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          params: the parameters `init` returned, in FP32; or the dict of `params` and
+            `_overwrite_with_gradient`.
+          tx: an optax transformation; `recipe.optimizer(inner)` makes one.
+          **kwargs: fields of a subclass.
+
+        Raises:
+          CompositionError: if something around `mixed_precision` would break it silently.
+          RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
+        """
+        trainable, overwritten = _trees.split_overwritten(params)
+        trainable = jax.tree.map(_strong, trainable)
+        optim.check_composition(jax.eval_shape(tx.init, trainable))
+        opt_state = tx.init(trainable)
+        _check_rules(opt_state, trainable)
+        stored = jax.tree.map(_fresh, _master.store(trainable, opt_state), trainable)
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=apply_fn,
+            params=_trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),
+            tx=tx,
+            opt_state=opt_state,
+            **kwargs,
+        )
+
+    @property
+    def loss_scale(self) -> Any:
+        """The loss scale in the optimizer state; `NoLossScale()` if the optimizer keeps none."""
+        if not _find.find(self.opt_state, _skip.SkipNonfiniteState):
+            return NoLossScale()
+        return _find.get_loss_scale(self.opt_state)
+
+    def value_and_grad(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`jaxmp.value_and_grad` of `fn(params, *args)` at this state's parameters and loss scale.
+
+        Args:
+          fn: takes the parameters first.
+          **options: those of `jaxmp.value_and_grad`; argument numbers count the parameters as 0.
+
+        Returns:
+          A function of `*args`, the arguments of `fn` after the parameters.
+
+        Example:
+          `loss, grads = state.value_and_grad(loss_fn)(batch)`
+        """
+        for _, node in _find.find(self.opt_state, _skip.SkipNonfiniteState):
+            options.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
+            options.setdefault("reduce_dtype", node.settings.reduce_dtype)
+        options.setdefault("loss_scale", self.loss_scale)
+        both = _gradients.value_and_grad(fn, **options)
+        return lambda *args, **kwargs: both(self.params, *args, **kwargs)
+
+    def apply_gradients(self, *, grads: Any, **mutables: Any) -> Self:
+        """One optimizer step, or none at all.
+
+        If the gradients are finite, parameters, masters, optimizer state and every field named in
+        `mutables` take their new values and `step` counts on. If not, all of them keep their old
+        values, bit for bit, and only the loss scale and the counters move (typed PRNG keys among
+        the mutables move on too).
+
+        Args:
+          grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
+          **mutables: new values of other fields, such as `batch_stats=...`.
+
+        Returns:
+          The next state.
+
+        Raises:
+          JaxmpError: if a mutable is no field, or its new value has another structure.
+        """
+        self._check_mutables(mutables)
+        params, old_overwritten = _trees.split_overwritten(self.params)
+        grads, overwritten = _trees.split_overwritten(grads)
+        expanded = _master.expand(self.opt_state, params)
+        updates, opt_state = self.tx.update(grads, expanded, params)
+        new_params = jax.tree.map(_add_update, params, updates)
+        applied = _applied(opt_state)
+        if applied is not None:
+            opt_state = _restore_outside(applied, opt_state, expanded)
+            if _has_leaves_outside(opt_state):
+                new_params = _trees.select(applied, new_params, params)
+            old = {name: getattr(self, name) for name in mutables}
+            mutables = _trees.select(applied, mutables, old)
+            overwritten = _trees.select(applied, overwritten, old_overwritten)
+        new_params, opt_state = _master.assign(new_params, opt_state)
+        one = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
+        return self.replace(
+            step=jnp.asarray(self.step, jnp.int32) + one,
+            params=_trees.join_overwritten(new_params, overwritten, self.params),
+            opt_state=opt_state,
+            **mutables,
+        )
+
+    def _check_mutables(self, mutables: dict[str, Any]) -> None:
+        for name, value in mutables.items():
+            if name not in self.__dataclass_fields__:
+                raise JaxmpError(
+                    f"{type(self).__name__} has no field {name!r}. Add it in a subclass: "
+                    f"class State(jaxmp.TrainState): {name}: Any"
+                )
+            if jax.tree.structure(value) != jax.tree.structure(getattr(self, name)):
+                raise JaxmpError(
+                    f"apply_gradients(..., {name}=...) has another structure than the state's "
+                    f"{name}, so a skipped step could not restore it. Give {name} its full "
+                    f"structure from the start: TrainState.create(..., {name}=...)."
+                )
+
+
+def _add_update(param: Any, update: Any) -> Any:
+    """`optax.apply_updates` for one leaf; the sum is taken in FP32."""
+    if param is None:
+        return None
+    if _trees.is_castable(param) and param.dtype != FLOAT32:
+        return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
+    return param + update.astype(param.dtype)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, _skip.SkipNonfiniteState)
+
+
+def _applied(opt_state: Any) -> jax.Array | None:
+    """Whether every guarded part of the optimizer applied its update; None: nothing is guarded."""
+    states = [node for _, node in _find.find(opt_state, _skip.SkipNonfiniteState)]
+    flags = [node.stats.last_finite for node in states if node.settings.guarded]
+    return functools.reduce(lax.bitwise_and, flags) if flags else None
+
+
+def _restore_outside(applied: jax.Array, new: Any, old: Any) -> Any:
+    """Keeps the old state of whatever wraps the guarded parts; these have kept their own."""
+    return jax.tree.map(
+        lambda n, o: n if _is_state(n) else _trees.select(applied, n, o),
+        new,
+        old,
+        is_leaf=_is_state,
+    )
+
+
+def _has_leaves_outside(opt_state: Any) -> bool:
+    return any(not _is_state(leaf) for leaf in jax.tree.leaves(opt_state, is_leaf=_is_state))
+
+
+def _strong(leaf: Any) -> Any:
+    """Arrays made from Python numbers are weakly typed, and step 2 would be traced anew."""
+    weak = getattr(leaf, "weak_type", False)
+    return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
+
+
+def _fresh(new: Any, given: Any) -> Any:
+    return jnp.array(new, copy=True) if new is given else new
+
+
+def _check_rules(opt_state: Any, params: Any) -> None:
+    """Refuses required rules that set `param_dtype` by path and match no parameter."""
+    paths = set()
+    for names, _ in _trees.leaves_with_path(params):
+        inside = _trees.strip_collection(names) if _trees.has_collections(params) else names
+        paths.add(_trees.parameter_path(inside))
+        paths.update("/".join(inside[:i]) for i in range(len(inside)))
+    for node in _master.master_states(opt_state):
+        policies = node.layout.policies
+        if policies is not None:
+            rules = [
+                r for r in policies.rules if r.param_dtype is not None and r.module_type is None
+            ]
+            policies.check_required(sorted(paths), rules)

@@ -1,0 +1,12 @@
+"""Optax transformations: masters, loss scale, skipped steps, stochastic rounding."""
+
+from jaxmp.optim._find import check_composition as check_composition
+from jaxmp.optim._master import MasterParamsState as MasterParamsState
+from jaxmp.optim._master import master_params as master_params
+from jaxmp.optim._mixed_precision import mixed_precision as mixed_precision
+from jaxmp.optim._rounding import StochasticRoundingState as StochasticRoundingState
+from jaxmp.optim._rounding import stochastic_rounding as stochastic_rounding
+from jaxmp.optim._skip import SkipNonfiniteState as SkipNonfiniteState
+from jaxmp.optim._skip import SkipStats as SkipStats
+from jaxmp.optim._skip import skip_nonfinite as skip_nonfinite
+from jaxmp.optim._storage import cast_params as cast_params

@@ -1,0 +1,233 @@
+"""Finding loss scale, masters and counters in any state, under any nesting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxmp import _compat, _trees
+from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp.errors import CompositionError, JaxmpError, MasterOverflow, ScaleCollapsed
+from jaxmp.optim._master import MasterParamsState, expand, master_states
+from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+
+_LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)
+
+
+def find(state: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """`[(path, node)]` of every node of one of `kinds`, outermost first."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        _tree(state), is_leaf=lambda x: isinstance(x, kinds)
+    )
+    return [(jax.tree_util.keystr(path), node) for path, node in flat if isinstance(node, kinds)]
+
+
+def _tree(state: Any) -> Any:
+    """The part of `state` to search; an NNX optimizer keeps it in `opt_state`."""
+    return getattr(state, "opt_state", state)
+
+
+def _the_only(found: list[tuple[str, Any]], what: str, fix: str) -> Any:
+    if not found:
+        raise JaxmpError(f"There is no {what} in this state. {fix}")
+    if len(found) > 1:
+        paths = ", ".join(path or "(top)" for path, _ in found)
+        raise JaxmpError(
+            f"There are {len(found)} of {what} in this state, at {paths}. Ask for one of them: "
+            f"pass the part of the state that holds it."
+        )
+    return jax.tree.map(_compat.plain_array, found[0][1], is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_value")
+
+
+_MAKE = (
+    "Make the optimizer with recipe.optimizer(inner) or jaxmp.optim.mixed_precision(inner, ...)."
+)
+
+
+def get_loss_scale(state: Any) -> Any:
+    """The loss scale in an optimizer state, train state or any tree that holds one.
+
+    Raises:
+      JaxmpError: if there is none, or more than one (naming their paths).
+
+    Example:
+      >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+      >>> float(get_loss_scale(tx.init({"w": jnp.ones(2)})).scale_value)
+      65536.0
+    """
+    return _the_only(find(state, _LOSS_SCALES), "a loss scale", _MAKE)
+
+
+def get_skip_stats(state: Any) -> SkipStats:
+    """The counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
+
+    Raises:
+      JaxmpError: if there are none, or more than one (naming their paths).
+    """
+    return _the_only(find(state, SkipStats), "skip counters", _MAKE)
+
+
+def get_master_params(state: Any) -> Any:
+    """The FP32 truth of the parameters, as a tree like them.
+
+    Args:
+      state: a train state (anything with `params` and `opt_state`), or an optimizer state in which
+        every parameter has an FP32 master.
+
+    Returns:
+      The parameters, with masters in the place of those that are stored in 16 bits.
+
+    Raises:
+      JaxmpError: for an optimizer state alone, where FP32 parameters have no second copy and packed
+        remainders are only half of the truth.
+    """
+    if hasattr(state, "params") and hasattr(state, "opt_state"):
+        params, overwritten = _trees.split_overwritten(state.params)
+        full = _replace_by_masters(params, state.opt_state)
+        return _trees.join_overwritten(full, overwritten, state.params)
+    found = find(state, MasterParamsState)
+    node = _the_only(found, "master parameters", _MAKE)
+    _refuse_partial(node)
+    return node.masters
+
+
+def _refuse_partial(node: MasterParamsState) -> None:
+    layout = node.layout
+    without = [path for i, (path, _) in enumerate(layout.storage) if not layout.has_master(i)]
+    if without:
+        raise JaxmpError(
+            f"{len(without)} of {len(layout.storage)} parameters (such as {without[0]!r}) are stored "
+            "in FP32 and are their own master; the optimizer state holds no second copy. "
+            "Pass the train state: jaxmp.get_master_params(train_state)."
+        )
+    if layout.form == "packed":
+        raise JaxmpError(
+            "Packed masters are the 16-bit parameters and their remainders together; this state "
+            "holds the remainders only. Pass the train state: jaxmp.get_master_params(train_state)."
+        )
+
+
+def _replace_by_masters(params: Any, opt_state: Any) -> Any:
+    masters: dict[str, Any] = {}
+    for node in master_states(expand(opt_state, params)):
+        held = iter(jax.tree.leaves(node.masters))
+        for index, (path, _) in enumerate(node.layout.storage):
+            if node.layout.has_master(index):
+                masters[path] = next(held)
+    collections = _trees.has_collections(params)
+
+    def read(names: _trees.Path, leaf: Any) -> Any:
+        inside = _trees.strip_collection(names) if collections else names
+        return masters.get(_trees.parameter_path(inside), leaf)
+
+    return _trees.map_with_path(read, params)
+
+
+# ---------------------------------------------------------------------------
+# Checks on the host
+# ---------------------------------------------------------------------------
+
+
+def check(state: Any) -> None:
+    """Raises if training cannot go on. Call it on the host, every so many steps.
+
+    Args:
+      state: a train state, optimizer state, or anything that holds one.
+
+    Raises:
+      ScaleCollapsed: the dynamic loss scale sits at its floor and the last step still overflowed.
+      MasterOverflow: the last step was skipped because a finite master does not fit the 16-bit
+        dtype that its parameter is stored in.
+
+    Example:
+      >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+      >>> check(tx.init({"w": jnp.ones(2)}))
+    """
+    for _, node in find(state, SkipNonfiniteState):
+        stats = jax.device_get(jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable))
+        if stats.overflow_leaf >= 0:
+            raise _master_overflow(node, int(stats.overflow_leaf))
+        if stats.at_floor > 0:
+            scale = float(_compat.plain_array(node.loss_scale.scale_value))
+            raise ScaleCollapsed(
+                f"The loss scale is at its floor, {scale:g}, and {int(stats.at_floor)} step(s) in a "
+                f"row still overflowed ({int(stats.total)} skipped in all). The gradients are not "
+                "finite for another reason than the scale: look for a NaN in the batch or an "
+                "overflow in the forward pass, or train with jaxmp.load_recipe('bf16')."
+            )
+
+
+def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflow:
+    storage = [
+        (*row, state) for state in master_states(node.inner_state) for row in state.layout.storage
+    ]
+    path, dtype, _ = storage[leaf]
+    return MasterOverflow(
+        f"The FP32 master of {path!r} is finite but too large for {dtype}, in which the parameter "
+        f"is stored, so the step was skipped. Store it in FP32: Rule({path!r}, 'p=f32'), or lower "
+        "the learning rate."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Compositions that would break training silently
+# ---------------------------------------------------------------------------
+
+
+def check_composition(opt_state: Any) -> None:
+    """Refuses a nesting around `mixed_precision` that would break it.
+
+    Args:
+      opt_state: the optimizer state (or its shapes) as `tx.init` returns it.
+
+    Raises:
+      CompositionError: naming the wrapper, why it breaks, and the nesting that works.
+    """
+    _check_node(opt_state)
+
+
+def _check_node(node: Any) -> None:
+    if isinstance(node, SkipNonfiniteState):
+        return
+    if isinstance(node, optax.MultiStepsState) and find(node.inner_opt_state, SkipNonfiniteState):
+        raise CompositionError(
+            "optax.MultiSteps around mixed_precision: an overflow would enter its accumulator and "
+            "never leave it. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
+            " or use value_and_grad(..., microbatches=k)."
+        )
+    if isinstance(node, optax.ApplyIfFiniteState) and find(node.inner_state, SkipNonfiniteState):
+        raise CompositionError(
+            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, which "
+            "would never back off. Leave it out: recipe.optimizer(inner) skips such steps itself."
+        )
+    if _is_chain(node):
+        _check_chain(node)
+    for child in _children(node):
+        _check_node(child)
+
+
+def _is_chain(node: Any) -> bool:
+    return isinstance(node, tuple) and not hasattr(node, "_fields")
+
+
+def _check_chain(node: tuple[Any, ...]) -> None:
+    for index, part in enumerate(node[:-1]):
+        if any(jax.tree.leaves(found.masters) for found in master_states(part)):
+            raise CompositionError(
+                f"Part {index + 1} of {len(node)} of an optax.chain keeps masters of 16-bit "
+                "parameters, and other parts come after it. The parameters are assigned from the "
+                "masters, so what comes after would be ignored. Put it inside: "
+                "recipe.optimizer(optax.chain(inner, ...))."
+            )
+
+
+def _children(node: Any) -> list[Any]:
+    """Direct children of a pytree node; none for a leaf."""
+    flat = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return [] if len(flat) == 1 and flat[0] is node else flat

@@ -1,0 +1,322 @@
+"""FP32 masters of the parameters that are stored in 16 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxmp import _recipe_data, _trees
+from jaxmp._dtypes import FLOAT32, canonical_dtype, is_half, short_name
+from jaxmp._rules import PolicyMap
+from jaxmp.errors import CompositionError
+from jaxmp.optim import _storage
+
+FORMS = ("auto", "fp32", "packed", "none")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How each parameter is stored: static data inside the optimizer state."""
+
+    # The policies that decided it; None where every leaf keeps the dtype it came with.
+    policies: PolicyMap | None
+    # "fp32", "packed" or "none".
+    form: str
+    # (path, name of the dtype it is stored in or "" where the policies leave it alone).
+    storage: tuple[tuple[str, str], ...]
+
+    def dtype(self, index: int) -> np.dtype | None:
+        """Storage dtype of leaf `index`; None for a leaf that is no policy's business."""
+        name = self.storage[index][1]
+        return canonical_dtype(name) if name else None
+
+    def has_master(self, index: int) -> bool:
+        """Whether leaf `index` is stored in 16 bits and has a master."""
+        dtype = self.dtype(index)
+        return self.form != "none" and dtype is not None and is_half(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MasterParamsState:
+    """State of `master_params`.
+
+    Attributes:
+      masters: a tree like the parameters: float32 masters, or int16 remainders when packed, and
+        `optax.MaskedNode()` where a parameter has none.
+      overflow: int32 scalar; index in `layout.storage` of the first parameter whose new master was
+        finite but is not after the cast, in the last update; -1: none.
+      inner_state: the state of the inner transformation, which sees FP32 throughout.
+      layout: how each parameter is stored (static).
+    """
+
+    masters: Any
+    overflow: Any
+    inner_state: Any
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+
+def master_params(
+    inner: optax.GradientTransformation, *, policies: Any = None, master: str = "auto"
+) -> optax.GradientTransformationExtraArgs:
+    """Updates FP32 masters of 16-bit parameters; the parameters follow them.
+
+    The inner transformation sees FP32 parameters and FP32 gradients only, so its moments are FP32
+    and small updates are not lost (Micikevicius et al. 2018, section 3.1, arXiv:1710.03740).
+    Parameters that are stored in FP32 have no second copy.
+
+    `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`: equal bit
+    for bit after every step. In a plain optax loop the emitted update is the best additive one:
+    `optax.apply_updates` gives `cast(master)` too unless a parameter shrinks by more than 2**16 in
+    one step, and then the next step mends it, because each update starts from the parameter that
+    is there.
+
+    Args:
+      inner: any optax transformation.
+      policies: anything that names policies; their `param_dtype` says how each parameter is stored.
+        None: each leaf is stored as it comes.
+      master: "fp32" ("auto" means that): a float32 master for each 16-bit parameter; "packed": the
+        16 bits that bfloat16 drops, 4 bytes a parameter in all, ties rounding away from zero;
+        "none": no masters, the inner transformation still computes in FP32.
+
+    Returns:
+      An optax transformation; `init` takes the FP32 parameters (or 16-bit ones).
+
+    Raises:
+      CompositionError: for an unknown `master`, for "packed" with float16 parameters, and at
+        `update` for parameters that are not in their storage dtype.
+
+    Example:
+      >>> params = {"w": jnp.ones(3)}
+      >>> tx = master_params(optax.sgd(1e-3), policies="bf16_params")
+      >>> state = tx.init(params)
+      >>> state.masters["w"].dtype
+      dtype('float32')
+    """
+    if master not in FORMS:
+        raise CompositionError(
+            f"Unknown master={master!r}. Allowed: {', '.join(map(repr, FORMS))}; "
+            "for example master='auto'."
+        )
+    form = "fp32" if master == "auto" else master
+    policy_map = None if policies is None else _recipe_data.as_policy_map(policies)
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: Any) -> MasterParamsState:
+        layout = _layout(params, policy_map, form)
+        leaves, treedef = jax.tree.flatten(params)
+        masters = treedef.unflatten(
+            _initial(leaf, form) if layout.has_master(i) else optax.MaskedNode()
+            for i, leaf in enumerate(leaves)
+        )
+        inner_state = inner.init(_trees.cast_floating(params, FLOAT32))
+        return MasterParamsState(masters, jnp.array(-1, jnp.int32), inner_state, layout)
+
+    def update_fn(
+        updates: Any, state: MasterParamsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterParamsState]:
+        if params is None:
+            raise CompositionError(
+                "master_params needs the parameters: tx.update(grads, state, params)."
+            )
+        params_flat, treedef = jax.tree.flatten(params)
+        _check_storage(params_flat, state.layout)
+        masters_flat = treedef.flatten_up_to(state.masters)
+        old = [read_master(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
+        deltas, inner_state = inner.update(
+            _trees.cast_floating(updates, FLOAT32),
+            state.inner_state,
+            treedef.unflatten(old),
+            **extra_args,
+        )
+        deltas = treedef.flatten_up_to(deltas)
+        steps = [
+            _step(p, m, full, delta)
+            for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
+        ]
+        new_state = MasterParamsState(
+            treedef.unflatten(new for _, new, _ in steps),
+            _first_overflow([full for _, _, full in steps], state.layout),
+            inner_state,
+            state.layout,
+        )
+        return treedef.unflatten(delta for delta, _, _ in steps), new_state
+
+    def _step(param: Any, held: Any, full: Any, delta: Any) -> tuple[Any, Any, Any]:
+        """The emitted update, what is held beside the parameter, and the new master."""
+        if isinstance(held, optax.MaskedNode):
+            return delta, held, None
+        new = full + delta.astype(FLOAT32)
+        target = _storage.to_storage(new, param.dtype, form)
+        emitted = target.astype(FLOAT32) - param.astype(FLOAT32)
+        if held.dtype != jnp.int16:
+            return emitted, new, new
+        landed = (param.astype(FLOAT32) + emitted).astype(param.dtype)
+        return emitted, _storage.remainder_to(new, landed), new
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _initial(leaf: Any, form: str) -> jax.Array:
+    full = jnp.array(leaf, dtype=FLOAT32, copy=True)
+    return _storage.pack(full)[1] if form == "packed" else full
+
+
+def read_master(param: Any, held: Any) -> Any:
+    """The FP32 value of a parameter, given what the state holds beside it."""
+    if isinstance(held, optax.MaskedNode):
+        return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
+    return _storage.unpack(param, held) if held.dtype == jnp.int16 else held
+
+
+def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
+    collections = _trees.has_collections(params)
+    storage = []
+    for names, leaf in _trees.leaves_with_path(params):
+        inside = _trees.strip_collection(names) if collections else names
+        path = _trees.parameter_path(inside)
+        cast_float64 = policies is not None and policies.default.cast_float64
+        if not _trees.is_castable(leaf, cast_float64):
+            storage.append((path, ""))
+            continue
+        dtype = leaf.dtype if policies is None else policies.storage_dtype(inside, leaf.dtype)
+        if form == "packed" and np.dtype(dtype) == np.float16:
+            raise CompositionError(
+                f"master='packed' keeps the 16 bits that bfloat16 drops from FP32, but {path!r} is "
+                "stored in float16, whose exponent differs. Use master='fp32', or store it in "
+                f"bfloat16: Rule({path!r}, 'p=bf16')."
+            )
+        storage.append((path, short_name(dtype)))
+    return Layout(policies, form, tuple(storage))
+
+
+def _check_storage(params: list[Any], layout: Layout) -> None:
+    for index, leaf in enumerate(params):
+        dtype = layout.dtype(index)
+        if dtype is not None and leaf.dtype != dtype:
+            raise CompositionError(
+                f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
+                f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
+                " (TrainState.create does it for you)."
+            )
+
+
+def _first_overflow(masters: list[Any], layout: Layout) -> jax.Array:
+    """Index of the first finite master that its storage dtype cannot hold; -1: none."""
+    first = jnp.array(-1, jnp.int32)
+    for index in reversed(range(len(masters))):
+        master = masters[index]
+        if master is None:
+            continue
+        threshold = _storage.OVERFLOW_THRESHOLD[layout.dtype(index)]
+        size = lax.abs(master)
+        over = (size >= threshold) & (size < np.float32(np.inf))
+        first = lax.select(jnp.any(over), jnp.full_like(first, index), first)
+    return first
+
+
+# ---------------------------------------------------------------------------
+# Assignment: params = cast(master)
+# ---------------------------------------------------------------------------
+
+
+def _is_master_state(node: Any) -> bool:
+    return isinstance(node, MasterParamsState)
+
+
+def map_master_states(fn: Any, state: Any) -> Any:
+    """Applies `fn` to each MasterParamsState in `state`, under any nesting."""
+    return jax.tree.map(
+        lambda node: fn(node) if _is_master_state(node) else node, state, is_leaf=_is_master_state
+    )
+
+
+def master_states(state: Any) -> list[MasterParamsState]:
+    """Every MasterParamsState in `state`, in flattening order."""
+    leaves = jax.tree.leaves(state, is_leaf=_is_master_state)
+    return [leaf for leaf in leaves if _is_master_state(leaf)]
+
+
+def _by_path(params: Any) -> dict[str, Any]:
+    collections = _trees.has_collections(params)
+    return {
+        _trees.parameter_path(_trees.strip_collection(names) if collections else names): leaf
+        for names, leaf in _trees.leaves_with_path(params)
+    }
+
+
+def _held(state: MasterParamsState) -> list[tuple[str, Any, Any]]:
+    """(path, storage dtype, what is held) of each parameter that has a master."""
+    indices = [i for i in range(len(state.layout.storage)) if state.layout.has_master(i)]
+    leaves = jax.tree.leaves(state.masters)
+    return [
+        (state.layout.storage[i][0], state.layout.dtype(i), leaf)
+        for i, leaf in zip(indices, leaves, strict=True)
+    ]
+
+
+def expand(state: Any, params: Any) -> Any:
+    """Turns packed remainders into FP32 masters for the length of one update."""
+    stored = _by_path(params)
+
+    def expand_one(node: MasterParamsState) -> MasterParamsState:
+        full = [read_master(stored[path], held) for path, _, held in _held(node)]
+        return dataclasses.replace(node, masters=_with_leaves(node.masters, full))
+
+    return map_master_states(expand_one, state)
+
+
+def assign(params: Any, state: Any) -> tuple[Any, Any]:
+    """Undoes `expand` after the update: parameters cast from their masters, and the state at rest.
+
+    Parameters without a master, whose storage dtype differs from their own, are cast as well.
+    """
+    written: dict[str, Any] = {}
+
+    def assign_one(node: MasterParamsState) -> MasterParamsState:
+        rest = []
+        for path, dtype, full in _held(node):
+            if node.layout.form == "packed":
+                written[path], full = _storage.pack(full)
+            else:
+                written[path] = _trees.cast(full, dtype)
+            rest.append(full)
+        return dataclasses.replace(node, masters=_with_leaves(node.masters, rest))
+
+    state = map_master_states(assign_one, state)
+    collections = _trees.has_collections(params)
+
+    def write(names: _trees.Path, leaf: Any) -> Any:
+        inside = _trees.strip_collection(names) if collections else names
+        return written.get(_trees.parameter_path(inside), leaf)
+
+    return _trees.map_with_path(write, params), state
+
+
+def store(params: Any, state: Any) -> Any:
+    """Casts freshly initialised parameters to the storage dtypes that `state` records."""
+    wanted = {
+        path: (node.layout.dtype(i), node.layout.form)
+        for node in master_states(state)
+        for i, (path, name) in enumerate(node.layout.storage)
+        if name
+    }
+    collections = _trees.has_collections(params)
+
+    def cast_leaf(names: _trees.Path, leaf: Any) -> Any:
+        inside = _trees.strip_collection(names) if collections else names
+        dtype, form = wanted.get(_trees.parameter_path(inside), (None, "fp32"))
+        return leaf if dtype is None else _storage.to_storage(leaf, dtype, form)
+
+    return _trees.map_with_path(cast_leaf, params)
+
+
+def _with_leaves(tree: Any, leaves: list[Any]) -> Any:
+    return jax.tree.structure(tree).unflatten(leaves)

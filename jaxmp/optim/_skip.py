@@ -1,0 +1,262 @@
+"""Skipping the steps whose gradients are not finite, with the loss scale in the state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxmp import _compat, _trees
+from jaxmp._dtypes import FLOAT32, canonical_dtype
+from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
+from jaxmp.errors import CompositionError
+from jaxmp.optim._master import master_states
+
+SKIP_MODES = ("auto", "select", "cond", "none")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SkipStats:
+    """What the guard has seen; every field a scalar array.
+
+    Attributes:
+      total: int32, steps skipped so far.
+      consecutive: int32, steps skipped since the last applied one.
+      at_floor: int32, of those, the steps that overflowed with the dynamic loss scale at its floor.
+      last_finite: bool, whether the last step was applied; True before the first.
+      overflow_leaf: int32, the first parameter whose finite master did not fit its storage dtype in
+        the last step, as an index into the layout of the masters; -1: none.
+    """
+
+    total: Any
+    consecutive: Any
+    at_floor: Any
+    last_finite: Any
+    overflow_leaf: Any
+
+    @classmethod
+    def zero(cls) -> SkipStats:
+        """The counters before the first step."""
+        zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        return cls(*zeros, jnp.array(True), jnp.array(-1, jnp.int32))
+
+    def after(self, applied: jax.Array, at_floor: jax.Array, overflow_leaf: jax.Array) -> SkipStats:
+        """The counters after one more step."""
+        zero = jnp.zeros((), jnp.int32)
+        skipped = lax.bitwise_not(applied)
+        return SkipStats(
+            total=self.total + skipped.astype(jnp.int32),
+            consecutive=lax.select(applied, zero, self.consecutive + 1),
+            at_floor=lax.select(
+                applied, zero, self.at_floor + lax.bitwise_and(skipped, at_floor).astype(jnp.int32)
+            ),
+            last_finite=applied,
+            overflow_leaf=overflow_leaf,
+        )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a train state must know of its optimizer; static.
+
+    Attributes:
+      guarded: whether steps with non-finite gradients are skipped.
+      accumulate_dtype: name of the dtype in which microbatches are accumulated.
+      reduce_dtype: name of the dtype in which gradients are averaged across devices.
+    """
+
+    guarded: bool
+    accumulate_dtype: str
+    reduce_dtype: str
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SkipNonfiniteState:
+    """State of `skip_nonfinite`.
+
+    Attributes:
+      loss_scale: the loss scale (a pytree); read it with `jaxmp.get_loss_scale`.
+      stats: the counters; read them with `jaxmp.get_skip_stats`.
+      inner_state: the state of the inner transformation.
+      settings: what `TrainState` must know (static).
+    """
+
+    loss_scale: Any
+    stats: SkipStats
+    inner_state: Any
+    settings: Settings = dataclasses.field(metadata={"static": True})
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    *,
+    loss_scale: Any = None,
+    skip: str = "auto",
+    axis_name: Any = None,
+    accumulate_dtype: Any = "float32",
+    reduce_dtype: Any = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    """Applies the inner transformation only to finite gradients, and adjusts the loss scale.
+
+    A step with a non-finite gradient emits zero updates and leaves the inner state as it was: no
+    moment, no schedule count, no average moves. Only the loss scale and the counters do. A finite
+    master that its 16-bit parameter cannot hold counts as such a step too.
+
+    Args:
+      inner: any optax transformation.
+      loss_scale: what scaled the loss; adjusted after each step. None: none. The gradients given to
+        `update` are unscaled already (`jaxmp.value_and_grad` does that).
+      skip: "select" computes the update and discards it, element by element; "cond" branches around
+        it; "auto" is "cond" when compiling for CPU, where select multiplies the program's size,
+        and "select" otherwise, where it fuses with the update at no cost in memory traffic; "none"
+        is no guard at all.
+      axis_name: mapped axis (of `pmap`, `vmap` or `shard_map`) over which all must agree.
+      accumulate_dtype: what `TrainState.value_and_grad` accumulates microbatches in.
+      reduce_dtype: what it averages gradients across devices in.
+
+    Returns:
+      An optax transformation with a `SkipNonfiniteState`.
+
+    Raises:
+      CompositionError: for an unknown `skip`, and for "none" with a dynamic loss scale, which
+        could never learn of an overflow.
+
+    Example:
+      >>> tx = skip_nonfinite(optax.sgd(0.5))
+      >>> state = tx.init(jnp.ones(2))
+      >>> updates, state = tx.update(jnp.array([jnp.inf, 1.0]), state)
+      >>> updates.tolist(), int(state.stats.total)
+      ([0.0, 0.0], 1)
+    """
+    initial_scale = as_loss_scale(loss_scale)
+    _check_mode(skip, initial_scale)
+    inner = optax.with_extra_args_support(inner)
+    settings = Settings(
+        skip != "none", canonical_dtype(accumulate_dtype).name, canonical_dtype(reduce_dtype).name
+    )
+    axes = (
+        () if axis_name is None else tuple(axis_name) if _is_sequence(axis_name) else (axis_name,)
+    )
+
+    def init_fn(params: Any) -> SkipNonfiniteState:
+        return SkipNonfiniteState(
+            initial_scale.fresh(), SkipStats.zero(), inner.init(params), settings
+        )
+
+    def update_fn(
+        updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SkipNonfiniteState]:
+        grads = _trees.cast_floating(updates, FLOAT32)
+
+        def do_update() -> tuple[Any, Any]:
+            emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+            return jax.tree.map(_like, emitted, grads), inner_state
+
+        if skip == "none":
+            emitted, inner_state = do_update()
+            return emitted, dataclasses.replace(state, inner_state=inner_state)
+
+        finite = _trees.all_finite(grads)
+        if axes:
+            finite = _compat.agree(finite, axes)
+        guarded = _cond_update if _resolve(skip) == "cond" else _select_update
+        emitted, inner_state, overflow_leaf = guarded(finite, do_update, grads, state.inner_state)
+        applied = lax.bitwise_and(finite, lax.lt(overflow_leaf, jnp.zeros_like(overflow_leaf)))
+        return emitted, SkipNonfiniteState(
+            loss_scale=state.loss_scale.adjust(applied),
+            stats=state.stats.after(applied, state.loss_scale.at_floor, overflow_leaf),
+            inner_state=inner_state,
+            settings=state.settings,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_mode(skip: str, loss_scale: Any) -> None:
+    if skip not in SKIP_MODES:
+        raise CompositionError(
+            f"Unknown skip={skip!r}. Allowed: {', '.join(map(repr, SKIP_MODES))}; "
+            "for example skip='auto'."
+        )
+    if skip == "none" and isinstance(loss_scale, DynamicLossScale):
+        raise CompositionError(
+            "skip='none' with a dynamic loss scale: without the guard an overflow is neither "
+            "skipped nor seen by the scale. Use skip='auto', or a StaticLossScale."
+        )
+
+
+def _is_sequence(axis_name: Any) -> bool:
+    return isinstance(axis_name, (tuple, list))
+
+
+def _resolve(skip: str) -> str:
+    if skip != "auto":
+        return skip
+    return "cond" if _compat.target() == "cpu" else "select"
+
+
+def _like(update: Any, grad: Any) -> Any:
+    """An update in its gradient's dtype, so that a skipped step's zeros have the same type."""
+    return update if update.dtype == grad.dtype else update.astype(grad.dtype)
+
+
+def _overflow_leaf(inner_state: Any) -> jax.Array:
+    """Index of the first overflowing master among all masters in `inner_state`; -1: none."""
+    found, offset = jnp.array(-1, jnp.int32), 0
+    for state in master_states(inner_state):
+        here = jnp.where(state.overflow >= 0, state.overflow + offset, -1)
+        found = lax.select(found >= 0, found, here)
+        offset += len(state.layout.storage)
+    return found
+
+
+def _has_masters(inner_state: Any) -> bool:
+    return any(jax.tree.leaves(state.masters) for state in master_states(inner_state))
+
+
+def _select_update(
+    finite: jax.Array, do_update: Any, grads: Any, old_state: Any
+) -> tuple[Any, Any, jax.Array]:
+    emitted, new_state = do_update()
+    overflow_leaf = _overflow_leaf(new_state)
+    applied = lax.bitwise_and(finite, overflow_leaf < 0)
+    if _compat.target() == "cpu":
+        # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
+        applied = lax.optimization_barrier(applied)
+    # An overflow counts only where the gradients were finite.
+    overflow_leaf = lax.select(finite, overflow_leaf, jnp.full_like(overflow_leaf, -1))
+    emitted = _trees.select(applied, emitted, _zeros_like(grads))
+    return emitted, _trees.select(applied, new_state, old_state), overflow_leaf
+
+
+def _cond_update(
+    finite: jax.Array, do_update: Any, grads: Any, old_state: Any
+) -> tuple[Any, Any, jax.Array]:
+    none = jnp.array(-1, jnp.int32)
+
+    def reject_update() -> tuple[Any, Any, jax.Array]:
+        return _zeros_like(grads), old_state, none
+
+    def try_update() -> tuple[Any, Any, jax.Array]:
+        emitted, new_state = do_update()
+        if not _has_masters(old_state):
+            return emitted, new_state, none
+        overflow_leaf = _overflow_leaf(new_state)
+        return lax.cond(
+            overflow_leaf < 0,
+            lambda: (emitted, new_state, none),
+            lambda: (_zeros_like(grads), old_state, overflow_leaf),
+        )
+
+    return lax.cond(finite, try_update, reject_update)
+
+
+def _zeros_like(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -1,0 +1,102 @@
+"""How a 16-bit parameter and its FP32 master stand for one another.
+
+Two forms of the master:
+
+* ``fp32``: 32 bits beside the 16 of the parameter. The parameter is the master rounded to nearest,
+  ties to even, as every cast does.
+* ``packed``: the 16 bits that bfloat16 drops, as a signed remainder. Parameter and remainder
+  together are the master, exactly, at 4 bytes in all. The remainder is the low half of the FP32 bit
+  pattern, so a tie rounds away from zero: that is what a carry out of the low half means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp import _trees
+from jaxmp._dtypes import FLOAT32, is_half
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+_HALF_ULP = np.uint32(0x8000)
+_QUIET_NAN = np.uint32(0x7FC00000)
+
+# A finite FP32 value of at least this magnitude is infinite after the cast: the largest finite
+# value and half a unit in its last place (65504 + 16 for float16).
+OVERFLOW_THRESHOLD = {
+    np.dtype(np.float16): np.float32(65520.0),
+    BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
+}
+
+
+def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits FP32 into bfloat16, ties away from zero, and the int16 remainder.
+
+    Args:
+      master: float32 array of any shape.
+
+    Returns:
+      bfloat16 and int16 arrays of that shape; `unpack` gives back every finite and infinite value
+      bit for bit. A NaN becomes the quiet NaN.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
+    high = lax.shift_right_logical(bits + _HALF_ULP, jnp.full_like(bits, 16)).astype(jnp.uint16)
+    low = bits.astype(jnp.uint16)
+    return (
+        lax.bitcast_convert_type(high, jnp.bfloat16),
+        lax.bitcast_convert_type(low, jnp.int16),
+    )
+
+
+def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """The FP32 value that a bfloat16 parameter and its int16 remainder stand for."""
+    return lax.bitcast_convert_type(_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)
+
+
+def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
+    """The int16 remainder that brings `param` nearest to `master`.
+
+    Exact where `param` is `pack(master)[0]`; clipped where an additive update could not land there.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    return jnp.clip(bits - _high_bits(param), -(2**15), 2**15 - 1).astype(jnp.int16)
+
+
+def _high_bits(param: jax.Array) -> jax.Array:
+    high = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32)
+    return lax.shift_left(high, jnp.full_like(high, 16))
+
+
+def to_storage(value: Any, dtype: Any, form: str) -> Any:
+    """Casts one leaf to its storage dtype, rounding as the master's form does."""
+    if form == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return value.update(dtype=dtype)
+        return pack(jnp.asarray(value))[0]
+    return _trees.cast(value, dtype)
+
+
+def cast_params(params: Any, policies: Any, form: str = "fp32") -> Any:
+    """Casts each floating parameter to the dtype in which `policies` store it.
+
+    Args:
+      params: a tree of parameters, or a dict of Flax collections whose `params` are cast.
+      policies: a PolicyMap.
+      form: the master's form, which decides how a tie rounds.
+    """
+    collections = _trees.has_collections(params)
+
+    def cast_leaf(names: _trees.Path, leaf: Any) -> Any:
+        inside = not collections or names[0] == _trees.PARAMS
+        if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
+            return leaf
+        path = _trees.strip_collection(names) if collections else names
+        dtype = policies.storage_dtype(path, leaf.dtype)
+        return to_storage(leaf, dtype, form if is_half(dtype) else "fp32")
+
+    return _trees.map_with_path(cast_leaf, params)

@@ -1,0 +1,20 @@
+"""Local relaxations of strict promotion, each for a library that needs it."""
+
+import jax
+import optax
+
+
+def relaxed(tx):
+    """An optax transformation under standard promotion.
+
+    `optax.tree_utils.tree_bias_correction` (used by every Adam) takes `float ** int32`, and
+    `optax.clip_by_global_norm` compares mixed types; everything around the transformation stays
+    strict.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra):
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
