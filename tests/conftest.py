@@ -1,7 +1,9 @@
 """A suite hostile to silent promotion.
 
 Strict here means: no implicit dtype promotion, no implicit rank promotion, more than one device,
-leaked tracers are errors, warnings are errors (in pyproject.toml). Where Flax, optax or JAX
+warnings are errors (in pyproject.toml). JAX's check for leaked tracers switches its trace caches off
+and makes the suite five times slower, so tests of code that holds on to objects while tracing (the
+adapters, the train step) ask for it: `@pytest.mark.usefixtures("check_leaks")`. Where Flax, optax or JAX
 themselves break one of these, the test that meets it relaxes it locally and says who breaks it.
 """
 
@@ -18,7 +20,6 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_check_tracer_leaks", True)
 
 hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("jaxmp")
@@ -35,3 +36,10 @@ def getkey():
         return fresh
 
     return split
+
+
+@pytest.fixture
+def check_leaks():
+    """Leaked tracers are errors in the test that asks for this."""
+    with jax.checking_leaks():
+        yield

@@ -114,6 +114,6 @@ def round_stochastically(key: jax.Array, value: jax.Array, dtype: Any) -> jax.Ar
     if np.dtype(dtype) == np.float16:
         grid = np.float32(2.0**-24)
         uniform = jax.random.uniform(key, value.shape, jnp.float32)
-        subnormal = jnp.floor(value / grid + uniform) * grid
+        subnormal = jnp.copysign(jnp.floor(value / grid + uniform) * grid, value)
         rounded = jnp.where(jnp.abs(value) < np.float32(2.0**-14), subnormal, rounded)
     return jnp.where(jnp.isfinite(value), rounded, value).astype(dtype)

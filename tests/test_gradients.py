@@ -1,0 +1,361 @@
+"""value_and_grad: scaled inside, unscaled outside, microbatches, devices."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["w1"])
+    return jnp.mean(((hidden @ params["w2"]).astype(jnp.float32) - y) ** 2)
+
+
+def make(key, dtype=jnp.float32, rows=8):
+    k1, k2, k3, k4 = jax.random.split(key, 4)
+    params = {
+        "w1": jax.random.normal(k1, (5, 4), dtype),
+        "w2": jax.random.normal(k2, (4, 2), dtype),
+    }
+    return params, (jax.random.normal(k3, (rows, 5), dtype), jax.random.normal(k4, (rows, 2)))
+
+
+def assert_trees_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+SCALES = [None, 1.0, 2.0**12, jaxmp.StaticLossScale(2.0**-3), jaxmp.DynamicLossScale()]
+
+
+@pytest.mark.parametrize("loss_scale", SCALES)
+def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
+    params, batch = make(getkey())
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    actual = jaxmp.value_and_grad(loss_fn, loss_scale)(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@given(exponent=st.integers(-20, 20), seed=st.integers(0, 2**16))
+def test_scaling_by_a_power_of_two_is_exact(exponent, seed):
+    params, batch = make(jax.random.key(seed))
+    plain = jaxmp.grad(loss_fn)(params, batch)
+    scaled = jaxmp.grad(loss_fn, 2.0**exponent)(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, scaled, plain)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("loss_scale", [None, 2.0**8])
+def test_sixteen_bit_gradients_come_back_in_fp32(getkey, dtype, loss_scale):
+    params, batch = make(getkey(), dtype)
+    loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale)(params, batch)
+    assert loss.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype("float32")}
+
+
+def test_underflowing_gradients_survive_with_the_scale_and_not_without():
+    """d/dw mean of 1e-8 * w is 1e-8: below half of float16's smallest subnormal, 2**-25."""
+    tiny = lambda w: (w * jnp.float16(1.0)).astype(jnp.float32) * 1e-8
+    w = jnp.float16(1.0)
+    assert float(jaxmp.grad(tiny)(w)) == 0.0
+    np.testing.assert_allclose(float(jaxmp.grad(tiny, 2.0**16)(w)), 1e-8, rtol=1e-3)
+
+
+def test_the_scaled_loss_is_never_formed():
+    """A loss of 1e35 times 2**16 overflows FP32; its gradient does not."""
+    fn = lambda w: w * 1e35
+    loss, grad = jaxmp.value_and_grad(fn, 2.0**16)(jnp.float32(1.0))
+    np.testing.assert_allclose(loss, 1e35)
+    assert not np.isfinite(float(grad))  # the cotangent itself is 1e35 * 2**16
+    loss, grad = jaxmp.value_and_grad(lambda w: w + 1e38, 2.0**16)(jnp.float32(1.0))
+    assert np.isfinite(loss) and float(grad) == 1.0
+
+
+def test_jmp_loss_scales_are_accepted(getkey):
+    params, batch = make(getkey())
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    for scale in (
+        jmp.NoOpLossScale(),
+        jmp.StaticLossScale(8.0),
+        jmp.DynamicLossScale(jnp.float32(8.0)),
+    ):
+        actual = jaxmp.value_and_grad(loss_fn, scale)(params, batch)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+# ---------------------------------------------------------------------------
+# Losses that are not finite
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**8])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad):
+    fn = lambda p, x: jnp.sum(p["w"] * 2.0) + p["b"] + jax.lax.stop_gradient(x)
+    params = {"w": jnp.ones((3, 2)), "b": jnp.float32(0.0)}
+    for run in (
+        jaxmp.value_and_grad(fn, loss_scale),
+        jax.jit(jaxmp.value_and_grad(fn, loss_scale)),
+    ):
+        loss, grads = run(params, jnp.float32(bad))
+        assert not np.isfinite(loss)
+        assert all(np.all(np.isnan(g)) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**8])
+def test_a_where_that_stops_the_nan_does_not_hide_the_bad_loss(loss_scale):
+    """The gradient passes a mask that is all false, so a NaN cotangent becomes zero there."""
+    fn = lambda w, x: jnp.where(x > 0, w, 0.0) + jax.lax.stop_gradient(x)
+    grad = jaxmp.grad(fn, loss_scale)(jnp.float32(1.0), jnp.float32(-np.inf))
+    assert np.isnan(float(grad))
+
+
+# ---------------------------------------------------------------------------
+# Signature
+# ---------------------------------------------------------------------------
+
+
+def test_aux_argnums_and_keywords(getkey):
+    fn = lambda a, b, *, c: (jnp.sum(a * b) * c, {"seen": b})
+    a, b = jnp.arange(3.0), jnp.arange(3.0) + 1
+    (loss, aux), (da, db) = jaxmp.value_and_grad(fn, has_aux=True, argnums=(0, 1))(a, b, c=2.0)
+    np.testing.assert_allclose(loss, 16.0)
+    np.testing.assert_array_equal(aux["seen"], b)
+    np.testing.assert_array_equal(da, 2 * b)
+    np.testing.assert_array_equal(db, 2 * a)
+    grads, aux = jaxmp.grad(fn, has_aux=True, argnums=1)(a, b, c=2.0)
+    np.testing.assert_array_equal(grads, 2 * a)
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    fn = lambda z: jnp.real(z * jnp.conj(z))
+    grad = jaxmp.grad(fn, 2.0**10)(jnp.complex64(3 + 4j))
+    np.testing.assert_allclose(grad, jax.grad(fn)(jnp.complex64(3 + 4j)))
+    assert grad.dtype == jnp.complex64
+
+
+def test_a_half_loss_is_warned_about():
+    with pytest.warns(jaxmp.HalfLossWarning, match="float16"):
+        jaxmp.grad(lambda w: w * 2)(jnp.float16(1.0))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (lambda w: w, (jnp.ones(3),), r"shape \(3,\).*jnp.mean\(loss"),
+        (lambda w: (w, w, w), (jnp.float32(1),), "has_aux=True"),
+        (lambda w: (w, {"aux": 1}), (jnp.float32(1),), "has_aux=True"),
+        (lambda w: "loss", (jnp.float32(1),), "'loss'"),
+        (lambda w: jnp.int32(3), (jnp.float32(1),), "int32"),
+        (lambda w: jnp.float32(0), ({"n": jnp.arange(3)},), r"\['n'\] is int32"),
+    ],
+)
+def test_mistakes_are_explained(fn, args, message):
+    with pytest.raises(jaxmp.JaxmpError, match=message):
+        jaxmp.value_and_grad(fn)(*args)
+
+
+def test_argument_numbers_are_checked():
+    with pytest.raises(jaxmp.JaxmpError, match="argnums names argument 2"):
+        jaxmp.grad(lambda w: w, argnums=2)(jnp.float32(1))
+    with pytest.raises(jaxmp.JaxmpError, match="microbatches=0"):
+        jaxmp.grad(lambda w: w, microbatches=0)
+
+
+# ---------------------------------------------------------------------------
+# Microbatches
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+def test_microbatches_give_the_whole_batch_gradient(getkey, loss_scale):
+    params, batch = make(getkey())
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    actual = jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale, microbatches=4))(params, batch)
+    # Four partial means against one: FP32 summation order, a few ulp.
+    assert_trees_close(actual, expected, rtol=2e-6, atol=1e-7)
+
+
+def test_sixteen_bit_gradients_are_accumulated_in_fp32():
+    """256 microbatches of gradient 1: bfloat16 would stop counting at 256 / 2**8."""
+    grad = jaxmp.grad(lambda w, x: jnp.sum(w.astype(jnp.float32) * x), microbatches=512)
+    w = jnp.bfloat16(1.0)
+    x = jnp.where(jnp.arange(512) < 256, 1.0, 2.0**-9)
+    exact = (256 + 256 * 2.0**-9) / 512
+    assert float(grad(w, x)) == exact
+    half = jaxmp.grad(
+        lambda w, x: jnp.sum(w.astype(jnp.float32) * x), microbatches=512, accumulate_dtype="bf16"
+    )
+    assert float(half(w, x)) == 0.5
+
+
+def test_sum_and_weight_average_over_all_microbatches(getkey):
+    params, (x, y) = make(getkey())
+    mask = jnp.array([1, 1, 1, 0, 0, 0, 1, 0], jnp.float32)
+
+    def masked(params, batch):
+        x, y, mask = batch
+        error = jnp.sum((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2, -1)
+        return jnp.sum(error * mask), jnp.sum(mask)
+
+    whole = lambda p: (lambda total, count: total / count)(*masked(p, (x, y, mask)))
+    expected = jax.value_and_grad(whole)(params)
+    for count in (1, 4):
+        actual = jaxmp.value_and_grad(masked, 2.0**6, microbatches=count)(params, (x, y, mask))
+        assert_trees_close(actual, expected, rtol=2e-6, atol=1e-7)
+    with_aux = lambda p, b: (masked(p, b), jnp.sum(b[2]))
+    (loss, aux), _ = jaxmp.value_and_grad(with_aux, has_aux=True, microbatches=4)(
+        params, (x, y, mask)
+    )
+    np.testing.assert_allclose(loss, expected[0], rtol=2e-6)
+    np.testing.assert_array_equal(aux, [2, 1, 0, 1])
+
+
+def test_aux_is_stacked_and_keys_are_folded():
+    def fn(w, x, key):
+        return jnp.sum(w * x), jax.random.key_data(key)
+
+    key = jax.random.key(5)
+    run = jaxmp.value_and_grad(fn, has_aux=True, microbatches=2, rng_argnums=2)
+    (_, keys), _ = run(jnp.float32(1), jnp.ones((4, 3)), key)
+    folded = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(2)]
+    np.testing.assert_array_equal(keys, jnp.stack(folded))
+
+
+def test_mutables_are_threaded():
+    def fn(w, x, state):
+        return jnp.sum(w * x), (
+            {"count": state["count"] + 1, "sum": state["sum"] + jnp.sum(x)},
+            x[0],
+        )
+
+    start = {"count": jnp.int32(0), "sum": jnp.float32(0)}
+    x = jnp.arange(6.0)
+    for count in (1, 3):
+        run = jax.jit(jaxmp.value_and_grad(fn, microbatches=count, mutable_argnum=2))
+        (_, (state, aux)), _ = run(jnp.float32(1), x, start)
+        assert int(state["count"]) == count and float(state["sum"]) == 15.0
+    np.testing.assert_array_equal(aux, [0.0, 2.0, 4.0])
+
+
+def test_an_inf_in_one_microbatch_reaches_the_gradient(getkey):
+    params, (x, y) = make(getkey())
+    grads = jaxmp.grad(loss_fn, 2.0**8, microbatches=4)(params, (x.at[5, 0].set(jnp.inf), y))
+    assert not bool(jaxmp.all_finite(grads))
+
+
+def test_batches_that_do_not_split_are_refused(getkey):
+    params, (x, y) = make(getkey(), rows=6)
+    with pytest.raises(jaxmp.JaxmpError, match=r"Argument 1\['0'\] has 6 rows.*4 microbatches"):
+        jaxmp.grad(loss_fn, microbatches=4)(params, (x, y))
+    with pytest.raises(jaxmp.JaxmpError, match="nothing to split"):
+        jaxmp.grad(lambda w: w, microbatches=4)(jnp.float32(1))
+
+
+def test_scalars_in_a_batch_are_handed_to_every_part():
+    fn = lambda w, batch: jnp.sum(w * batch["x"]) * batch["scale"]
+    batch = {"x": jnp.arange(4.0), "scale": jnp.float32(3.0)}
+    np.testing.assert_allclose(jaxmp.grad(fn, microbatches=2)(jnp.float32(1), batch), 9.0)
+
+
+# ---------------------------------------------------------------------------
+# State that is overwritten by its gradient
+# ---------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def observe(x, history):
+    return x
+
+
+def _observe_forward(x, history):
+    return x, jnp.max(jnp.abs(x))
+
+
+def _observe_backward(amax, cotangent):
+    return cotangent, jnp.stack([amax, jnp.float32(0.5)])
+
+
+observe.defvjp(_observe_forward, _observe_backward)
+
+
+def with_history(variables, x):
+    x = observe(x, variables["_overwrite_with_gradient"]["amax"])
+    return jnp.mean(x * variables["params"]["w"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+def test_overwritten_state_is_neither_unscaled_nor_averaged(microbatches, loss_scale):
+    variables = {
+        "params": {"w": jnp.float32(2.0)},
+        "_overwrite_with_gradient": {"amax": jnp.zeros(2)},
+    }
+    x = jnp.array([1.0, -7.0, 3.0, 2.0])
+    grads = jaxmp.grad(with_history, loss_scale, microbatches=microbatches)(variables, x)
+    np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["amax"], [7.0, 0.5])
+    np.testing.assert_allclose(grads["params"]["w"], jnp.mean(x), rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------
+# Devices
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_vmap_averages_once(getkey, microbatches):
+    params, batch = make(getkey())
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    run = jaxmp.value_and_grad(loss_fn, 2.0**6, axis_name="d", microbatches=microbatches)
+    split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+    loss, grads = jax.vmap(run, (None, 0), axis_name="d")(params, split)
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    assert_trees_close((loss[0], first(grads)), expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
+    """A replicated parameter's own gradient would be summed over the mesh, in bfloat16."""
+    params, batch = make(getkey())
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
+
+    def half_loss(params, batch):
+        x, y = batch
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        return loss_fn(half, (x.astype(jnp.bfloat16), y))
+
+    run = jaxmp.value_and_grad(half_loss, 2.0**6, axis_name="d", microbatches=microbatches)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    loss, grads = jax.jit(sharded)(params, batch)
+    expected = jax.value_and_grad(half_loss)(params, batch)
+    # bfloat16 products of different row counts: 2**-8 relative, a few of them.
+    assert_trees_close((loss, grads), expected, rtol=3e-2, atol=3e-3)
+    reductions = re.findall(
+        r"(\w+)\[[\d,]*\][^=]*= psum", str(jax.make_jaxpr(sharded)(params, batch))
+    )
+    assert reductions and set(reductions) == {"f32"}
+
+
+def test_one_bad_device_poisons_all(getkey):
+    params, (x, y) = make(getkey())
+    run = jaxmp.value_and_grad(loss_fn, axis_name="d")
+    split = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), (x, y.at[0, 0].set(jnp.inf)))
+    _, grads = jax.vmap(run, (None, 0), axis_name="d")(params, split)
+    assert not any(bool(jnp.any(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
+
+
+def test_no_warnings_in_the_ordinary_case(getkey):
+    params, batch = make(getkey(), jnp.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jaxmp.value_and_grad(loss_fn, 2.0**4))(params, batch)

@@ -1,0 +1,545 @@
+"""Masters, the guard and their composition, as optax transformations."""
+
+import re
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from relaxed import relaxed
+
+import jaxmp
+from jaxmp import optim
+from jaxmp.optim._storage import pack, unpack
+
+BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
+FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")
+FP32 = jaxmp.PolicyMap("p=f32,c=bf16,o=f32")
+
+
+def same_bits(a, b):
+    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def changed(old, new):
+    """Paths of the leaves whose bits differ."""
+    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
+    return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]
+
+
+def toy_params(dtype=jnp.float32):
+    return {"dense": {"kernel": jnp.ones((4, 3), dtype) / 3, "bias": jnp.zeros(3, dtype)}}
+
+
+def adversarial(step, shape):
+    """Huge, tiny, zero, subnormal and sign-alternating gradients, in turn."""
+    kinds = jnp.array([1e30, 1e-30, 0.0, 1e-41, 1e-3, 3e38, 1.0], jnp.float32)
+    sign = np.where(np.arange(np.prod(shape)) % 2, 1, -1).reshape(shape).astype(np.float32)
+    turn = jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+    return kinds[step % kinds.size] * turn * sign
+
+
+# ---------------------------------------------------------------------------
+# Masters
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["fp32", "packed"])
+@pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
+def test_params_are_cast_masters_for_a_thousand_adversarial_steps(form, inner):
+    tx = optim.mixed_precision(relaxed(inner), policies=BF16, master=form)
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(jnp.bfloat16))
+
+    def step(state, index):
+        state = state.apply_gradients(
+            grads=jax.tree.map(lambda p: adversarial(index, p.shape), state.params)
+        )
+        masters = jaxmp.get_master_params(state)
+        as_bits = lambda p: jax.lax.bitcast_convert_type(p, jnp.uint16)
+        same = jax.tree.map(lambda m, p: as_bits(cast(m)) == as_bits(p), masters, state.params)
+        return state, (jax.tree.map(jnp.all, same), jaxmp.all_finite(masters))
+
+    state, (same, finite) = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1000)))(state)
+    assert all(bool(jnp.all(leaf)) for leaf in jax.tree.leaves((same, finite)))
+    assert int(state.step) + int(jaxmp.get_skip_stats(state).total) == 1000
+
+
+def test_both_forms_train_the_same_masters_as_fp32_parameters():
+    """Masters see FP32 gradients and FP32 parameters: exactly the FP32 trajectory."""
+    grads = [jax.tree.map(lambda p: jnp.cos(p + i), toy_params()) for i in range(50)]
+    final = {}
+    for name, policies, form in [
+        ("plain", FP32, "auto"),
+        ("fp32", BF16, "fp32"),
+        ("packed", BF16, "packed"),
+    ]:
+        tx = optim.mixed_precision(relaxed(optax.adamw(1e-2)), policies=policies, master=form)
+        state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+        step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
+        for g in grads:
+            state = step(state, g)
+        final[name] = jaxmp.get_master_params(state)
+    # Equal up to how XLA contracts a * b + c in three different programs: one FP32 ulp per step.
+    for name in ("fp32", "packed"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+            final[name],
+            final["plain"],
+        )
+
+
+def test_small_updates_stall_without_masters_and_not_with_them():
+    """1.0 - 1000 * 1e-3 in bfloat16 is 1.0; with a master it is 0."""
+    params = {"w": jnp.ones(4)}
+    ends = {}
+    for form in ("none", "fp32", "packed"):
+        tx = optim.mixed_precision(optax.sgd(1e-3), policies=BF16, master=form)
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
+        for _ in range(1000):
+            state = step(state)
+        ends[form] = float(state.params["w"][0])
+    assert ends["none"] == 1.0
+    assert abs(ends["fp32"]) < 1e-4 and abs(ends["packed"]) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["fp32", "packed"])
+def test_plain_optax_loop_lands_on_the_cast_master(form):
+    params = toy_params()
+    tx = optim.mixed_precision(relaxed(optax.adam(1e-2)), policies=BF16, master=form)
+    state = tx.init(params)
+    params = optim.cast_params(params, BF16, form)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds bf16 and f32
+            return optax.apply_updates(params, updates), state
+
+    for i in range(100):
+        params, state = step(
+            params, state, jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32) + i), params)
+        )
+        held = state.inner_state.masters
+        masters = held if form == "fp32" else jax.tree.map(unpack, params, held)
+        cast = jax.tree.map(
+            lambda m: m.astype(jnp.bfloat16) if form == "fp32" else pack(m)[0], masters
+        )
+        assert not changed(cast, params), i
+    assert step._cache_size() == 1
+
+
+def test_moments_are_fp32_whatever_the_parameters_are():
+    for form in ("fp32", "packed", "none"):
+        tx = optim.mixed_precision(optax.adam(1e-2), policies=BF16, master=form)
+        state = tx.init(toy_params())
+        adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
+        assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
+
+
+def test_fp32_parameters_have_no_second_copy():
+    state = optim.mixed_precision(optax.sgd(0.1), policies=FP32).init(toy_params())
+    assert not jax.tree.leaves(state.inner_state.masters)
+
+
+def test_rules_choose_the_storage_of_each_parameter():
+    policies = jaxmp.PolicyMap(
+        "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
+    )
+    tx = optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
+    assert state.params["dense"]["bias"].dtype == jnp.float32
+    assert len(jax.tree.leaves(state.opt_state.inner_state.masters)) == 1
+
+
+def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
+    params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
+    for skip in ("cond", "select"):
+        tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, skip=skip)
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
+        new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+        assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
+        stats = jaxmp.get_skip_stats(new)
+        assert int(stats.total) == 1 and not bool(stats.last_finite)
+        with pytest.raises(jaxmp.MasterOverflow, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
+            jaxmp.check(new)
+        again = new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads))
+        jaxmp.check(again)
+
+
+def test_packed_is_refused_for_float16_with_a_fix_that_works():
+    tx = optim.mixed_precision(optax.sgd(0.1), policies=FP16, master="packed")
+    with pytest.raises(jaxmp.CompositionError, match="dense:bias") as error:
+        tx.init(toy_params())
+    rule = re.search(r"Rule\(.*\)", str(error.value)).group()
+    mended = jaxmp.PolicyMap(
+        FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
+    )
+    optim.mixed_precision(optax.sgd(0.1), policies=mended, master="packed").init(toy_params())
+
+
+def test_uncast_parameters_are_refused_in_a_plain_loop():
+    tx = optim.mixed_precision(optax.sgd(0.1), policies=BF16)
+    params = toy_params()
+    state = tx.init(params)
+    with pytest.raises(jaxmp.CompositionError, match=r"recipe.cast_params\(params\)"):
+        tx.update(params, state, params)
+
+
+@pytest.mark.parametrize("bad", [{"master": "fp64"}, {"skip": "maybe"}])
+def test_unknown_modes_are_refused_with_the_menu(bad):
+    (value,) = bad.values()
+    with pytest.raises(jaxmp.CompositionError, match=f"{value}.*Allowed.*auto"):
+        optim.mixed_precision(optax.sgd(0.1), policies=FP32, **bad)
+
+
+def test_no_guard_and_a_dynamic_scale_contradict():
+    with pytest.raises(jaxmp.CompositionError, match="skip='auto'"):
+        optim.skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
+
+
+# ---------------------------------------------------------------------------
+# The guard
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
+    inner = relaxed(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
+    )
+    tx = optim.mixed_precision(inner, policies=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip)
+    params = optim.cast_params(toy_params(), BF16)
+    state = tx.init(toy_params())
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    _, state = tx.update(grads, state, params)
+    grads["dense"]["bias"] = grads["dense"]["bias"].at[1].set(bad)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, new = update(grads, state, params)
+        assert all(not np.any(u) for u in jax.tree.leaves(updates))
+        paths = changed(state, new)
+        assert paths and all(".loss_scale" in p or ".stats" in p for p in paths)
+        assert float(new.loss_scale.scale_value) == 2.0**15
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_counters(skip):
+    tx = optim.skip_nonfinite(
+        optax.sgd(0.1), skip=skip, loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
+    )
+    state = tx.init(jnp.ones(2))
+    good, bad = jnp.ones(2), jnp.array([1.0, jnp.nan])
+    seen = []
+    for grads in (bad, bad, bad, good, bad):
+        _, state = tx.update(grads, state)
+        stats = jaxmp.get_skip_stats(state)
+        seen.append(
+            tuple(
+                int(x) for x in (stats.total, stats.consecutive, stats.at_floor, stats.last_finite)
+            )
+        )
+    assert seen == [(1, 1, 0, 0), (2, 2, 1, 0), (3, 3, 2, 0), (3, 0, 0, 1), (4, 1, 1, 0)]
+
+
+def test_check_raises_when_the_scale_collapses():
+    tx = optim.skip_nonfinite(
+        optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
+    )
+    state = tx.init(jnp.ones(2))
+    bad = jnp.array([1.0, jnp.nan])
+    _, state = tx.update(bad, state)
+    jaxmp.check(state)
+    _, state = tx.update(bad, state)
+    with pytest.raises(jaxmp.ScaleCollapsed, match=r"floor, 2, and 1 step"):
+        jaxmp.check(state)
+
+
+def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32():
+    seen = []
+    spy = optax.stateless(lambda g, p: seen.append(jax.tree.leaves(g)[0].dtype) or g)
+    tx = optim.mixed_precision(spy, policies=FP32)
+    params = toy_params()
+    tx.update(jax.tree.map(lambda p: p.astype(jnp.float16), params), tx.init(params), params)
+    assert set(seen) == {np.dtype("float32")}
+
+
+def test_devices_agree_on_the_skip():
+    tx = optim.skip_nonfinite(optax.sgd(1.0), axis_name="d", loss_scale=jaxmp.DynamicLossScale())
+    grads = jnp.array([[1.0], [jnp.inf], [1.0], [1.0]])
+    state = tx.init(jnp.zeros(1))
+
+    def one(g):
+        updates, new = tx.update(g, state)
+        return updates, new.loss_scale.scale_value
+
+    updates, scales = jax.vmap(one, axis_name="d")(grads)
+    assert not np.any(updates) and set(np.asarray(scales)) == {2.0**15}
+
+
+def hlo_ops(fn, *args):
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.M))
+
+
+def test_auto_skip_is_the_small_program_when_compiling_for_cpu():
+    params = {f"w{i}": jnp.ones((8, 8)) for i in range(24)}
+
+    def program(skip):
+        tx = optim.skip_nonfinite(
+            relaxed(optax.adamw(1e-3)), loss_scale=jaxmp.DynamicLossScale(), skip=skip
+        )
+        state = tx.init(params)
+        return hlo_ops(lambda g, s: tx.update(g, s, params), params, state)
+
+    sizes = {
+        skip: program(skip)
+        for skip in (
+            "auto",
+            "cond",
+            "select",
+        )
+    }
+    tx = optim.skip_nonfinite(relaxed(optax.adamw(1e-3)), skip="none")
+    unguarded = hlo_ops(lambda g, s: tx.update(g, s, params), params, tx.init(params))
+    assert sizes["auto"] == sizes["cond"]
+    assert sizes["auto"] <= 2.0 * unguarded, (sizes, unguarded)
+
+
+def test_auto_skip_asks_for_the_compile_target():
+    tx = optim.skip_nonfinite(optax.sgd(0.1))
+    state = tx.init(jnp.ones(2))
+    jaxpr = lambda: str(jax.make_jaxpr(tx.update)(jnp.ones(2), state))
+    assert "cond[" in jaxpr()
+    with jaxmp._compat.context(target="gpu"):
+        assert "cond[" not in jaxpr()
+
+
+# ---------------------------------------------------------------------------
+# Composition
+# ---------------------------------------------------------------------------
+
+
+def quadratic(params):
+    return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
+
+
+def mixed(inner=None, **kwargs):
+    options = {"policies": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
+    return optim.mixed_precision(relaxed(optax.adamw(1e-2) if inner is None else inner), **options)
+
+
+COMPOSITIONS = {
+    "plain": lambda: mixed(),
+    "chain": lambda: optax.chain(optax.identity(), mixed()),
+    "chain inside": lambda: mixed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))),
+    "inject_hyperparams inside": lambda: mixed(
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
+    ),
+    "inject_hyperparams outside": lambda: relaxed(
+        optax.inject_hyperparams(lambda learning_rate: mixed(optax.sgd(learning_rate)))(
+            learning_rate=1e-2
+        )
+    ),
+    "masked": lambda: optax.masked(mixed(), {"dense": {"kernel": True, "bias": True}}),
+    "multi_transform inside": lambda: mixed(
+        optax.multi_transform(
+            {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"dense": {"kernel": "a", "bias": "b"}}
+        )
+    ),
+    "MultiSteps inside": lambda: mixed(
+        optax.MultiSteps(relaxed(optax.adamw(1e-2)), 2).gradient_transformation()
+    ),
+    "stochastic rounding": lambda: optim.stochastic_rounding(mixed(master="none")),
+    "packed": lambda: mixed(master="packed"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_train_skip_and_keep_their_types(name):
+    tx = COMPOSITIONS[name]()
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    types = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), state)
+    before = float(quadratic(state.params))
+
+    @jax.jit
+    def step(state, poison):
+        loss, grads = state.value_and_grad(lambda p, x: quadratic(p) * x)(poison)
+        return state.apply_gradients(grads=grads), loss
+
+    for _ in range(6):
+        state, _ = step(state, jnp.float32(1.0))
+    assert float(quadratic(state.params)) < before
+    skipped, _ = step(state, jnp.float32(jnp.inf))
+    moved = [
+        p
+        for p in changed(state, skipped)
+        if "loss_scale" not in p and "stats" not in p and ".key" not in p
+    ]
+    assert not moved
+    assert int(jaxmp.get_skip_stats(skipped).total) == 1
+    assert float(jaxmp.get_loss_scale(skipped).scale_value) == 2.0**15
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), skipped) == types
+    assert step._cache_size() == 1
+
+
+def test_multi_transform_outside_guards_each_group_and_names_the_scales():
+    tx = optax.multi_transform(
+        {"a": mixed(), "b": mixed(optax.sgd(1e-2))}, {"dense": {"kernel": "a", "bias": "b"}}
+    )
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    with pytest.raises(jaxmp.JaxmpError, match=r"2 of a loss scale.*\['a'\].*\['b'\]"):
+        jaxmp.get_loss_scale(state)
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape), state.params)
+    new = state.apply_gradients(grads=grads)
+    for param, master in zip(
+        jax.tree.leaves(new.params), jax.tree.leaves(jaxmp.get_master_params(new)), strict=True
+    ):
+        assert same_bits(master.astype(jnp.bfloat16), param)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "fix"),
+    [
+        (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), "optax.MultiSteps(inner"),
+        (lambda tx: optax.apply_if_finite(tx, 3), "recipe.optimizer(inner)"),
+        (lambda tx: optax.chain(tx, optax.scale(0.5)), "recipe.optimizer(optax.chain(inner"),
+        (lambda tx: optax.chain(optax.chain(tx, optax.scale(0.5))), "optax.chain(inner"),
+    ],
+)
+def test_what_would_break_silently_is_refused(wrap, fix):
+    with pytest.raises(jaxmp.CompositionError, match=re.escape(fix)):
+        jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
+
+
+def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
+    tx = optax.chain(mixed(optax.sgd(0.5), policies=FP32), optax.scale(0.5))
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    state = state.apply_gradients(grads={"w": jnp.ones(2)})
+    np.testing.assert_allclose(state.params["w"], 0.75)
+
+
+def test_state_around_the_guard_is_restored_on_a_skip():
+    """Momentum outside would swallow the NaN for good."""
+    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), policies=FP32), optax.trace(0.9))
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    state = state.apply_gradients(grads={"w": jnp.ones(2)})
+    skipped = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.nan])})
+    assert all("loss_scale" in p or "stats" in p for p in changed(state, skipped))
+
+
+def test_flax_nnx_optimizer_holds_it():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = optim.mixed_precision(
+        relaxed(optax.adamw(1e-1)), policies=FP32, loss_scale=jaxmp.DynamicLossScale()
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        scale = jaxmp.get_loss_scale(optimizer)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        assert scale.scale_value.shape == ()
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, jnp.ones((4, 3)))) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    before = np.asarray(model.kernel[...])
+    step(model, optimizer, jnp.full((4, 3), jnp.inf))
+    assert int(jaxmp.get_skip_stats(optimizer).total) == 1
+    assert float(jaxmp.get_loss_scale(optimizer).scale_value) == 2.0**15
+    np.testing.assert_array_equal(np.asarray(model.kernel[...]), before)
+
+
+# ---------------------------------------------------------------------------
+# Finding things
+# ---------------------------------------------------------------------------
+
+
+def test_master_params_of_fp32_parameters_are_the_parameters():
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=mixed(policies=FP32))
+    assert not changed(state.params, jaxmp.get_master_params(state))
+    with pytest.raises(jaxmp.JaxmpError, match=r"get_master_params\(train_state\)"):
+        jaxmp.get_master_params(state.opt_state)
+
+
+def test_master_params_of_a_bare_state():
+    state = mixed().init(toy_params())
+    assert jaxmp.get_master_params(state)["dense"]["kernel"].dtype == jnp.float32
+    with pytest.raises(jaxmp.JaxmpError, match="remainders only"):
+        jaxmp.get_master_params(mixed(master="packed").init(toy_params()))
+
+
+def test_a_state_without_a_scale_says_how_to_get_one():
+    with pytest.raises(jaxmp.JaxmpError, match=r"recipe.optimizer\(inner\)"):
+        jaxmp.get_loss_scale(optax.adam(1e-3).init(toy_params()))
+
+
+# ---------------------------------------------------------------------------
+# Stochastic rounding
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("value", [1.0 + 2.0**-12, 3.1e-5, -7.7e-6, 123.4567])
+def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(dtype, value):
+    value = np.float32(value)
+    count = 200_000
+    keys = jax.random.key(1)
+    rounded = optim._rounding.round_stochastically(keys, jnp.full(count, value), dtype)
+    rounded = np.asarray(rounded.astype(jnp.float32), np.float64)
+    lower, upper = sorted({*rounded.tolist()})[0], sorted({*rounded.tolist()})[-1]
+    assert lower <= value <= upper and len({*rounded.tolist()}) <= 2
+    spacing = upper - lower
+    # Four standard errors of the mean of a Bernoulli variable.
+    assert abs(rounded.mean() - float(value)) <= 4 * 0.5 * spacing / np.sqrt(count)
+
+
+@given(st.floats(width=16, allow_nan=False, allow_infinity=False))
+@settings(max_examples=40)
+def test_stochastic_rounding_keeps_what_fits(value):
+    kept = optim._rounding.round_stochastically(
+        jax.random.key(3), jnp.full(8, value, jnp.float32), jnp.float16
+    )
+    assert same_bits(kept, jnp.full(8, value, jnp.float16))
+
+
+def test_stochastic_rounding_learns_where_rounding_to_nearest_stalls():
+    params = {"w": jnp.ones(4096, jnp.bfloat16)}
+    tx = optim.stochastic_rounding(optax.sgd(1e-3), seed=7)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update({"w": jnp.ones(4096)}, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds bf16 and f32
+            return optax.apply_updates(params, updates), state
+
+    for _ in range(100):
+        params, state = step(params, state)
+    mean = float(params["w"].astype(jnp.float32).mean())
+    assert abs(mean - 0.9) < 2e-3
+
+
+def test_stochastic_rounding_is_a_function_of_its_state():
+    params = {"w": jnp.ones(64, jnp.bfloat16)}
+    grads = {"w": jnp.ones(64)}
+    tx = optim.stochastic_rounding(optax.sgd(1e-3), seed=1)
+    state = tx.init(params)
+    first, after = tx.update(grads, state, params)
+    again, _ = tx.update(grads, state, params)
+    later, _ = tx.update(grads, after, params)
+    assert not changed(first, again) and changed(first, later)

@@ -1,0 +1,92 @@
+"""Parameter and master: the two forms, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmp.optim._storage import OVERFLOW_THRESHOLD, pack, remainder_to, to_storage, unpack
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def edge_patterns():
+    """Both sides of every exponent's edge, ties, subnormals, the largest finite values."""
+    exponents = np.arange(256, dtype=np.uint32) << 23
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x7FFFFF], np.uint32)
+    magnitude = (exponents[:, None] | low[None, :]).ravel()
+    return np.concatenate([magnitude, magnitude | np.uint32(0x80000000)])
+
+
+def test_packed_gives_back_every_edge_pattern():
+    patterns = edge_patterns()
+    values = patterns.view(np.float32)
+    high, low = jax.jit(pack)(values)
+    assert high.dtype == jnp.bfloat16 and low.dtype == jnp.int16
+    kept = ~np.isnan(values)
+    np.testing.assert_array_equal(bits(unpack(high, low))[kept], patterns[kept])
+
+
+@pytest.mark.slow
+def test_packed_gives_back_every_finite_pattern():
+    """All 2**32 FP32 bit patterns, in chunks."""
+
+    @jax.jit
+    def wrong(start):
+        patterns = start + jnp.arange(2**24, dtype=jnp.uint32)
+        values = jax.lax.bitcast_convert_type(patterns, jnp.float32)
+        high, low = pack(values)
+        back = jax.lax.bitcast_convert_type(unpack(high, low), jnp.uint32)
+        exact = jnp.where(jnp.isnan(values), jnp.isnan(high.astype(jnp.float32)), back == patterns)
+        return jnp.sum(~exact)
+
+    assert sum(int(wrong(jnp.uint32(chunk << 24))) for chunk in range(256)) == 0
+
+
+def test_packed_ties_round_away_from_zero_and_nothing_else_differs_from_the_cast():
+    patterns = edge_patterns()
+    values = patterns.view(np.float32)
+    finite = np.isfinite(values)
+    packed, cast = (
+        bits(pack(jnp.asarray(values))[0]),
+        bits(jnp.asarray(values).astype(jnp.bfloat16)),
+    )
+    tie = (patterns & 0xFFFF) == 0x8000
+    np.testing.assert_array_equal(packed[finite & ~tie], cast[finite & ~tie])
+    away = (patterns >> 16) + 1
+    np.testing.assert_array_equal(packed[finite & tie], away[finite & tie].astype(np.uint16))
+
+
+def test_every_nan_stays_nan():
+    payloads = np.array([0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFFFFFFFF, 0x7FFF8000], np.uint32)
+    high, low = pack(jnp.asarray(payloads.view(np.float32)))
+    assert bool(jnp.all(jnp.isnan(high.astype(jnp.float32))))
+    assert bool(jnp.all(jnp.isnan(unpack(high, low))))
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_remainder_of_the_packed_parameter_is_the_packed_remainder(value):
+    master = jnp.float32(value)
+    high, low = pack(master)
+    assert int(remainder_to(master, high)) == int(low)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_overflow_threshold_is_the_first_value_that_becomes_infinite(dtype):
+    threshold = OVERFLOW_THRESHOLD[np.dtype(dtype)]
+    below = np.nextafter(threshold, np.float32(0))
+    assert np.isinf(np.float32(jnp.float32(threshold).astype(dtype)))
+    assert np.isfinite(np.float32(jnp.float32(below).astype(dtype)))
+
+
+def test_storage_follows_the_form():
+    tie = jnp.asarray(np.array([0x3F808000], np.uint32).view(np.float32))
+    assert bits(to_storage(tie, jnp.bfloat16, "fp32"))[0] == 0x3F80  # to even
+    assert bits(to_storage(tie, jnp.bfloat16, "packed"))[0] == 0x3F81  # away from zero
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert to_storage(shape, jnp.bfloat16, "packed").dtype == jnp.bfloat16
