@@ -5,12 +5,13 @@
 
 Workload: a byte-level GPT (12 layers, width 256, 8 heads, 128 positions, batch 4), Flax Linen,
 AdamW, FP32 parameters, bfloat16 compute. Nothing is run: counts come from the lowered and the
-compiled program, times are those of tracing, lowering and compiling, alternating between the two
-programs of a ratio. jmp, MPX and Flax `DynamicScale` are measured where they are installed.
+compiled program, times are CPU seconds of tracing, lowering and compiling, alternating between the
+two programs of a ratio. jmp, MPX and Flax `DynamicScale` are measured where they are installed.
 """
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -255,12 +256,13 @@ _HLO_OP = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.M)
 
 
 def lower(make):
-    """Traces and lowers a fresh step; returns it with the seconds it took."""
+    """Traces and lowers a fresh step; returns it with the CPU seconds it took."""
     step, state = make()
     jax.clear_caches()
-    start = time.perf_counter()
+    gc.collect()
+    start = time.process_time()
     lowered = jax.jit(step, donate_argnums=0).lower(state, TOKENS)
-    return lowered, time.perf_counter() - start
+    return lowered, time.process_time() - start
 
 
 def count(make):
@@ -297,9 +299,9 @@ def paired_compiling(make, base, pairs):
         seconds = {}
         for one in (base, make):
             lowered, _ = lower(one)
-            start = time.perf_counter()
+            start = time.process_time()
             lowered.compile()
-            seconds[id(one)] = time.perf_counter() - start
+            seconds[id(one)] = time.process_time() - start
         ratios.append(seconds[id(make)] / seconds[id(base)])
     return ratios
 

@@ -77,10 +77,10 @@ def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
             "for example get_policy('p=f32,c=bf16,o=f32')."
         )
     try:
-        if value is None:
-            raise TypeError
+        if value is None or isinstance(value, (bytes, list, tuple, dict)):
+            raise TypeError  # NumPy would read a structured dtype
         dtype = np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         raise PolicyError(
             f"{value!r}{where} is not a dtype. Give a floating dtype such as jnp.bfloat16, "
             "or its name such as 'bf16'."

@@ -144,6 +144,7 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
     if name == "matmul":
         if value not in MATMUL_PRECISIONS:
             hint = did_you_mean(value, MATMUL_PRECISIONS) if isinstance(value, str) else ""
+            hint = " FP8 matmuls are not available in this version." if value == "fp8" else hint
             raise PolicyError(
                 f"Unknown matmul precision {value!r}{where}.{hint} Allowed: "
                 f"{', '.join(map(repr, MATMUL_PRECISIONS))}; for example 'p=f32,matmul=tf32'."

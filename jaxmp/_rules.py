@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxmp._dtypes import short_name
 from jaxmp._policy import (
     FIELD_NAMES,
     Policy,
@@ -28,11 +31,15 @@ _SEGMENT_WILDCARDS = {"*": "[^/:]*", "?": "[^/:]"}
 
 
 def _glob(segment: str) -> str:
+    if segment == "*":
+        return "[^/:]+"  # no name is empty: the root has none
     return "".join(_SEGMENT_WILDCARDS.get(char, re.escape(char)) for char in segment)
 
 
 def _fix(pattern: str, problem: str, fix: str) -> RuleError:
-    return RuleError(f"Pattern {pattern!r} {problem}; write {fix!r}.")
+    error = RuleError(f"Pattern {pattern!r} {problem}; write {fix!r}.")
+    error.fix = fix
+    return error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,33 +53,44 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
       RuleError: quoting the pattern and naming a pattern that would be read.
     """
     if pattern.startswith("re:"):
-        try:
-            return re.compile(pattern[3:])
-        except re.error as error:
-            raise _fix(
-                pattern, f"is not a regular expression ({error})", "re:" + re.escape(pattern[3:])
-            ) from None
+        return _compile_regex(pattern)
     module, colon, parameter = pattern.partition(":")
-    if colon and (not parameter or ":" in parameter or "/" in parameter):
-        name = re.sub(r"[:/]", "", parameter) or "kernel"
-        raise _fix(pattern, "names no single parameter after ':'", f"{module}:{name}")
     segments = module.split("/") if module else []
-    if any(not segment for segment in segments):
-        fixed = "/".join(filter(None, segments)) + colon + parameter
-        raise _fix(
-            pattern,
-            "has an empty path segment (paths have no leading, trailing or double '/')",
-            fixed,
-        )
+    if colon and (not parameter or ":" in parameter or "/" in parameter):
+        raise _fix(pattern, "names no single parameter after ':'", _repaired(pattern))
+    if not all(segments):
+        problem = "has an empty path segment (paths have no leading, trailing or double '/')"
+        raise _fix(pattern, problem, _repaired(pattern))
     for segment in segments:
         if "**" in segment and segment != "**":
-            fixed = (
-                "/".join("*" if "**" in s and s != "**" else s for s in segments)
-                + colon
-                + parameter
-            )
-            raise _fix(pattern, f"has '**' inside the segment {segment!r}", fixed)
+            raise _fix(pattern, f"has '**' inside the segment {segment!r}", _repaired(pattern))
     return re.compile(_module_regex(segments) + (f":{_glob(parameter)}" if colon else ""))
+
+
+def _compile_regex(pattern: str) -> re.Pattern[str]:
+    try:
+        with warnings.catch_warnings():
+            # Python warns of what later versions will read in another way.
+            warnings.simplefilter("error")
+            return re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError, Warning) as error:
+        problem = f"is not a regular expression ({error})"
+        raise _fix(pattern, problem, "re:" + re.escape(pattern[3:])) from None
+
+
+# What a colon may stand in without being one that matches: an escape, a set, `(?:` and its kin.
+_REGEX_SYNTAX = re.compile(r"\\[^:]|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[^:)=!<>]*:")
+
+
+def _repaired(pattern: str) -> str:
+    """The nearest pattern that can be read."""
+    module, colon, parameter = pattern.partition(":")
+    segments = [
+        re.sub(r"\*\*+", "*", segment) if segment != "**" else segment
+        for segment in module.split("/")
+        if segment
+    ]
+    return "/".join(segments) + colon + (re.sub("[:/]", "", parameter) or "kernel" * len(colon))
 
 
 def _module_regex(segments: list[str]) -> str:
@@ -160,56 +178,15 @@ class Rule:
     subtree: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self, policy: Any) -> None:
-        given = {
-            name: getattr(self, name) for name in FIELD_NAMES if getattr(self, name) is not None
-        }
-        fields = {**_fields_of(policy), **canonical_fields(given, within=_repr_selector(self))}
-        for name in FIELD_NAMES:
-            object.__setattr__(self, name, fields.get(name))
         if isinstance(self.module_type, type):
             object.__setattr__(self, "module_type", self.module_type.__name__)
-        self._check()
-
-    def _check(self) -> None:
-        if self.path is None and self.module_type is None:
-            raise RuleError(
-                "A rule needs a path, a module_type or both to say what it is about; "
-                f"for example Rule('**', {self._fields_string() or 'c=f32'!r})."
-            )
-        for name, value in (("path", self.path), ("module_type", self.module_type)):
-            if value is not None and not isinstance(value, str):
-                raise RuleError(
-                    f"{name}={value!r} is not a string; for example Rule({'a/**' if name == 'path' else 'LayerNorm'!r}, 'c=f32')."
-                )
-        if self.path is not None:
-            compile_pattern(self.path)
-        selector = _repr_selector(self)
-        if not self.fields:
-            raise RuleError(
-                f"Rule({selector}) sets no field of the policy; for example Rule({selector}, policy='c=f32')."
-            )
-        if self.module_type is None:
-            if self.subtree:
-                raise RuleError(
-                    f"subtree=True goes with module_type; for a path write Rule({(self.path or '') + '/**'!r}, ...)."
-                )
-            return
-        if self.param_dtype is not None:
-            raise RuleError(
-                f"Rule({selector}) sets param_dtype by module type, but a parameter tree knows paths "
-                f"only. Name the parameters by path: Rule('**/NAME', 'p={self._param_name()}')."
-            )
-        if self.addresses_parameter:
-            raise RuleError(
-                f"Rule({selector}) names one parameter and a module type; a parameter has no type. "
-                f"Leave module_type out: Rule({self.path!r}, policy='c=f32')."
-            )
-
-    def _param_name(self) -> str:
-        return str(Policy(self.param_dtype, "f32", "f32")).split(",")[0][2:]
-
-    def _fields_string(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.fields.items())
+        _check_kinds(self)
+        given = canonical_fields(self.fields, within=f"Rule({_repr_selector(self)})")
+        fields = {**_fields_of(policy), **given}
+        for name in FIELD_NAMES:
+            object.__setattr__(self, name, fields.get(name))
+        _check_selector(self)
+        _check_fields(self)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -223,8 +200,9 @@ class Rule:
         """Whether the rule is about one parameter (`path:name`), not about modules."""
         if self.path is None:
             return False
-        pattern = self.path
-        return ":" in (pattern[3:].replace("(?:", "") if pattern.startswith("re:") else pattern)
+        if self.path.startswith("re:"):
+            return ":" in _REGEX_SYNTAX.sub("", self.path[3:])
+        return ":" in self.path
 
     def matches(self, path: str, module_type: Any = None, ancestors: Iterable[Any] = ()) -> bool:
         """Whether the rule is about the module at `path`, or about the parameter `path:name`.
@@ -246,6 +224,80 @@ class Rule:
         parts = [_repr_selector(self), *(f"{k}={str(v)!r}" for k, v in self.fields.items())]
         parts += [f"why={self.why!r}"] * bool(self.why) + ["required=False"] * (not self.required)
         return f"Rule({', '.join(parts + ['subtree=True'] * self.subtree)})"
+
+
+# What each argument must be, and a rule in which it is right.
+_KINDS: dict[str, tuple[Any, str, str]] = {
+    "path": ((str, type(None)), "a string", "Rule('a/**', 'c=f32')"),
+    "module_type": (
+        (str, type(None)),
+        "a class or the name of one",
+        "Rule(module_type='LayerNorm', compute_dtype='f32')",
+    ),
+    "why": (str, "a string", "Rule('head', 'c=f32', why='the loss reads it')"),
+    "required": (bool, "a bool", "Rule('head', 'c=f32', required=False)"),
+    "subtree": (
+        bool,
+        "a bool",
+        "Rule(module_type='MoE', compute_dtype='f32', subtree=True)",
+    ),
+}
+
+
+def _check_kinds(rule: Rule) -> None:
+    for name, (kind, words, right) in _KINDS.items():
+        value = getattr(rule, name)
+        if not isinstance(value, kind):
+            raise RuleError(f"Rule({name}={value!r}): {name} must be {words}; for example {right}.")
+
+
+def _check_selector(rule: Rule) -> None:
+    if rule.path is None and rule.module_type is None:
+        raise RuleError(
+            "A rule needs a path, a module_type or both to say what it is about; "
+            f"for example Rule('**', {_fields_string(rule) or 'c=f32'!r})."
+        )
+    if rule.path is not None:
+        compile_pattern(rule.path)
+    if rule.addresses_parameter and rule.module_type is not None:
+        raise RuleError(
+            f"Rule({_repr_selector(rule)}) names one parameter and a module type; a parameter has "
+            f"no type. Leave module_type out: Rule({rule.path!r}, 'c=f32')."
+        )
+    if rule.subtree and rule.module_type is None:
+        raise RuleError(
+            f"Rule({_repr_selector(rule)}, subtree=True): subtree goes with module_type. For a "
+            f"path write Rule({_below(rule.path or '')!r}, {_fields_string(rule) or 'c=f32'!r})."
+        )
+
+
+def _check_fields(rule: Rule) -> None:
+    selector = _repr_selector(rule)
+    if not rule.fields:
+        raise RuleError(
+            f"Rule({selector}) sets no field of the policy; for example "
+            f"Rule({selector}, policy='c=f32')."
+        )
+    if rule.module_type is not None and rule.param_dtype is not None:
+        raise RuleError(
+            f"Rule({selector}) sets param_dtype by module type, but a parameter tree knows paths "
+            f"only. Name the parameters by path: Rule({rule.path or '**/NAME'!r}, "
+            f"'p={short_name(rule.param_dtype)}')."
+        )
+
+
+def _below(path: str) -> str:
+    """The pattern for `path` and all below it."""
+    if path.startswith("re:") or ":" in path or path.endswith("**"):
+        return path
+    return f"{path}/**" if path else "**"
+
+
+def _fields_string(rule: Rule) -> str:
+    return ",".join(
+        f"{name}={short_name(value) if name.endswith('_dtype') else str(value).lower()}"
+        for name, value in rule.fields.items()
+    )
 
 
 # `policy` is read once, when the rule is made; `dataclasses.replace` must not find a leftover.
@@ -346,12 +398,14 @@ class PolicyMap:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "default", get_policy(self.default))
-        rules = (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules)
+        given: Any = self.rules
+        rules = tuple(given) if isinstance(given, Iterable) else (given,)
         object.__setattr__(self, "rules", rules)
         for rule in rules:
             if not isinstance(rule, Rule):
                 raise RuleError(
-                    f"{rule!r} is not a Rule; for example PolicyMap('bf16', [Rule('head', 'c=f32')])."
+                    f"{rule!r} is not a Rule; for example "
+                    "PolicyMap('bf16', [Rule('head', 'c=f32')])."
                 )
         object.__setattr__(self, "_hash", hash((self.default, rules)))
 
@@ -411,13 +465,14 @@ class PolicyMap:
         Args:
           paths: module paths, or a mapping from module path to the module's class.
         """
+        types = dict(_typed(paths))
         rows = []
-        for path, module_type in _typed(paths):
-            index, policy = self._decide(path, module_type, ())
+        for path, module_type in types.items():
+            owner, ancestors = _lineage(path, types)
+            index, policy = self._decide(path, owner, ancestors)
             why = "" if index is None else self.rules[index].why
-            rows.append(
-                Decision(path, (module_type_names(module_type) or ("",))[0], policy, index, why)
-            )
+            name = (module_type_names(module_type) or ("",))[0]
+            rows.append(Decision(path, name, policy, index, why))
         deciding = {row.rule for row in rows}
         unused = tuple(rule for index, rule in enumerate(self.rules) if index not in deciding)
         return Explanation(tuple(rows), unused)
@@ -448,10 +503,27 @@ class PolicyMap:
                 raise _matched_nothing(rule, typed)
 
 
+def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
+    """Who names it, as which field, which dtype: for the default policy and every rule."""
+    holders: list[tuple[str, Any]] = [("the default policy", policies.default)]
+    for who, holder in holders + [(repr(rule), rule) for rule in policies.rules]:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            if getattr(holder, field) is not None:
+                yield who, field, getattr(holder, field)
+
+
 def _typed(paths: Iterable[Any] | Mapping[Any, Any]) -> list[tuple[str, Any]]:
     if isinstance(paths, Mapping):
         return [(path_string(path), kind) for path, kind in paths.items()]
     return [(path_string(path), None) for path in paths]
+
+
+def _lineage(path: str, types: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The class of the module that is, or owns, `path`; and those of the modules above it."""
+    owner = path.partition(":")[0]
+    names = owner.split("/") if owner else []
+    above = ("/".join(names[:length]) for length in range(len(names)))
+    return types.get(owner), tuple(types[p] for p in above if types.get(p) is not None)
 
 
 def _matched_nothing(rule: Rule, typed: list[tuple[str, Any]]) -> RuleError:
@@ -466,5 +538,6 @@ def _matched_nothing(rule: Rule, typed: list[tuple[str, Any]]) -> RuleError:
         hints.append("nearest types: " + (", ".join(close) or "none"))
     return RuleError(
         f"{rule!r} matched nothing in this model; {'; '.join(hints)}. "
-        "Mend the rule, or let it match nothing: Rule(..., required=False)."
+        "Mend the rule, or let it match nothing: "
+        f"{dataclasses.replace(rule, required=False)!r}."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax import lax
 
 from jaxmp import _gradients, _trees, optim
-from jaxmp._dtypes import FLOAT32
 from jaxmp._loss_scale import NoLossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip
+from jaxmp.optim._apply import apply_update
 
 
 class TrainState(struct.PyTreeNode):
@@ -139,18 +137,11 @@ class TrainState(struct.PyTreeNode):
         self._check_mutables(mutables)
         params, old_overwritten = _trees.split_overwritten(self.params)
         grads, overwritten = _trees.split_overwritten(grads)
-        expanded = _master.expand(self.opt_state, params)
-        updates, opt_state = self.tx.update(grads, expanded, params)
-        new_params = jax.tree.map(_add_update, params, updates)
-        applied = _applied(opt_state)
+        new_params, opt_state, applied = apply_update(self.tx, grads, self.opt_state, params)
         if applied is not None:
-            opt_state = _restore_outside(applied, opt_state, expanded)
-            if _has_leaves_outside(opt_state):
-                new_params = _trees.select(applied, new_params, params)
             old = {name: getattr(self, name) for name in mutables}
             mutables = _trees.select(applied, mutables, old)
             overwritten = _trees.select(applied, overwritten, old_overwritten)
-        new_params, opt_state = _master.assign(new_params, opt_state)
         one = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         return self.replace(
             step=jnp.asarray(self.step, jnp.int32) + one,
@@ -172,40 +163,6 @@ class TrainState(struct.PyTreeNode):
                     f"{name}, so a skipped step could not restore it. Give {name} its full "
                     f"structure from the start: TrainState.create(..., {name}=...)."
                 )
-
-
-def _add_update(param: Any, update: Any) -> Any:
-    """`optax.apply_updates` for one leaf; the sum is taken in FP32."""
-    if param is None:
-        return None
-    if _trees.is_castable(param) and param.dtype != FLOAT32:
-        return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
-    return param + update.astype(param.dtype)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, _skip.SkipNonfiniteState)
-
-
-def _applied(opt_state: Any) -> jax.Array | None:
-    """Whether every guarded part of the optimizer applied its update; None: nothing is guarded."""
-    states = [node for _, node in _find.find(opt_state, _skip.SkipNonfiniteState)]
-    flags = [node.stats.last_finite for node in states if node.settings.guarded]
-    return functools.reduce(lax.bitwise_and, flags) if flags else None
-
-
-def _restore_outside(applied: jax.Array, new: Any, old: Any) -> Any:
-    """Keeps the old state of whatever wraps the guarded parts; these have kept their own."""
-    return jax.tree.map(
-        lambda n, o: n if _is_state(n) else _trees.select(applied, n, o),
-        new,
-        old,
-        is_leaf=_is_state,
-    )
-
-
-def _has_leaves_outside(opt_state: Any) -> bool:
-    return any(not _is_state(leaf) for leaf in jax.tree.leaves(opt_state, is_leaf=_is_state))
 
 
 def _strong(leaf: Any) -> Any:

@@ -102,8 +102,8 @@ def _refuse_partial(node: MasterParamsState) -> None:
     without = [path for i, (path, _) in enumerate(layout.storage) if not layout.has_master(i)]
     if without:
         raise JaxmpError(
-            f"{len(without)} of {len(layout.storage)} parameters (such as {without[0]!r}) are stored "
-            "in FP32 and are their own master; the optimizer state holds no second copy. "
+            f"{len(without)} of {len(layout.storage)} parameters (such as {without[0]!r}) are "
+            "stored in FP32 and are their own master; the optimizer state holds no second copy. "
             "Pass the train state: jaxmp.get_master_params(train_state)."
         )
     if layout.form == "packed":
@@ -142,8 +142,8 @@ def check(state: Any) -> None:
 
     Raises:
       ScaleCollapsed: the dynamic loss scale sits at its floor and the last step still overflowed.
-      MasterOverflow: the last step was skipped because a finite master does not fit the 16-bit
-        dtype that its parameter is stored in.
+      MasterOverflow: in the last step a master grew too large for the 16-bit dtype that its
+        parameter is stored in.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
@@ -156,9 +156,9 @@ def check(state: Any) -> None:
         if stats.at_floor > 0:
             scale = float(_compat.plain_array(node.loss_scale.scale_value))
             raise ScaleCollapsed(
-                f"The loss scale is at its floor, {scale:g}, and {int(stats.at_floor)} step(s) in a "
-                f"row still overflowed ({int(stats.total)} skipped in all). The gradients are not "
-                "finite for another reason than the scale: look for a NaN in the batch or an "
+                f"The loss scale is at its floor, {scale:g}, and {int(stats.at_floor)} step(s) in "
+                f"a row still overflowed ({int(stats.total)} skipped in all). The gradients are "
+                "not finite for another reason than the scale: look for a NaN in the batch or an "
                 "overflow in the forward pass, or train with jaxmp.load_recipe('bf16')."
             )
 
@@ -168,10 +168,10 @@ def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflow:
         (*row, state) for state in master_states(node.inner_state) for row in state.layout.storage
     ]
     path, dtype, _ = storage[leaf]
+    consequence = "the step was skipped" if dtype == "f16" else "it was saturated"
     return MasterOverflow(
-        f"The FP32 master of {path!r} is finite but too large for {dtype}, in which the parameter "
-        f"is stored, so the step was skipped. Store it in FP32: Rule({path!r}, 'p=f32'), or lower "
-        "the learning rate."
+        f"The FP32 master of {path!r} is too large for {dtype}, in which the parameter is stored, "
+        f"so {consequence}. Store it in FP32: Rule({path!r}, 'p=f32'), or lower the learning rate."
     )
 
 
@@ -203,8 +203,9 @@ def _check_node(node: Any) -> None:
         )
     if isinstance(node, optax.ApplyIfFiniteState) and find(node.inner_state, SkipNonfiniteState):
         raise CompositionError(
-            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, which "
-            "would never back off. Leave it out: recipe.optimizer(inner) skips such steps itself."
+            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
+            "which would never back off. Leave it out: recipe.optimizer(inner) skips such steps "
+            "itself."
         )
     if _is_chain(node):
         _check_chain(node)

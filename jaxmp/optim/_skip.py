@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class SkipStats:
       consecutive: int32, steps skipped since the last applied one.
       at_floor: int32, of those, the steps that overflowed with the dynamic loss scale at its floor.
       last_finite: bool, whether the last step was applied; True before the first.
-      overflow_leaf: int32, the first parameter whose finite master did not fit its storage dtype in
+      overflow_leaf: int32, the first parameter whose master was too large for its storage dtype in
         the last step, as an index into the layout of the masters; -1: none.
     """
 
@@ -106,8 +107,8 @@ def skip_nonfinite(
     """Applies the inner transformation only to finite gradients, and adjusts the loss scale.
 
     A step with a non-finite gradient emits zero updates and leaves the inner state as it was: no
-    moment, no schedule count, no average moves. Only the loss scale and the counters do. A finite
-    master that its 16-bit parameter cannot hold counts as such a step too.
+    moment, no schedule count, no average moves. Only the loss scale and the counters do. A master
+    that its float16 parameter cannot hold counts as such a step too (see `master_params`).
 
     Args:
       inner: any optax transformation.
@@ -167,8 +168,9 @@ def skip_nonfinite(
         if axes:
             finite = _compat.agree(finite, axes)
         guarded = _cond_update if _resolve(skip) == "cond" else _select_update
-        emitted, inner_state, overflow_leaf = guarded(finite, do_update, grads, state.inner_state)
-        applied = lax.bitwise_and(finite, lax.lt(overflow_leaf, jnp.zeros_like(overflow_leaf)))
+        applied, emitted, inner_state, overflow_leaf = guarded(
+            finite, do_update, grads, state.inner_state
+        )
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
             stats=state.stats.after(applied, state.loss_scale.at_floor, overflow_leaf),
@@ -217,45 +219,43 @@ def _overflow_leaf(inner_state: Any) -> jax.Array:
     return found
 
 
-def _has_masters(inner_state: Any) -> bool:
-    return any(jax.tree.leaves(state.masters) for state in master_states(inner_state))
+def _can_overflow(inner_state: Any) -> bool:
+    return any(state.layout.has_float16_masters for state in master_states(inner_state))
 
 
-def _select_update(
-    finite: jax.Array, do_update: Any, grads: Any, old_state: Any
-) -> tuple[Any, Any, jax.Array]:
+def _fit(inner_state: Any) -> jax.Array:
+    """Whether every float16 parameter holds its new master."""
+    return functools.reduce(lax.bitwise_and, (s.fits for s in master_states(inner_state)))
+
+
+# (applied, emitted updates, inner state, overflow leaf)
+_Outcome = tuple[jax.Array, Any, Any, jax.Array]
+
+
+def _select_update(finite: jax.Array, do_update: Any, grads: Any, old_state: Any) -> _Outcome:
     emitted, new_state = do_update()
-    overflow_leaf = _overflow_leaf(new_state)
-    applied = lax.bitwise_and(finite, overflow_leaf < 0)
+    applied = lax.bitwise_and(finite, _fit(new_state)) if _can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
-    # An overflow counts only where the gradients were finite.
-    overflow_leaf = lax.select(finite, overflow_leaf, jnp.full_like(overflow_leaf, -1))
+    overflow_leaf = lax.select(finite, _overflow_leaf(new_state), jnp.array(-1, jnp.int32))
     emitted = _trees.select(applied, emitted, _zeros_like(grads))
-    return emitted, _trees.select(applied, new_state, old_state), overflow_leaf
+    return applied, emitted, _trees.select(applied, new_state, old_state), overflow_leaf
 
 
-def _cond_update(
-    finite: jax.Array, do_update: Any, grads: Any, old_state: Any
-) -> tuple[Any, Any, jax.Array]:
-    none = jnp.array(-1, jnp.int32)
+def _cond_update(finite: jax.Array, do_update: Any, grads: Any, old_state: Any) -> _Outcome:
+    def reject_update(overflow_leaf: jax.Array) -> _Outcome:
+        return jnp.array(False), _zeros_like(grads), old_state, overflow_leaf
 
-    def reject_update() -> tuple[Any, Any, jax.Array]:
-        return _zeros_like(grads), old_state, none
-
-    def try_update() -> tuple[Any, Any, jax.Array]:
+    def try_update() -> _Outcome:
         emitted, new_state = do_update()
-        if not _has_masters(old_state):
-            return emitted, new_state, none
         overflow_leaf = _overflow_leaf(new_state)
-        return lax.cond(
-            overflow_leaf < 0,
-            lambda: (emitted, new_state, none),
-            lambda: (_zeros_like(grads), old_state, overflow_leaf),
-        )
+        accepted = jnp.array(True), emitted, new_state, overflow_leaf
+        if not _can_overflow(old_state):
+            return accepted
+        return lax.cond(_fit(new_state), lambda: accepted, lambda: reject_update(overflow_leaf))
 
-    return lax.cond(finite, try_update, reject_update)
+    return lax.cond(finite, try_update, lambda: reject_update(jnp.array(-1, jnp.int32)))
 
 
 def _zeros_like(tree: Any) -> Any:

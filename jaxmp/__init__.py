@@ -1,0 +1,68 @@
+"""Mixed precision for JAX and Flax: policies applied, training kept correct, and proved."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxmp import errors as errors
+from jaxmp import optim as optim
+from jaxmp._dtypes import canonical_dtype as canonical_dtype
+from jaxmp._gradients import HalfLossWarning as HalfLossWarning
+from jaxmp._gradients import grad as grad
+from jaxmp._gradients import value_and_grad as value_and_grad
+from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
+from jaxmp._loss_scale import NoLossScale as NoLossScale
+from jaxmp._loss_scale import StaticLossScale as StaticLossScale
+from jaxmp._policy import Policy as Policy
+from jaxmp._policy import get_policy as get_policy
+from jaxmp._recipe import Recipe as Recipe
+from jaxmp._recipe import list_recipes as list_recipes
+from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._rules import PolicyMap as PolicyMap
+from jaxmp._rules import Rule as Rule
+from jaxmp._trees import all_finite as all_finite
+from jaxmp._trees import cast_floating as cast_floating
+from jaxmp.errors import CompositionError as CompositionError
+from jaxmp.errors import JaxmpError as JaxmpError
+from jaxmp.errors import LossScaleError as LossScaleError
+from jaxmp.errors import MasterOverflow as MasterOverflow
+from jaxmp.errors import MissingDependencyError as MissingDependencyError
+from jaxmp.errors import PolicyError as PolicyError
+from jaxmp.errors import RecipeError as RecipeError
+from jaxmp.errors import RuleError as RuleError
+from jaxmp.errors import ScaleCollapsed as ScaleCollapsed
+from jaxmp.optim._find import check as check
+from jaxmp.optim._find import get_loss_scale as get_loss_scale
+from jaxmp.optim._find import get_master_params as get_master_params
+from jaxmp.optim._find import get_skip_stats as get_skip_stats
+
+if TYPE_CHECKING:
+    from jaxmp import linen as linen
+    from jaxmp._train_state import TrainState as TrainState
+
+__version__ = "0.1.0"
+
+# Name -> module, package it needs, what for, the extra that installs it.
+_LAZY = {
+    "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
+    "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs an optional package when it is first asked for (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
+    module_name, package, purpose, extra = _LAZY[name]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise errors.missing_dependency(package, purpose, extra) from error
+    return module if module_name == f"jaxmp.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,240 @@
+"""TOML files: read with the place of every key, written back value by value."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+import tomllib
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from jaxmp.errors import RecipeError
+
+# `("policy", "matmul")`, or `("rules", 0, "path")` for a key of the first [[rules]].
+Key = tuple[str | int, ...]
+
+# ---------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A parsed TOML file that knows where each key stands."""
+
+    # The file as its user names it.
+    file: str
+    # What the file says.
+    table: dict[str, Any]
+    # Key -> line and column, both from 1.
+    places: dict[Key, tuple[int, int]]
+
+    def where(self, *key: str | int) -> str:
+        """`'my.toml', line 4, column 1, key 'policy.matmul'`, as exactly as can be known."""
+        below = [found for found in self.places if key and found[: len(key)] == key]
+        above = [found for found in _prefixes(key) if found in self.places]
+        position = "".join(
+            f", line {line}, column {column}"
+            for line, column in [self.places[found] for found in (below + above)[:1]]
+        )
+        return f"{self.file!r}{position}{_key_label(key)}"
+
+
+def _prefixes(key: Key) -> list[Key]:
+    return [key[:length] for length in range(len(key), 0, -1)]
+
+
+def _key_label(key: Key) -> str:
+    names = [str(part) for part in key if isinstance(part, str)]
+    if len(key) > 1 and isinstance(key[1], int):
+        rule = f", rule {key[1] + 1}"
+        return rule + (f", key {'.'.join(names[1:])!r}" if names[1:] else "")
+    return f", key {'.'.join(names)!r}" if names else ""
+
+
+def read(file: str, path: Traversable) -> Document:
+    """Reads one TOML file.
+
+    Args:
+      file: how messages name it.
+      path: where it lies; only regular files are read.
+
+    Returns:
+      The document.
+
+    Raises:
+      RecipeError: if there is no such file, or it is not UTF-8, or not TOML; with line and column.
+    """
+    return parse(file, _read_text(file, path))
+
+
+def parse(file: str, text: str) -> Document:
+    """Parses the text of a TOML file; see `read`."""
+    text = text.replace("\r\n", "\n")
+    try:
+        return Document(file, tomllib.loads(text), _places(text))
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(file, text, str(error)) from None
+    except RecursionError:
+        raise RecipeError(f"{file!r}: arrays or tables are nested too deeply.") from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise RecipeError(f"{file!r}: {error}.") from None
+
+
+def _read_text(file: str, path: Traversable) -> str:
+    try:
+        if path.is_dir():
+            raise RecipeError(
+                f"{file!r} is a directory, not a recipe file. Name a file in it, such as:\n"
+                f"    load_recipe({str(Path(file) / 'my.toml')!r})"
+            )
+        if not path.is_file():
+            raise RecipeError(
+                f"There is no file {file!r} (looked in {str(Path.cwd())!r}). Give the path of a "
+                "file that is there, or the name of a shipped recipe, such as:\n"
+                "    load_recipe('bf16')"
+            )
+        data = path.read_bytes()
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the name
+        raise RecipeError(
+            f"{file!r} cannot be read: {error}. Give the path of a file that can, or the name of "
+            "a shipped recipe, such as:\n    load_recipe('bf16')"
+        ) from None
+    return _decode(file, data)
+
+
+def _decode(file: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line = before.count(b"\n") + 1
+        column = len(before) - (before.rfind(b"\n") + 1) + 1
+        actual = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
+        raise RecipeError(
+            f"{file!r}, line {line}, column {column}: byte {data[error.start]:#04x} is not UTF-8, "
+            "the encoding of TOML. Save the file as UTF-8:\n"
+            f"    Path({file!r}).write_text(Path({file!r}).read_text({actual!r}), 'utf-8')"
+        ) from None
+
+
+def _syntax_error(file: str, text: str, problem: str) -> RecipeError:
+    found = re.search(r"at line (\d+), column (\d+)", problem)
+    lines = text.split("\n")
+    line, column = (int(found[1]), int(found[2])) if found else (len(lines), len(lines[-1]) + 1)
+    source = lines[line - 1] if line <= len(lines) else ""
+    reason = re.sub(r"\s*\(at [^)]*\)", "", problem)
+    place = f"{file!r}, line {line}, column {column}: {reason} in {source!r}."
+    if reason.startswith(("Cannot overwrite", "Cannot declare")):
+        return RecipeError(f"{place} It is given twice; delete one of the two.")
+    return RecipeError(f"{place} Write it as TOML, such as:\n    {_repaired(source)}")
+
+
+def _repaired(line: str) -> str:
+    """The line as TOML where its meaning is plain; else a line that shows the form."""
+    header = re.fullmatch(r"\s*(\[{1,2})\s*([A-Za-z0-9_-]+)[\s\]]*", line)
+    if header:
+        return f"{header[1]}{header[2]}{']' * len(header[1])}"
+    setting = re.fullmatch(r"\s*([A-Za-z0-9_-]+)\s*[:=]\s*([^#]*?)\s*(?:#.*)?", line)
+    if setting:
+        return f"{setting[1]} = {_repaired_value(setting[2])}"
+    return 'compute_dtype = "bfloat16"'
+
+
+def _repaired_value(value: str) -> str:
+    if value.lower() in ("true", "false"):
+        return value.lower()
+    try:
+        tomllib.loads(f"value = {value}")
+    except ValueError:
+        return quoted(value.strip("\"'"))
+    return value
+
+
+# ---------------------------------------------------------------------------
+# Places
+# ---------------------------------------------------------------------------
+
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}'
+    r"|'''.*?'{3,5}"
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'[^'\n]*'"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
+_NAME = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
+_NAMES = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_HEADER = re.compile(rf"\s*(?P<open>\[\[?)\s*(?P<names>{_NAMES})\s*\]\]?\s*$")
+_SETTING = re.compile(rf"\s*(?P<names>{_NAMES})\s*=")
+
+
+def _places(text: str) -> dict[Key, tuple[int, int]]:
+    """Line and column of each table header and of each key that begins a line."""
+    places: dict[Key, tuple[int, int]] = {}
+    seen: collections.Counter[Key] = collections.Counter()
+    table: Key = ()
+    for number, line in enumerate(_STRING_OR_COMMENT.sub(_blank, text).split("\n"), start=1):
+        match = header = _HEADER.match(line)
+        if header:
+            table = _split(header["names"])
+            if header["open"] == "[[":
+                seen[table] += 1
+                table = (*table, seen[table] - 1)
+        else:
+            match = _SETTING.match(line)
+        if match:
+            key = table if header else (*table, *_split(match["names"]))
+            places.setdefault(key, (number, match.start("names") + 1))
+    return places
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Comments go; strings over several lines keep their line breaks only."""
+    text = match[0]
+    if text.startswith("#"):
+        return ""
+    return "\n" * text.count("\n") if "\n" in text else text
+
+
+def _split(names: str) -> Key:
+    """`a."b c".d` -> `("a", "b c", "d")`."""
+    try:
+        table: Any = tomllib.loads(f"{names} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
+    key: list[str] = []
+    while isinstance(table, dict):
+        name, table = next(iter(table.items()))
+        key.append(name)
+    return tuple(key)
+
+
+# ---------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------
+
+
+def quoted(text: str) -> str:
+    """A TOML string on one line that reads back as `text`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RecipeError(
+            f"{text!r} holds half of a surrogate pair, which no TOML file can hold. Leave it out:\n"
+            f"    {text.encode('utf-8', 'ignore').decode()!r}"
+        ) from None
+    # JSON's escapes are TOML's, but JSON lets DEL stand bare.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def literal(value: bool | int | float | str) -> str:
+    """`value` as TOML writes it."""
+    if isinstance(value, str):
+        return quoted(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,399 @@
+"""The `jaxmp` command: list recipes, show what one does, explain which rule decides where."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import jax
+
+import jaxmp
+from jaxmp._dtypes import is_half
+from jaxmp._loss_scale import DynamicLossScale
+from jaxmp._policy import Policy
+from jaxmp._recipe import Recipe, list_recipes, load_recipe
+from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
+from jaxmp.errors import JaxmpError, RuleError, missing_dependency
+
+try:
+    import rich.box
+    import typer
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise missing_dependency("typer or rich", "the jaxmp command", "cli") from error
+
+app = typer.Typer(
+    help="Mixed precision for JAX and Flax: what each recipe does, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe's name, a file ending in .toml, or p=f32,c=bf16,o=f32.")
+]
+_ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="module.path:factory; the factory returns a Linen model and example inputs."
+    ),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; errors print as one red message.
+
+    Args:
+      arguments: what follows `jaxmp` on the command line. None: what the shell gave.
+
+    Raises:
+      SystemExit: always; 0 if all is well, 1 if a required rule matched nothing, 2 for an error.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
+    except JaxmpError as error:
+        _print_error(error)
+        raise SystemExit(1 if isinstance(error, _UnmatchedRule) else 2) from None
+
+
+class _UnmatchedRule(RuleError):
+    """A required rule matched nothing: the recipe does not fit this model."""
+
+
+def _print_error(error: JaxmpError) -> None:
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(_text(f"Error: {error}", "red"))
+
+
+# ---------------------------------------------------------------------------
+# Commands
+# ---------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print versions and exit.")] = False,
+) -> None:
+    if version:
+        python = platform.python_version()
+        _console().print(f"jaxmp {jaxmp.__version__} (jax {jax.__version__}, Python {python})")
+        raise typer.Exit
+
+
+@app.command("recipes")
+def _recipes() -> None:
+    """List the shipped recipes."""
+    table = _table("recipe", "policy", "loss scale", "summary")
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        kind = recipe.data.loss_scale.kind
+        policy = _policy_words(recipe.policies.default)
+        table.add_row(_text(name, "bold"), policy, kind, _text(recipe.summary))
+    _console().print(table)
+
+
+@app.command("show")
+def _show(recipe: _RecipeArgument) -> None:
+    """Print everything that a recipe does, with reasons."""
+    loaded = load_recipe(recipe)
+    console = _console()
+    console.print(_text(loaded.name, "bold"), _text(loaded.summary, "dim"), sep="  ")
+    for title, rows in _sections(loaded):
+        console.print()
+        console.print(Text(title, style="bold cyan"))
+        console.print(Padding(_pairs(rows), (0, 0, 0, 2)))
+
+
+@app.command("explain")
+def _explain(recipe: _RecipeArgument, model: _ModelArgument) -> None:
+    """Print which rule decides for each module of a model, and which rules decide nothing."""
+    policies = load_recipe(recipe).policies
+    paths = _module_paths(model)
+    _print_explanation(policies, policies.explain(paths))
+    try:
+        policies.check_required(paths)
+    except RuleError as error:
+        raise _UnmatchedRule(str(error)) from None
+
+
+# ---------------------------------------------------------------------------
+# What a recipe does, in words
+# ---------------------------------------------------------------------------
+
+_Rows = list[tuple[str, str]]
+
+_MATMUL = {
+    "default": "JAX's own choice for FP32 operands: TF32 on NVIDIA Tensor Cores",
+    "tf32": "FP32 operands are rounded to TF32: 10 bits of mantissa, FP32 range and sums",
+    "highest": "FP32 operands keep all their bits",
+}
+_SKIP = {
+    "auto": "select when compiling for GPU or TPU, lax.cond when compiling for CPU",
+    "select": "the new state is computed, and taken or left element by element",
+    "cond": "the optimizer runs in a lax.cond, only if the step is taken",
+    "none": "nothing is skipped: a non-finite gradient reaches the parameters",
+}
+_MASTER = {
+    "fp32": "FP32 masters in the optimizer state, 4 more bytes each",
+    "packed": "the 16 bits that bfloat16 drops of FP32 beside them, 2 more bytes each",
+    "none": "no masters: an update below half a step of the stored dtype is lost",
+}
+_ALWAYS_FP32: _Rows = [
+    (
+        "norm statistics",
+        "means of squares cancel; Flax's norms take them in FP32, and compute with"
+        " scale and bias in FP32",
+    ),
+    ("batch statistics", "running averages stall in 8 bits of mantissa: never cast"),
+    (
+        "attention softmax",
+        "Flax's attention takes logits, mask and softmax in FP32: float16 logits"
+        " overflow beyond 65504",
+    ),
+    ("loss", "value_and_grad takes the loss in FP32 and seeds its gradient with the loss scale"),
+    ("unscaled gradients", "unscaled, clipped and handed to the optimizer in FP32"),
+    (
+        "optimizer state",
+        "second moments underflow in 16 bits: moments are kept for the FP32 masters",
+    ),
+]
+_RAW_CODE = (
+    "This holds inside Flax's own modules, in jaxmp's gradients and optimizers, and in modules that"
+    " a rule puts in FP32. A raw jax.nn.softmax runs in the dtype it is given."
+)
+
+
+def _sections(recipe: Recipe) -> list[tuple[str, _Rows]]:
+    rules = [(str(n), _rule_words(rule)) for n, rule in enumerate(recipe.policies.rules, start=1)]
+    return [
+        ("Policy: for every module for which no rule decides", _policy_rows(recipe)),
+        ("Rules: the first that matches decides alone", rules or [("none", "")]),
+        ("Loss scale", _loss_scale_rows(recipe)),
+        ("Optimizer", _optimizer_rows(recipe)),
+        (
+            "In FP32 whatever the recipe says, unless a rule says otherwise",
+            [*_ALWAYS_FP32, ("elsewhere", _RAW_CODE)],
+        ),
+    ]
+
+
+def _policy_rows(recipe: Recipe) -> _Rows:
+    policy = recipe.policies.default
+    rows = [
+        ("stored", f"{policy.param_dtype.name}: parameters in the train state"),
+        (
+            "computed",
+            f"{policy.compute_dtype.name}: operands inside modules, and what they hand to"
+            " each other; matmuls accumulate in FP32",
+        ),
+        ("output", f"{policy.output_dtype.name}: what the whole model returns"),
+        ("matmul", f"{policy.matmul}: {_MATMUL[policy.matmul]}"),
+    ]
+    author = "is kept" if policy.respect_explicit else "is overridden"
+    rows.append(("explicit dtypes", f"a dtype that the author set on a Flax module {author}"))
+    float64 = "cast like the others" if policy.cast_float64 else "left alone"
+    return [*rows, ("float64 arrays", float64)]
+
+
+def _rule_words(rule: Rule) -> str:
+    about = [] if rule.path is None else [repr(rule.path)]
+    below = " and all below them" if rule.subtree else ""
+    about += [] if rule.module_type is None else [f"modules of type {rule.module_type}{below}"]
+    fields = ", ".join(
+        f"{name} = {value.name if name.endswith('_dtype') else str(value).lower()}"
+        for name, value in rule.fields.items()
+    )
+    required = "" if rule.required else " (may match nothing)"
+    return f"{', '.join(about)}: {fields}{required}" + (f"\n{rule.why}" if rule.why else "")
+
+
+def _loss_scale_rows(recipe: Recipe) -> _Rows:
+    data = recipe.data.loss_scale
+    if data.kind == "none":
+        half = any(d.name == "float16" for _, _, d in named_dtypes(recipe.policies))
+        why = (
+            "but float16 gradients below 6e-8 become 0"
+            if half
+            else "bfloat16 and float32 have the range that gradients need"
+        )
+        return [("none", f"gradients are not scaled; {why}")]
+    if data.kind == "static":
+        return [("static", f"gradients are scaled by {dict(data.arguments)['value']:g}, always")]
+    return _dynamic_rows(recipe.loss_scale, data.preset or "jaxmp")
+
+
+def _dynamic_rows(scale: Any, preset: str) -> _Rows:
+    assert isinstance(scale, DynamicLossScale)
+    refill = "at each growth" if scale.hysteresis_refill == "growth" else "at each clean step"
+    tolerance = (
+        "backs off at every overflow"
+        if scale.hysteresis == 1
+        else f"backs off from overflow {scale.hysteresis} on, counted anew {refill}"
+    )
+    delay = scale.first_growth_delay
+    return [
+        ("dynamic", f"the rule of {preset}; a step that overflows is skipped"),
+        ("start", _power(float(scale.scale_value))),
+        (
+            "growth",
+            f"times {scale.growth_factor:g} after {scale.growth_interval} clean steps in a"
+            f" row" + (f", not counting the first {delay}" if delay else ""),
+        ),
+        ("backoff", f"times {scale.backoff_factor:g}; {tolerance}"),
+        ("bounds", f"from {_power(scale.floor)} to {_power(scale.ceiling)}"),
+        ("unscaling", "in FP32, by the scale that scaled, before clipping and weight decay"),
+    ]
+
+
+def _power(value: float) -> str:
+    """`65536 (2**16)`."""
+    mantissa, exponent = value.hex().split("p")
+    power = f" (2**{int(exponent)})" if mantissa == "0x1.0000000000000" else ""
+    return f"{value:.10g}{power}"
+
+
+def _optimizer_rows(recipe: Recipe) -> _Rows:
+    stored = {d for _, field, d in named_dtypes(recipe.policies) if field == "param_dtype"}
+    halves = sorted(dtype.name for dtype in stored if is_half(dtype))
+    master = "fp32" if recipe.master == "auto" else recipe.master
+    masters = (
+        f"parameters stored in {' and '.join(halves)} have {_MASTER[master]}"
+        if halves
+        else "parameters stored in float32 are their own masters"
+    )
+    return [
+        ("masters", f"{recipe.master}: {masters}"),
+        (
+            "skipped steps",
+            "a step whose loss or gradients are not finite changes nothing but the"
+            " loss scale and the counters"
+            if recipe.skip != "none"
+            else _SKIP["none"],
+        ),
+        ("skip", f"{recipe.skip}: {_SKIP[recipe.skip]}"),
+        ("microbatches", f"gradients are added up in {recipe.accumulate_dtype}"),
+        ("devices", f"gradients are added up in {recipe.reduce_dtype}"),
+    ]
+
+
+# ---------------------------------------------------------------------------
+# Explaining a model
+# ---------------------------------------------------------------------------
+
+
+def _call_factory(target: str) -> tuple[Any, ...]:
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name.isidentifier():
+        raise JaxmpError(
+            f"{target!r} is not module.path:factory; for example:\n"
+            "    jaxmp explain bf16 my_package.model:make"
+        )
+    sys.path.insert(0, os.getcwd())
+    module = _run(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
+    if not callable(getattr(module, name, None)):
+        raise JaxmpError(
+            f"{module_name!r} has no function {name!r}. Write one:\n"
+            f"    def {name}():\n        return model, example_input"
+        )
+    made = _run(f"{target}()", getattr(module, name))
+    if not isinstance(made, (tuple, list)) or len(made) < 2:
+        raise JaxmpError(
+            f"{target}() returned {type(made).__name__}, not a model and its example inputs. "
+            "Return both:\n    return model, example_input"
+        )
+    return tuple(made)
+
+
+def _module_paths(target: str) -> dict[str, Any]:
+    """The classes by path, and the parameters, of the model that a factory makes."""
+    model, *inputs = _call_factory(target)
+    linen = jaxmp.linen
+    return _run(f"the model of {target}", lambda: linen.module_paths(model, *inputs))
+
+
+def _run(what: str, call: Callable[[], Any]) -> Any:
+    """Runs a user's code; its exception becomes a message that says where it was raised."""
+    try:
+        return call()
+    except JaxmpError:
+        raise
+    except Exception as error:
+        raise JaxmpError(f"{what} raised {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """Where a user's own file raised `error`, as far as one did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = os.path.dirname(__file__)
+    own = [f for f in frames if not f.filename.startswith((here, "<", sys.prefix, sys.base_prefix))]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+
+
+def _print_explanation(policies: PolicyMap, explanation: Explanation) -> None:
+    console = _console()
+    table = _table("path", "type", "policy", "rule")
+    for row in explanation.rows:
+        rule = None if row.rule is None else policies.rules[row.rule]
+        if ":" in row.path and (rule is None or not rule.addresses_parameter):
+            continue  # its module's policy decides
+        number = "default" if row.rule is None else str(row.rule + 1)
+        path = _text(row.path or "(root)")
+        table.add_row(path, _text(row.module_type), _policy_words(row.policy), number)
+    console.print(table)
+    deciding = {row.rule for row in explanation.rows}
+    for number, rule in enumerate(policies.rules, start=1):
+        unused = number - 1 not in deciding
+        label = f"rule {number}, unused" if unused else f"rule {number}"
+        console.print(_text(label, "yellow" if unused else "bold"))
+        console.print(Padding(_text(_rule_words(rule)), (0, 0, 0, 2)))
+
+
+# ---------------------------------------------------------------------------
+# Printing
+# ---------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _text(value: str, style: str = "") -> Text:
+    """Text without markup, in which control characters are shown and not obeyed."""
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in value)
+    return Text(plain, style=style)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        whole = column in ("recipe", "policy", "loss scale", "rule")
+        table.add_column(column, overflow="fold", no_wrap=whole)
+    return table
+
+
+def _policy_words(policy: Policy) -> str:
+    """The three dtypes on a line, and each further setting on its own."""
+    parts = str(policy).split(",")
+    return "\n".join([",".join(parts[:3]), *parts[3:]])
+
+
+def _pairs(rows: _Rows) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, words in rows:
+        grid.add_row(_text(label), _text(words))
+    return grid
+
+
+if __name__ == "__main__":
+    main()

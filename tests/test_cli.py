@@ -1,0 +1,249 @@
+"""The command: what it prints, and that a mistake is one message and an exit code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxmp
+from jaxmp import cli
+from jaxmp._recipe import list_recipes, load_recipe
+
+MODEL = """
+import flax.linen as nn
+import jax.numpy as jnp
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="router")(nn.LayerNorm()(x))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, 4, name="embed")(tokens)
+        return nn.Dense(7, name="lm_head")(Block(name="block")(x))
+
+
+def make():
+    return Model(), jnp.zeros((1, 3), jnp.int32)
+
+
+def alone():
+    return Model()
+
+
+def broken():
+    raise KeyError("gone")
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty current directory with a model in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    (tmp_path / "my_model.py").write_text(MODEL)
+    yield tmp_path
+    sys.modules.pop("my_model", None)
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        return stop.value.code, printed.out, printed.err
+
+    return run
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0
+    assert re.fullmatch(rf"jaxmp {re.escape(jaxmp.__version__)} \(jax \S+, Python \S+\)\n", out)
+
+
+@pytest.mark.parametrize("columns", ["100", "60"])
+def test_recipes_lists_every_recipe_whole(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = run("recipes")
+    assert code == 0
+    for name in list_recipes():
+        dtypes = str(load_recipe(name).policies.default).partition(",matmul")[0]
+        assert re.search(rf"^ {name} +{dtypes} ", out, re.MULTILINE)
+    assert "matmul=highest" in out
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+@pytest.mark.parametrize("columns", ["100", "60"])
+@pytest.mark.parametrize("name", list_recipes())
+def test_show_prints_all_that_a_recipe_says(run, monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = run("show", name)
+    recipe = load_recipe(name)
+    policy = recipe.policies.default
+    said = words(out)
+    assert code == 0
+    assert said.startswith(f"{name} {recipe.summary}")
+    assert f"stored {policy.param_dtype.name}: " in said
+    assert f"computed {policy.compute_dtype.name}: " in said
+    assert f"output {policy.output_dtype.name}: " in said
+    assert f"matmul {policy.matmul}: " in said
+    for rule in recipe.policies.rules:
+        assert repr(rule.path) in said and rule.why in said
+    assert ("65536 (2**16)" in said) == name.startswith("fp16")
+    assert ("4 more bytes each" in said) == name.endswith("_params")
+    for always in ("norm statistics", "attention softmax", "optimizer state", "loss"):
+        assert always in said
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('kind = "static"\nvalue = 8', "static gradients are scaled by 8, always"),
+        ('kind = "none"', "none gradients are not scaled; but float16 gradients below"),
+        ('preset = "megatron"', "the rule of megatron; a step that overflows is skipped"),
+        ('preset = "megatron"', "start 4294967296 (2**32)"),
+        ('preset = "deepspeed"', "not counting the first 1"),
+        ('preset = "deepspeed"', "backs off from overflow 2 on, counted anew at each growth"),
+        ("init_scale = 3", "start 3 growth"),
+        ('max_scale = "none"', "bounds from 6.103515625e-05 (2**-14) to 3.402823466e+38"),
+    ],
+)
+def test_show_prints_the_loss_scale(run, folder, text, expected):
+    (folder / "my.toml").write_text(f'extends = "fp16"\n[loss_scale]\n{text}')
+    assert expected in words(run("show", "my.toml")[1])
+
+
+def test_show_prints_every_kind_of_rule_and_setting(run, folder):
+    (folder / "my.toml").write_text("""
+extends = "bf16_params"
+[policy]
+respect_explicit = true
+cast_float64 = true
+[optimizer]
+master = "packed"
+skip = "none"
+[[rules]]
+module_type = "Block"
+subtree = true
+matmul = "tf32"
+""")
+    said = words(run("show", "my.toml")[1])
+    assert "1 modules of type Block and all below them: matmul = tf32 2 " in said
+    assert "the author set on a Flax module is kept" in said
+    assert "float64 arrays cast like the others" in said
+    assert "the 16 bits that bfloat16 drops" in said
+    assert "nothing is skipped" in said
+
+
+def test_user_text_is_shown_and_not_obeyed(run, folder):
+    (folder / "my.toml").write_text(
+        'extends = "bf16"\n[[rules]]\npath = "[bold]a[/bold]"\nc = "f32"\nwhy = "\\u001b[2J[red]x"'
+    )
+    out = run("show", "my.toml")[1]
+    assert "[bold]a[/bold]" in out and r"\x1b[2J[red]x" in out and "\x1b" not in out
+
+
+def test_explain_says_which_rule_decides(run):
+    code, out, err = run("explain", "bf16", "my_model:make")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.partition("rule 1")[0].splitlines()]
+    rows = {line[0]: line[1:] for line in lines if len(line) == 4}
+    assert rows["(root)"] == ["Model", "p=f32,c=bf16,o=f32", "default"]
+    assert rows["lm_head"] == ["Dense", "p=f32,c=bf16,o=f32", "1"]
+    assert rows["block/router"] == ["Dense", "p=f32,c=f32,o=f32", "3"]
+    assert rows["block/LayerNorm_0"][-1] == "default"
+    assert "rule 1\n" in out and "rule 2, unused\n" in out and "rule 3\n" in out
+    assert not any(":" in path for path in rows if path.startswith(("block", "lm_head")))
+
+
+def test_explain_shows_parameters_that_a_rule_names(run, folder):
+    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "**:bias"\np = "bf16"')
+    out = run("explain", "my.toml", "my_model:make")[1]
+    assert re.search(r"^ lm_head:bias +p=bf16,c=bf16,o=f32 +1 ", out, re.MULTILINE)
+    assert "lm_head:kernel" not in out
+
+
+def test_explain_knows_subtrees_by_type(run, folder):
+    (folder / "my.toml").write_text(
+        'extends = "bf16"\n[[rules]]\nmodule_type = "Block"\nsubtree = true\nc = "f16"'
+    )
+    out = run("explain", "my.toml", "my_model:make")[1]
+    for path in ("block", "block/LayerNorm_0", "block/router"):
+        assert re.search(rf"^ {path} +\w+ +p=f32,c=f16,o=f32 +1 ", out, re.MULTILINE)
+    assert re.search(r"^ embed +Embed +p=f32,c=bf16,o=f32 +default", out, re.MULTILINE)
+
+
+def test_explain_names_an_unmatched_required_rule(run, folder):
+    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
+    code, out, err = run("explain", "my.toml", "my_model:make")
+    assert code == 1
+    assert "rule 1, unused" in out
+    assert "Error: Rule('blok', compute_dtype='float32') matched nothing" in err
+    assert "nearest paths: 'block'" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["show", "bf61"], "Error: 'bf61' names no recipe and no policy. Did you mean 'bf16'?"),
+        (["show", "p=f99"], "Error: Unknown dtype 'f99' in 'p=f99'."),
+        (["show", "none.toml"], "Error: There is no file 'none.toml'"),
+        (["explain", "bf16", "my_model"], "'my_model' is not module.path:factory"),
+        (["explain", "bf16", "my_model:"], "'my_model:' is not module.path:factory"),
+        (["explain", "bf16", "my_model:nothing"], "'my_model' has no function 'nothing'"),
+        (["explain", "bf16", "my_model:number"], "'my_model' has no function 'number'"),
+        (["explain", "bf16", "my_model:alone"], "my_model:alone() returned Model, not a model and"),
+        (["explain", "bf16", "my_model:broken"], "raised KeyError: 'gone' (my_model.py, line 28)"),
+        (["explain", "bf16", "no_model:make"], "importing 'no_model' raised ModuleNotFoundError"),
+    ],
+)
+def test_a_mistake_is_one_message(run, arguments, expected):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: ") and expected in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["show"], ["--nothing"]])
+def test_a_wrong_command_is_refused_with_the_usage(run, arguments):
+    code, _, err = run(*arguments)
+    assert code == 2 and "Usage: jaxmp" in err
+
+
+def test_no_command_prints_the_help(run):
+    _, out, err = run()
+    assert all(command in out + err for command in ("recipes", "show", "explain", "--version"))
+
+
+def test_errors_are_red(run, monkeypatch):
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert run("show", "bf61")[2].startswith("\x1b[31mError: ")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp.cli"
+    root = Path(jaxmp.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "MissingDependencyError" in done.stderr and missing in done.stderr
+    assert 'pip install "jaxmp[cli]"' in done.stderr

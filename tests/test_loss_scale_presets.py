@@ -1,0 +1,455 @@
+"""Each preset goes through its framework's own sequence of scales.
+
+The models below are written from the frameworks' rules in plain Python floats, framework by
+framework, without a look at jaxmp's rule. A sequence is compared as long as the framework's own
+scale is finite in FP32 and at least 2**-126; beyond that jaxmp stays inside on purpose.
+"""
+
+import inspect
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmp._loss_scale import DynamicLossScale
+from jaxmp.errors import LossScaleError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cached_eager_operations():
+    """Under its leak check JAX compiles every eager operation anew: 1.2 s for one `adjust`."""
+    with jax.check_tracer_leaks(False):
+        yield
+
+
+# ---------------------------------------------------------------------------
+# The frameworks' rules
+# ---------------------------------------------------------------------------
+
+
+def fits_fp32(x):
+    return x <= float(np.finfo(np.float32).max)
+
+
+def torch_model(pattern, init=2.0**16, growth=2.0, backoff=0.5, interval=2000):
+    """torch.amp.GradScaler: `_amp_update_scale_`."""
+    scale, tracker = init, 0
+    for step in pattern:
+        if step == "x":
+            scale *= backoff
+            tracker = 0
+        elif tracker + 1 == interval:
+            if fits_fp32(scale * growth):
+                scale *= growth
+            tracker = 0
+        else:
+            tracker += 1
+        yield scale
+
+
+def deepspeed_model(
+    pattern,
+    init=2.0**16,
+    factor=2.0,
+    window=1000,
+    minimum=1.0,
+    delayed_shift=2,
+    consecutive_hysteresis=False,
+):
+    """deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler, not raising at its minimum."""
+    scale, last_overflow, left = init, -1, delayed_shift
+    for iteration, step in enumerate(pattern):
+        if step == "x":
+            if delayed_shift == 1 or left == 1:
+                scale = max(scale / factor, minimum)
+            else:
+                left -= 1
+            last_overflow = iteration
+        else:
+            if consecutive_hysteresis:
+                left = delayed_shift
+            stable = iteration - last_overflow - 1
+            if stable > 0 and stable % window == 0:
+                if not consecutive_hysteresis:
+                    left = delayed_shift
+                scale *= factor
+        yield scale
+
+
+def megatron_model(
+    pattern, init=2.0**32, growth=2.0, backoff=0.5, interval=1000, minimum=1.0, hysteresis=2
+):
+    """megatron.core.optimizer.grad_scaler.DynamicGradScaler."""
+    scale, growth_tracker, hysteresis_tracker = init, 0, hysteresis
+    for step in pattern:
+        if step == "x":
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale * backoff, minimum)
+        else:
+            growth_tracker += 1
+            if growth_tracker == interval:
+                growth_tracker = 0
+                hysteresis_tracker = hysteresis
+                scale *= growth
+        yield scale
+
+
+def keras_model(pattern, init=2.0**15, steps=2000):
+    """keras.optimizers.LossScaleOptimizer: doubles and halves, without bounds."""
+    scale, counter = init, 0
+    for step in pattern:
+        if step == "x":
+            scale, counter = scale * 0.5, 0
+        elif counter == steps - 1:
+            scale, counter = scale * 2.0, 0
+        else:
+            counter += 1
+        yield scale
+
+
+def tensorflow_model(pattern, init=2.0**15, period=2000, multiplier=2.0):
+    """tf.mixed_precision.experimental.DynamicLossScale."""
+    scale, good_steps = init, 0
+    for step in pattern:
+        if step == "x":
+            scale, good_steps = max(scale / multiplier, 1.0), 0
+        elif good_steps + 1 >= period:
+            if fits_fp32(scale * multiplier):
+                scale *= multiplier
+            good_steps = 0
+        else:
+            good_steps += 1
+        yield scale
+
+
+def apex_kernel_model(pattern, init, growth, backoff, interval, hysteresis):
+    """apex's `update_scale_hysteresis`: one clean step refills."""
+    scale, tracker, left = init, 0, hysteresis
+    for step in pattern:
+        if step == "x":
+            left -= 1
+            if left > 0:
+                tracker = 0
+                yield scale
+                continue
+        if step == "x":
+            scale, tracker = scale * backoff, 0
+        else:
+            tracker += 1
+            if tracker == interval:
+                if fits_fp32(scale * growth):
+                    scale *= growth
+                tracker = 0
+            left = hysteresis
+        yield scale
+
+
+# ---------------------------------------------------------------------------
+# Sequences
+# ---------------------------------------------------------------------------
+
+
+def assert_same_sequence(loss_scale, pattern, model, rtol=0.0):
+    for step, expected in zip(pattern, model, strict=True):
+        if expected < 2.0**-126 or not fits_fp32(expected):
+            return
+        loss_scale = loss_scale.adjust(step == ".")
+        assert math.isclose(float(loss_scale.scale_value), expected, rel_tol=rtol)
+
+
+# Runs of clean steps and of overflows, so that long ones are not rare.
+PATTERNS = st.lists(
+    st.tuples(st.sampled_from(".x"), st.integers(1, 7)), min_size=1, max_size=10
+).map(lambda runs: "".join(step * count for step, count in runs)[:40])
+POWERS = st.integers(-126, 127).map(lambda k: 2.0**k)
+BELOW_ONE = st.sampled_from([0.5, 0.25, 0.125])
+ABOVE_ONE = st.sampled_from([2.0, 4.0, 16.0])
+FLOORS = st.sampled_from([2.0**-4, 1.0, 2.0**7])
+INTERVALS = st.integers(1, 5)
+SHIFTS = st.integers(1, 4)
+
+
+@given(pattern=PATTERNS, init=POWERS, growth=ABOVE_ONE, backoff=BELOW_ONE, interval=INTERVALS)
+def test_torch(pattern, init, growth, backoff, interval):
+    ours = DynamicLossScale.torch(
+        init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    model = torch_model(pattern, init, growth, backoff, interval)
+    assert_same_sequence(ours, pattern, model)
+
+
+@given(
+    pattern=PATTERNS,
+    init=POWERS,
+    factor=ABOVE_ONE,
+    window=INTERVALS,
+    minimum=FLOORS,
+    shift=SHIFTS,
+    consecutive=st.booleans(),
+)
+def test_deepspeed(pattern, init, factor, window, minimum, shift, consecutive):
+    init = max(init, minimum)
+    ours = DynamicLossScale.deepspeed(
+        init,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=window,
+        min_scale=minimum,
+        hysteresis=shift,
+        hysteresis_refill="clean" if consecutive else "growth",
+    )
+    model = deepspeed_model(pattern, init, factor, window, minimum, shift, consecutive)
+    assert_same_sequence(ours, pattern, model)
+
+
+@given(
+    pattern=PATTERNS,
+    init=POWERS,
+    growth=ABOVE_ONE,
+    backoff=BELOW_ONE,
+    interval=INTERVALS,
+    minimum=FLOORS,
+    hysteresis=SHIFTS,
+)
+def test_megatron(pattern, init, growth, backoff, interval, minimum, hysteresis):
+    init = max(init, minimum)
+    ours = DynamicLossScale.megatron(
+        init,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=minimum,
+        hysteresis=hysteresis,
+    )
+    model = megatron_model(pattern, init, growth, backoff, interval, minimum, hysteresis)
+    assert_same_sequence(ours, pattern, model)
+
+
+@given(pattern=PATTERNS, init=POWERS, steps=INTERVALS)
+def test_keras(pattern, init, steps):
+    ours = DynamicLossScale.keras(init, growth_interval=steps)
+    assert_same_sequence(ours, pattern, keras_model(pattern, init, steps))
+
+
+@given(pattern=PATTERNS, init=POWERS, period=INTERVALS, multiplier=ABOVE_ONE)
+def test_tensorflow(pattern, init, period, multiplier):
+    init = max(init, 1.0)
+    ours = DynamicLossScale.tensorflow(
+        init, growth_interval=period, growth_factor=multiplier, backoff_factor=1 / multiplier
+    )
+    assert_same_sequence(ours, pattern, tensorflow_model(pattern, init, period, multiplier))
+
+
+@given(pattern=PATTERNS, init=POWERS, interval=INTERVALS, hysteresis=SHIFTS)
+def test_apex_hysteresis_kernel(pattern, init, interval, hysteresis):
+    ours = DynamicLossScale.torch(
+        init, growth_interval=interval, hysteresis=hysteresis, hysteresis_refill="clean"
+    )
+    model = apex_kernel_model(pattern, init, 2.0, 0.5, interval, hysteresis)
+    assert_same_sequence(ours, pattern, model)
+
+
+@given(
+    pattern=PATTERNS,
+    init=st.floats(1.0, 1e6, width=32),
+    growth=st.sampled_from([1.001, 1.7, 3.0]),
+    backoff=st.sampled_from([0.9, 0.7, 0.1]),
+    interval=INTERVALS,
+)
+def test_factors_that_are_no_powers_of_two(pattern, init, growth, backoff, interval):
+    """One rounding to FP32 in the factor and one in the product, 2**-24 each, over 40 steps."""
+    ours = DynamicLossScale.torch(
+        init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    model = torch_model(pattern, init, growth, backoff, interval)
+    assert_same_sequence(ours, pattern, model, rtol=80 * 2.0**-24)
+
+
+@given(
+    pattern=PATTERNS,
+    init=st.floats(1.0, 1e6, width=32),
+    growth=st.sampled_from([1.001, 1.7, 3.0]),
+    backoff=st.sampled_from([0.9, 0.7, 0.1]),
+    interval=INTERVALS,
+)
+def test_megatron_to_the_bit_with_any_factor(pattern, init, growth, backoff, interval):
+    """Megatron-LM keeps scale, factors and floor as FP32 tensors."""
+    ours = DynamicLossScale.megatron(
+        init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    model = megatron_model(
+        pattern, *map(np.float32, (init, growth, backoff)), interval, np.float32(1)
+    )
+    assert_same_sequence(ours, pattern, model)
+
+
+def test_a_wrong_preset_is_noticed():
+    """The comparison can fail: one framework's rule is not another's."""
+    pattern = "..x.x..xx...."
+    ours = DynamicLossScale.megatron(256.0, growth_interval=2)
+    with pytest.raises(AssertionError):
+        assert_same_sequence(ours, pattern, deepspeed_model(pattern, 256.0, window=2))
+
+
+# The same pattern for all, worked by hand from the published rules.
+TRACE = "..x.x..xx...."
+WORKED = {
+    "torch": (DynamicLossScale.torch, {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "keras": (DynamicLossScale.keras, {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "tensorflow": (
+        DynamicLossScale.tensorflow,
+        {},
+        "256 512 256 256 128 128 256 128 64 64 128 128 256",
+    ),
+    "megatron": (
+        DynamicLossScale.megatron,
+        {},
+        "256 512 512 512 256 256 512 512 256 256 512 512 1024",
+    ),
+    "apex kernel": (
+        DynamicLossScale.torch,
+        {"hysteresis": 2, "hysteresis_refill": "clean"},
+        "256 512 512 512 512 512 1024 1024 512 512 1024 1024 2048",
+    ),
+    "deepspeed": (
+        DynamicLossScale.deepspeed,
+        {},
+        "256 256 256 256 128 128 128 64 32 32 32 64 64",
+    ),
+    "deepspeed consecutive": (
+        DynamicLossScale.deepspeed,
+        {"hysteresis_refill": "clean"},
+        "256 256 256 256 256 256 256 256 128 128 128 256 256",
+    ),
+}
+
+
+def scales(loss_scale, pattern):
+    out = []
+    for step in pattern:
+        loss_scale = loss_scale.adjust(step == ".")
+        out.append(float(loss_scale.scale_value))
+    return out
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_worked_traces(name):
+    preset, options, expected = WORKED[name]
+    got = scales(preset(256, growth_interval=2, min_scale=1, **options), TRACE)
+    assert got == [float(x) for x in expected.split()]
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        (DynamicLossScale.deepspeed, {}, "256 256 128 128 64 64 32 32"),
+        (DynamicLossScale.megatron, {}, "256 256 128 128 64 64 32 32"),
+        (DynamicLossScale.deepspeed, {"hysteresis_refill": "clean"}, "256 " * 8),
+        (DynamicLossScale.torch, {"hysteresis": 2, "hysteresis_refill": "clean"}, "256 " * 8),
+    ],
+)
+def test_worked_traces_of_alternating_overflows(preset, options, expected):
+    assert scales(preset(256, **options), "x." * 4) == [float(x) for x in expected.split()]
+
+
+# ---------------------------------------------------------------------------
+# Defaults and overrides
+# ---------------------------------------------------------------------------
+
+# init, growth interval, floor, hysteresis, delay; all double, halve, and have no ceiling.
+DEFAULTS = {
+    "torch": (2.0**16, 2000, None, 1, 0),
+    "deepspeed": (2.0**16, 1000, 1.0, 2, 1),
+    "megatron": (2.0**32, 1000, 1.0, 2, 0),
+    "keras": (2.0**15, 2000, None, 1, 0),
+    "tensorflow": (2.0**15, 2000, 1.0, 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name):
+    got = getattr(DynamicLossScale, name)()
+    init, interval, floor, hysteresis, delay = DEFAULTS[name]
+    assert float(got.scale_value) == init
+    assert got == DynamicLossScale(
+        init,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=interval,
+        min_scale=floor,
+        max_scale=None,
+        hysteresis=hysteresis,
+        hysteresis_refill="growth",
+        first_growth_delay=delay,
+    )
+
+
+MODELS = {
+    "torch": torch_model,
+    "deepspeed": deepspeed_model,
+    "megatron": megatron_model,
+    "keras": keras_model,
+    "tensorflow": tensorflow_model,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_over_five_thousand_steps(name):
+    """Long enough for two growths, between them and after them overflows."""
+    pattern = "." * 2100 + "xx" + "." * 2050 + "x" * 40 + "." * 808
+    flags = np.array([step == "." for step in pattern])
+
+    def step(loss_scale, flag):
+        loss_scale = loss_scale.adjust(flag)
+        return loss_scale, loss_scale.scale_value
+
+    got = jax.jit(lambda init: jax.lax.scan(step, init, flags)[1])(
+        getattr(DynamicLossScale, name)()
+    )
+    expected = list(MODELS[name](pattern))
+    assert len(set(expected)) > 10
+    np.testing.assert_array_equal(got, expected)
+
+
+OVERRIDES = {
+    "init_scale": 512.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 3,
+    "min_scale": 0.25,
+    "max_scale": 2.0**33,
+    "hysteresis": 3,
+    "hysteresis_refill": "clean",
+    "first_growth_delay": 5,
+}
+
+
+def test_every_constructor_argument_is_overridden():
+    assert set(OVERRIDES) == set(inspect.signature(DynamicLossScale).parameters)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_overrides(name):
+    preset = getattr(DynamicLossScale, name)
+    assert preset(**OVERRIDES) == DynamicLossScale(**OVERRIDES)
+    for argument, value in OVERRIDES.items():
+        one = preset(**{argument: value})
+        if argument == "init_scale":
+            assert float(one.scale_value) == value
+        else:
+            assert getattr(one, argument) == value
+        assert one != preset()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_bad_overrides_are_refused(name):
+    preset = getattr(DynamicLossScale, name)
+    with pytest.raises(LossScaleError, match=r"growth_interval=0\): growth_interval must be"):
+        preset(growth_interval=0)
+    with pytest.raises(TypeError, match="window"):
+        preset(window=3)

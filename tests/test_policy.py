@@ -1,0 +1,279 @@
+"""Policies: every way to write one, and that each stands in for a `jmp.Policy`."""
+
+import copy
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import jmp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmp._dtypes import DTYPE_NAMES, canonical_dtype, short_name
+from jaxmp._policy import MATMUL_PRECISIONS, Policy, get_policy
+from jaxmp.errors import JaxmpError, PolicyError
+
+F32, BF16, F16 = (np.dtype(name) for name in ("float32", ml_dtypes.bfloat16, "float16"))
+
+dtypes = st.sampled_from(sorted(set(DTYPE_NAMES.values()), key=str))
+policies = st.builds(
+    Policy,
+    dtypes,
+    dtypes,
+    dtypes,
+    matmul=st.sampled_from(MATMUL_PRECISIONS),
+    respect_explicit=st.booleans(),
+    cast_float64=st.booleans(),
+)
+
+
+def fields(policy):
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype
+
+
+# ---------------------------------------------------------------------------
+# Spelling
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("p=f32,c=bf16,o=f32", (F32, BF16, F32)),
+        ("params=float32,compute=bfloat16,output=float32", (F32, BF16, F32)),
+        ("param_dtype=f32,compute_dtype=bf16,output_dtype=f32", (F32, BF16, F32)),
+        (" p = f32 , c = fp16 ", (F32, F16, F16)),
+        ("P=F32,C=BF16", (F32, BF16, BF16)),
+        ("c=bf16", (F32, BF16, BF16)),
+        ("o=f16", (F32, F32, F16)),
+        ("p=bf16", (BF16, BF16, BF16)),
+        ("p=bf16,o=f32", (BF16, BF16, F32)),
+        ("bf16", (BF16, BF16, BF16)),
+        ("half", (F16, F16, F16)),
+        ("full", (F32, F32, F32)),
+        ("mixed_bfloat16", (F32, BF16, BF16)),
+        ("bf16-mixed", (F32, BF16, BF16)),
+        ("mixed_float16", (F32, F16, F16)),
+        ("16-mixed", (F32, F16, F16)),
+        ("bf16-true", (BF16, BF16, BF16)),
+    ],
+)
+def test_spellings(text, expected):
+    assert fields(get_policy(text)) == expected
+
+
+@pytest.mark.parametrize("text", ["p=f32,c=f16,o=f32", "c=bf16", "o=f16", "p=bf16", "p=bf16,o=f32"])
+def test_a_missing_key_follows_jmp(text):
+    theirs = jmp.get_policy(text)
+    assert fields(get_policy(text)) == tuple(np.dtype(dtype) for dtype in fields(theirs))
+
+
+@pytest.mark.parametrize("name, dtype", sorted(DTYPE_NAMES.items()))
+def test_every_dtype_name_is_a_policy_of_three(name, dtype):
+    assert fields(get_policy(name)) == (dtype, dtype, dtype)
+    assert fields(get_policy(f"p=f32,c={name}")) == (F32, dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        Policy("f32", "bf16", "f32"),
+        jmp.Policy(jnp.float32, jnp.bfloat16, jnp.float32),
+        {"p": "f32", "compute_dtype": jnp.bfloat16, "output": np.float32},
+        "p=f32,c=bf16,o=f32",
+    ],
+)
+def test_everything_that_names_a_policy_names_the_same(given_as):
+    policy = get_policy(given_as)
+    assert policy == Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+    assert hash(policy) == hash(Policy("f32", "bf16", "f32"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype(ml_dtypes.bfloat16), ml_dtypes.bfloat16])
+def test_a_dtype_is_a_policy(dtype):
+    assert fields(get_policy(dtype)) == (BF16, BF16, BF16)
+
+
+@given(policies)
+def test_str_reads_back(policy):
+    assert get_policy(str(policy)) == policy
+    assert eval(repr(policy), {"Policy": get_policy}) == policy
+
+
+@given(policies)
+def test_dict_reads_back(policy):
+    assert get_policy(dataclasses.asdict(policy)) == policy
+
+
+@given(policies)
+def test_copies_are_equal_and_hash_alike(policy):
+    for other in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert other == policy and hash(other) == hash(policy)
+
+
+@given(dtypes)
+def test_short_names_read_back(dtype):
+    assert canonical_dtype(short_name(dtype)) == dtype
+
+
+# ---------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ("p=f32,c=bf61", ["'bf61'", "'p=f32,c=bf61'", "Did you mean 'bf16'?"]),
+        ("p=f32,q=bf16", ["Unknown key 'q'", "'p=f32,q=bf16'"]),
+        ("p=f32,compue=bf16", ["Did you mean 'compute'?"]),
+        ("p=f32,param_dtype=bf16", ["param_dtype is given twice"]),
+        ("p=f32,p=f32", ["given twice", "'p=f32,p=f32'"]),
+        ("p=f32,,c=bf16", ["'' at column 7 of 'p=f32,,c=bf16'"]),
+        ("p=f32;c=bf16", ["column 1"]),
+        ("p=f32,c=", ["'c=' at column 7"]),
+        ("=f32", ["column 1"]),
+        ("mixed_bf61", ["Unknown policy 'mixed_bf61'", "Did you mean 'mixed_bf16'?"]),
+        ("", ["Unknown policy ''"]),
+        ("p=f32,matmul=tf23", ["'tf23'", "Did you mean 'tf32'?"]),
+        ("p=f32,matmul=fp8", ["'fp8'", "not available in this version"]),
+        ("p=f32,respect_explicit=maybe", ["neither true nor false"]),
+        ("int8", ["Integer format 'int8'"]),
+        ("p=f32,c=uint4", ["Integer format 'uint4'", "'p=f32,c=uint4'"]),
+        (np.int8, ["Integer format 'int8'"]),
+        (np.complex64, ["'complex64'"]),
+        (np.bool_, ["'bool'"]),
+        (None, ["None is not a dtype"]),
+        (1.5, ["1.5 is not a dtype"]),
+        ({"p": {}}, ["{'p': {}}"]),
+        ({"p": "f32", "policy": "bf16"}, ["Unknown key 'policy'"]),
+        ({"p": "f32", "matmul": 3}, ["matmul precision 3"]),
+        ({"p": "f32", "cast_float64": 1}, ["cast_float64=1"]),
+    ],
+)
+def test_errors_quote_their_input(bad, words):
+    with pytest.raises(PolicyError) as error:
+        get_policy(bad)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "bad", ["p=f32,c=bf61", "p=f32,q=bf16", "mixed_bf61", "p=f32,matmul=tf23", "p=f32,compue=bf16"]
+)
+def test_suggested_words_mend_the_input(bad):
+    with pytest.raises(PolicyError) as error:
+        get_policy(bad)
+    message = str(error.value)
+    wrong = re.search(r"Unknown [a-z ]+ '([^']*)'", message)[1]
+    suggestion = re.search(r"Did you mean '([^']*)'", message)
+    examples = [text for text in re.findall(r"'(p=[^']*)'", message) if text != bad]
+    assert examples and all(map(get_policy, examples))
+    assert suggestion is None or get_policy(bad.replace(wrong, suggestion[1]))
+
+
+def test_errors_are_value_errors():
+    with pytest.raises(ValueError):
+        get_policy("p=f99")
+    assert issubclass(PolicyError, JaxmpError)
+
+
+# ---------------------------------------------------------------------------
+# Casting
+# ---------------------------------------------------------------------------
+
+
+def test_casts_touch_floating_arrays_only(getkey):
+    tree = {
+        "f32": jnp.ones(2),
+        "bf16": jnp.ones(2, jnp.bfloat16),
+        "numpy": np.ones(2, np.float32),
+        "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "int": jnp.arange(2),
+        "bool": jnp.array([True]),
+        "complex": jnp.ones(1, jnp.complex64),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": getkey(),
+        "number": 1.5,
+        "text": "text",
+        "none": None,
+    }
+    cast = get_policy("p=f32,c=f16,o=f32").cast_to_compute(tree)
+    moved = {"f32", "bf16", "numpy", "shape"}
+    assert {name for name in moved if cast[name].dtype == F16} == moved
+    for name in tree.keys() - moved:
+        assert cast[name] is tree[name], name
+
+
+def test_float64_is_cast_only_on_request():
+    array = np.ones(2)
+    assert get_policy("bf16").cast_to_compute(array) is array
+    assert get_policy("p=bf16,cast_float64=true").cast_to_compute(array).dtype == BF16
+
+
+def test_each_cast_uses_its_own_dtype():
+    policy = Policy("f32", "bf16", "f16")
+    array = jnp.ones(2)
+    assert policy.cast_to_param(array) is array
+    assert policy.cast_to_compute(array).dtype == BF16
+    assert policy.cast_to_output(array).dtype == F16
+    assert policy.with_output_dtype("f32") == Policy("f32", "bf16", "f32")
+
+
+# ---------------------------------------------------------------------------
+# In jmp's place
+# ---------------------------------------------------------------------------
+
+
+def test_it_has_all_that_a_jmp_policy_has():
+    ours, theirs = Policy("f32", "bf16", "f32"), jmp.get_policy("p=f32,c=bf16,o=f32")
+    public = [name for name in dir(theirs) if not name.startswith("_")]
+    assert public and all(hasattr(ours, name) for name in public)
+    assert jmp.get_policy(str(ours)) == theirs
+    assert get_policy(str(theirs)) == ours
+
+
+@given(st.sampled_from(["f32", "bf16", "f16"]), st.sampled_from(["f32", "bf16", "f16"]))
+def test_it_casts_as_a_jmp_policy_does(param, compute):
+    text = f"p={param},c={compute},o={param}"
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    for name in ("cast_to_param", "cast_to_compute", "cast_to_output"):
+        ours = getattr(get_policy(text), name)(tree)
+        theirs = getattr(jmp.get_policy(text), name)(tree)
+        assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, theirs)
+
+
+# ---------------------------------------------------------------------------
+# Under jit
+# ---------------------------------------------------------------------------
+
+
+def test_equal_policies_do_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def compute(policy, x):
+        traces.append(policy)
+        return policy.cast_to_compute(x)
+
+    x = jnp.ones(2)
+    for same in (
+        "p=f32,c=bf16",
+        {"p": jnp.float32, "c": "bfloat16"},
+        Policy("f32", "bf16", "bf16"),
+    ):
+        assert compute(get_policy(same), x).dtype == BF16
+    assert len(traces) == 1
+    assert compute(get_policy("p=f32,c=f16"), x).dtype == F16
+    assert len(traces) == 2
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        get_policy("bf16").param_dtype = F32

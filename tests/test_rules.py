@@ -1,0 +1,361 @@
+"""Rules and maps: what a pattern matches, who decides, what is unused, what is refused."""
+
+import copy
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmp._policy import Policy
+from jaxmp._rules import PolicyMap, Rule, compile_pattern
+from jaxmp.errors import PolicyError, RuleError
+
+# ---------------------------------------------------------------------------
+# Patterns
+# ---------------------------------------------------------------------------
+
+PATHS = ["", "a", "b", "ab", "a/b", "a/b/c", "b/a", "a/a", "c/a/b", "block_0/mlp", "block_10/mlp"]
+
+MATCHES = {
+    "": [""],
+    "a": ["a"],
+    "a/b": ["a/b"],
+    "a*": ["a", "ab"],
+    "?": ["a", "b"],
+    "*": ["a", "b", "ab"],
+    "a/*": ["a/b", "a/a"],
+    "a/**": ["a", "a/b", "a/b/c", "a/a"],
+    "**/a": ["a", "b/a", "a/a"],
+    "**/a/**": ["a", "a/b", "a/b/c", "b/a", "a/a", "c/a/b"],
+    "a/**/c": ["a/b/c"],
+    "a/**/b": ["a/b"],
+    "**/**/b": ["b", "a/b", "c/a/b"],
+    "block_*/mlp": ["block_0/mlp", "block_10/mlp"],
+    "block_?/mlp": ["block_0/mlp"],
+    "**": PATHS,
+    "re:block_[0-9]/mlp": ["block_0/mlp"],
+    "re:(?:a|b)": ["a", "b"],
+    "re:a": ["a"],
+    "re:.*": PATHS,
+    "*.*": [],
+}
+
+
+@pytest.mark.parametrize("pattern, expected", MATCHES.items())
+def test_patterns_match_whole_paths(pattern, expected):
+    rule = Rule(pattern, "c=f32")
+    assert [path for path in PATHS if rule.matches(path)] == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, parameter, other",
+    [
+        ("a:kernel", "a:kernel", "a:bias"),
+        ("**:bias", "a/b:bias", "a/b:kernel"),
+        ("**:bias", ":bias", ":kernel"),
+        (":scale", ":scale", "a:scale"),
+        ("a/**:b*", "a/x:bias", "b/x:bias"),
+        ("re:.*:bias", "a/b:bias", "a/b:kernel"),
+    ],
+)
+def test_a_colon_addresses_one_parameter(pattern, parameter, other):
+    rule = Rule(pattern, "p=f32")
+    assert rule.addresses_parameter
+    assert rule.matches(parameter)
+    assert not rule.matches(other)
+    assert not rule.matches(parameter.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:(?:a|b)/c", "re:[^:/]+/c", "re:(?i:A)/c", "re:[]:]/c", "a/c"]
+)
+def test_a_colon_of_regex_syntax_addresses_no_parameter(pattern):
+    assert not Rule(pattern, "c=f32").addresses_parameter
+
+
+NAMES = st.text("abc_0.-+()[]^$|", min_size=1, max_size=4)
+MODULES = st.lists(NAMES, max_size=4).map("/".join)
+
+
+@given(MODULES)
+def test_a_path_without_wildcards_matches_itself_alone(path):
+    assert compile_pattern(path).fullmatch(path)
+    assert not compile_pattern(path).fullmatch(path + "x")
+
+
+@given(MODULES, NAMES)
+def test_below_is_itself_and_everything_below(path, child):
+    below = compile_pattern(f"{path}/**" if path else "**")
+    assert below.fullmatch(path)
+    assert below.fullmatch(f"{path}/{child}" if path else child)
+    assert not path or not below.fullmatch(path + child)
+
+
+# An independent reading of the globs: match segment lists by recursion.
+def glob_matches(pattern, path):
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(glob_matches(pattern[1:], path[cut:]) for cut in range(len(path) + 1))
+    one = re.escape(pattern[0]).replace(r"\*", ".*").replace(r"\?", ".")
+    return bool(path) and bool(re.fullmatch(one, path[0])) and glob_matches(pattern[1:], path[1:])
+
+
+@given(
+    st.lists(st.sampled_from(["**", "*", "a", "b", "a*", "?b"]), max_size=5),
+    st.lists(st.sampled_from(["a", "b", "ab", "c"]), max_size=5),
+)
+def test_globs_agree_with_a_recursive_reading(pattern, path):
+    found = compile_pattern("/".join(pattern)).fullmatch("/".join(path))
+    assert bool(found) == glob_matches(pattern, path)
+
+
+# ---------------------------------------------------------------------------
+# Types
+# ---------------------------------------------------------------------------
+
+
+class Norm: ...
+
+
+class LayerNorm(Norm): ...
+
+
+class Block: ...
+
+
+TREE = {"": Block, "norm": LayerNorm, "block": Block, "block/norm": LayerNorm, "block/dense": None}
+
+
+def deciding(rule):
+    rows = PolicyMap("p=f32", [rule]).explain(TREE).rows
+    return [row.path for row in rows if row.rule is not None]
+
+
+def test_a_type_covers_its_modules_and_not_their_children():
+    assert deciding(Rule(module_type="Block", compute_dtype="bf16")) == ["", "block"]
+
+
+def test_a_type_covers_subclasses_by_name_or_class():
+    for named in ("Norm", Norm, "LayerNorm", "*Norm", "Lay*"):
+        assert deciding(Rule(module_type=named, compute_dtype="bf16")) == ["norm", "block/norm"]
+    assert deciding(Rule(module_type="Norms", compute_dtype="bf16")) == []
+
+
+def test_subtree_covers_everything_below():
+    rule = Rule("block/**", module_type=Block, compute_dtype="bf16", subtree=True)
+    assert deciding(rule) == ["block", "block/norm", "block/dense"]
+
+
+def test_path_and_type_must_both_match():
+    assert deciding(Rule("block/*", "c=bf16", "LayerNorm")) == ["block/norm"]
+
+
+# ---------------------------------------------------------------------------
+# Maps
+# ---------------------------------------------------------------------------
+
+
+def test_the_first_rule_decides_alone():
+    policies = PolicyMap(
+        "p=f32,c=bf16,o=f32",
+        [Rule("a/**", "c=f32"), Rule("a/b", "c=f16,o=f16"), Rule("**", "p=bf16")],
+    )
+    assert str(policies.resolve("a/b")) == "p=f32,c=f32,o=f32"
+    assert str(policies.resolve("c")) == "p=bf16,c=bf16,o=f32"
+    assert policies.deciding_rule("a/b") is policies.rules[0]
+    assert PolicyMap("bf16").deciding_rule("a") is None
+
+
+def test_a_parameter_takes_its_modules_policy():
+    policies = PolicyMap("p=f32", [Rule("a:bias", "p=f16"), Rule("a", "p=bf16")])
+    assert str(policies.resolve("a:bias")) == "p=f16,c=f32,o=f32"
+    assert str(policies.resolve("a:kernel")) == "p=bf16,c=f32,o=f32"
+    assert policies.storage_dtype(("a", "kernel"), jnp.float32) == jnp.bfloat16
+    assert policies.storage_dtype(("a", "b", "kernel"), jnp.float32) == jnp.float32
+    assert policies.storage_dtype(("kernel",), jnp.float32) == jnp.float32
+
+
+def test_paths_may_be_tuples():
+    policies = PolicyMap("p=f32", [Rule("blocks/0", "c=bf16")])
+    assert policies.resolve(("blocks", 0)) == policies.resolve("blocks/0")
+
+
+def test_a_rule_takes_fields_in_every_form():
+    same = [
+        Rule("a", "c=bf16"),
+        Rule("a", {"compute": jnp.bfloat16}),
+        Rule("a", compute_dtype="bfloat16"),
+        Rule("a", policy="compute_dtype=bf16"),
+    ]
+    assert all(rule == same[0] and hash(rule) == hash(same[0]) for rule in same)
+    assert Rule("a", Policy("f32", "bf16", "f32")).fields["output_dtype"] == np.float32
+    assert Rule("a", "bf16").fields["param_dtype"] == jnp.bfloat16
+
+
+rules = st.builds(
+    Rule,
+    st.sampled_from(["a", "a/**", "**/b", "", "re:a.*"]),
+    st.sampled_from(["c=bf16", "c=f16,o=f32", {"matmul": "highest"}, "p=bf16"]),
+    why=st.text(),
+    required=st.booleans(),
+)
+maps = st.builds(PolicyMap, st.sampled_from(["bf16", "p=f32,c=f16"]), st.lists(rules, max_size=3))
+
+
+@given(maps)
+def test_copies_are_equal_and_hash_alike(policies):
+    again = PolicyMap(str(policies.default), [dataclasses.replace(r) for r in policies.rules])
+    for other in (again, pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies)):
+        assert other == policies and hash(other) == hash(policies)
+
+
+@given(maps)
+def test_repr_reads_back(policies):
+    for rule in policies.rules:
+        assert eval(repr(rule), {"Rule": Rule}) == rule
+
+
+def test_equal_maps_do_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def compute(policies, x):
+        traces.append(policies)
+        return policies.resolve("a").cast_to_compute(x)
+
+    for _ in range(2):
+        fresh = PolicyMap("p=f32", [Rule("a", "c=bf16")])
+        assert compute(fresh, jnp.ones(2)).dtype == jnp.bfloat16
+    assert len(traces) == 1
+    assert compute(PolicyMap("p=f32", [Rule("b", "c=bf16")]), jnp.ones(2)).dtype == jnp.float32
+
+
+# ---------------------------------------------------------------------------
+# Explaining
+# ---------------------------------------------------------------------------
+
+
+def test_explain_says_who_decides_and_what_is_unused():
+    head = Rule("head", "c=f32", why="logits")
+    unused = Rule("tail", "c=f32", required=False)
+    shadowed = Rule("head", "c=f16")
+    policies = PolicyMap("p=f32,c=bf16", [head, unused, shadowed])
+    explanation = policies.explain({"": Block, "head": LayerNorm})
+    assert [(row.path, row.rule, row.why) for row in explanation.rows] == [
+        ("", None, ""),
+        ("head", 0, "logits"),
+    ]
+    assert explanation.unused == policies.unused(["", "head"]) == (unused, shadowed)
+    assert str(explanation).splitlines() == [
+        "path    type       policy               rule     why",
+        "(root)  Block      p=f32,c=bf16,o=bf16  default",
+        "head    LayerNorm  p=f32,c=f32,o=bf16   1        logits",
+        "unused: Rule('tail', compute_dtype='float32', required=False)",
+        "unused: Rule('head', compute_dtype='float16')",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule, words",
+    [
+        (Rule("hed", "c=f32"), "nearest paths: 'head'"),
+        (Rule("**/blok/**", "c=f32"), "nearest paths: 'block'"),
+        (Rule("head:kernal", "p=bf16"), "nearest paths: 'head:kernel'"),
+        (Rule(module_type="LayerNorn", compute_dtype="f32"), "nearest types: LayerNorm"),
+        (Rule("zzz", "c=f32", "Qqq"), "nearest types: Block, LayerNorm, Norm"),
+    ],
+)
+def test_a_required_rule_that_matches_nothing_is_refused(rule, words):
+    paths = {"": Block, "head": LayerNorm, "block": Block, "head:kernel": None}
+    with pytest.raises(RuleError, match="matched nothing") as error:
+        PolicyMap("bf16", [rule]).check_required(paths)
+    message = str(error.value)
+    assert repr(rule) in message and words in message
+    mended = eval(message.rpartition("match nothing: ")[2].rstrip("."), {"Rule": Rule})
+    assert mended == dataclasses.replace(rule, required=False)
+    PolicyMap("bf16", [mended]).check_required(paths)
+    if "nearest paths: '" in words:
+        near = re.search("nearest paths: '([^']*)'", message)[1]
+        PolicyMap("bf16", [dataclasses.replace(rule, path=near)]).check_required(paths)
+
+
+def test_a_required_rule_that_is_shadowed_still_matches():
+    policies = PolicyMap("bf16", [Rule("a", "c=f32"), Rule("a", "c=f16")])
+    policies.check_required(["a"])
+
+
+# ---------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["/a", "a/", "a//b", "/", "a**", "**a/b", "a/***", "a:", "a:b:c", "a:b/c", "a**//:", "re:(",
+     "re:*", "re:[[a]", "re:a{99999999999}", "re:(?i", "re:a(?i)"],
+)  # fmt: skip
+def test_a_refused_pattern_names_one_that_is_read(pattern):
+    with pytest.raises(RuleError) as error:
+        Rule(pattern, "c=f32")
+    message = str(error.value)
+    assert repr(pattern) in message
+    fix = error.value.fix
+    assert message.endswith(f"write {fix!r}.")
+    assert Rule(fix, "c=f32").path == fix
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({}, "needs a path, a module_type or both"),
+        ({"policy": "o=f16"}, "needs a path"),
+        ({"path": 3, "policy": "c=f32"}, "path=3"),
+        ({"module_type": 3, "policy": "c=f32"}, "module_type=3"),
+        ({"path": "a", "policy": "c=f32", "why": None}, "why=None"),
+        ({"path": "a", "policy": "c=f32", "required": "no"}, "required='no'"),
+        ({"path": "a", "policy": "c=f32", "subtree": 1}, "subtree=1"),
+        ({"path": "a"}, "sets no field"),
+        ({"module_type": "Dense"}, "sets no field"),
+        ({"path": "a", "policy": "c=f32", "subtree": True}, "subtree goes with module_type"),
+        ({"path": "", "policy": "c=f32", "subtree": True}, "subtree goes with module_type"),
+        ({"module_type": "Dense", "param_dtype": "bf16"}, "sets param_dtype by module type"),
+        (
+            {"path": "a", "module_type": "Dense", "policy": "p=bf16"},
+            "sets param_dtype by module type",
+        ),
+        (
+            {"path": "a:kernel", "module_type": "Dense", "policy": "c=f32"},
+            "a parameter has no type",
+        ),
+    ],
+)
+def test_a_refused_rule_names_one_that_is_taken(arguments, words):
+    with pytest.raises(RuleError, match=re.escape(words)) as error:
+        Rule(**arguments)
+    fixes = re.findall(r"(?:for example |write |path: |out: )(Rule\(.*\))\.$", str(error.value))
+    assert fixes
+    assert isinstance(eval(fixes[0], {"Rule": Rule}), Rule)
+
+
+def test_a_wrong_dtype_is_quoted_with_its_rule():
+    with pytest.raises(PolicyError, match=r"'bf61'.*Rule\('head'\).*Did you mean 'bf16'"):
+        Rule("head", compute_dtype="bf61")
+
+
+@pytest.mark.parametrize("rules", [3, "a", ["a"], [None]])
+def test_a_map_takes_rules_only(rules):
+    with pytest.raises(RuleError, match="is not a Rule") as error:
+        PolicyMap("bf16", rules)
+    fix = re.search(r"for example (.*)\.$", str(error.value))[1]
+    assert eval(fix, {"PolicyMap": PolicyMap, "Rule": Rule}).rules
+
+
+def test_one_rule_needs_no_list():
+    assert PolicyMap("bf16", Rule("a", "c=f32")).rules == (Rule("a", "c=f32"),)

@@ -1,0 +1,298 @@
+"""TrainState: what a step changes, and what a skipped step must not."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state as flax_train_state
+from relaxed import relaxed
+
+import jaxmp
+
+RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
+
+
+class State(jaxmp.TrainState):
+    """Holds batch statistics and an average of the parameters."""
+
+    batch_stats: Any
+    ema: Any
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dense(1, name="head")(nn.relu(x))[:, 0]
+
+
+def setup(recipe, tx=None):
+    recipe = jaxmp.load_recipe(recipe)
+    if isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
+        # From 2**16 the first steps overflow float16, as they should; these tests count steps.
+        recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
+    model = recipe.wrap(Net())
+    x = jax.random.normal(jax.random.key(1), (16, 4))
+    variables = Net().init(jax.random.key(0), x)
+    state = State.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=recipe.optimizer(relaxed(optax.adamw(1e-2)) if tx is None else tx),
+        batch_stats=variables["batch_stats"],
+        ema=jax.tree.map(jnp.copy, variables["params"]),
+    )
+    return state, (x, jnp.sin(x.sum(-1)))
+
+
+def make_step(microbatches=1, poison_loss=False):
+    def step(state, batch):
+        def loss_fn(params, batch, batch_stats):
+            x, y = batch
+            with jax.numpy_dtype_promotion("standard"):  # flax's norms mix bf16 and f32
+                out, new = state.apply_fn(
+                    {"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"]
+                )
+            loss = jnp.mean((out.astype(jnp.float32) - y) ** 2)
+            if poison_loss:
+                loss = loss + jax.lax.stop_gradient(y[0])
+            return loss, (new["batch_stats"], None)
+
+        run = state.value_and_grad(loss_fn, microbatches=microbatches, mutable_argnum=2)
+        (loss, (batch_stats, _)), grads = run(batch, state.batch_stats)
+        ema = jax.tree.map(lambda e, g: 0.9 * e + 0.1 * g, state.ema, grads)
+        return state.apply_gradients(grads=grads, batch_stats=batch_stats, ema=ema), loss
+
+    return step
+
+
+def changed(old, new):
+    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
+    return [
+        jax.tree_util.keystr(path)
+        for (path, a), (_, b) in pairs
+        if a.dtype != b.dtype or np.asarray(a).tobytes() != np.asarray(b).tobytes()
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_without_a_second_trace(recipe):
+    state, batch = setup(recipe)
+    step = jax.jit(make_step(), donate_argnums=0)
+    losses = []
+    for _ in range(30):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert step._cache_size() == 1
+    assert int(state.step) == 30
+    assert state.batch_stats["BatchNorm_0"]["mean"].dtype == jnp.float32
+    jaxmp.check(state)
+
+
+BAD = {
+    "nonfinite gradient": (1, False, lambda x, y: (x.at[3, 0].set(jnp.nan), y)),
+    "nan loss, finite gradients": (1, True, lambda x, y: (x, y.at[0].set(jnp.nan))),
+    "inf in one microbatch": (4, False, lambda x, y: (x.at[9, 1].set(jnp.inf), y)),
+}
+
+
+PACKED = jaxmp.load_recipe("bf16_params").replace(master="packed")
+RUNS = [(recipe, True) for recipe in (*RECIPES, PACKED)] + [("fp16", False), (PACKED, False)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "jitted"),
+    RUNS,
+    ids=lambda x: {True: "jit", False: "eager", PACKED: "packed"}.get(x, x),
+)
+@pytest.mark.parametrize("kind", BAD)
+def test_a_skipped_step_changes_only_scale_and_counters(recipe, kind, jitted):
+    microbatches, poison_loss, spoil = BAD[kind]
+    state, batch = setup(recipe)
+    good = make_step(microbatches)
+    bad = make_step(microbatches, poison_loss)
+    if jitted:
+        good, bad = jax.jit(good), jax.jit(bad)
+    state, _ = good(state, batch)
+    skipped, _ = bad(state, spoil(*batch))
+    moved = changed(state, skipped)
+    assert moved and all("loss_scale" in path or "stats" in path for path in moved), moved
+    assert int(skipped.step) == 1 and int(jaxmp.get_skip_stats(skipped).total) == 1
+    after, _ = good(skipped, batch)
+    assert int(after.step) == 2 and bool(jaxmp.get_skip_stats(after).last_finite)
+
+
+def test_two_states_of_one_recipe_survive_donation():
+    for recipe in RECIPES:
+        recipe = jaxmp.load_recipe(recipe)
+        tx = recipe.optimizer(relaxed(optax.adamw(1e-2)))
+        params = {"w": jnp.ones((3, 1))}
+
+        def step(state, x):
+            loss, grads = state.value_and_grad(
+                lambda p, x: jnp.mean((x @ p["w"].astype(x.dtype)) ** 2)
+            )(x)
+            return state.apply_gradients(grads=grads), loss
+
+        step = jax.jit(step, donate_argnums=0)
+        states = [jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx) for _ in range(2)]
+        for state in states:
+            for _ in range(3):
+                state, loss = step(state, jnp.ones((2, 3)))
+            assert np.isfinite(loss)
+        late = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        assert np.isfinite(step(late, jnp.ones((2, 3)))[1])
+
+
+def test_every_leaf_is_a_strongly_typed_array():
+    for recipe in RECIPES:
+        state, _ = setup(recipe)
+        leaves = jax.tree.leaves(state)
+        assert all(isinstance(leaf, jax.Array) and not leaf.weak_type for leaf in leaves)
+
+
+def test_it_is_created_under_jit_and_scanned():
+    recipe = jaxmp.load_recipe("fp16_params")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
+    state = jax.jit(create)({"w": jnp.ones((3, 1))})
+
+    def step(state, x):
+        fn = lambda p, x: jnp.mean((x.astype(jnp.float16) @ p["w"]).astype(jnp.float32) ** 2)
+        loss, grads = state.value_and_grad(fn)(x)
+        return state.apply_gradients(grads=grads), loss
+
+    xs = jnp.ones((5, 2, 3))
+    scanned, losses = jax.lax.scan(step, state, xs)
+    looped = state
+    for x in xs:
+        looped, _ = jax.jit(step)(looped, x)
+    assert not changed(scanned, looped)
+    assert losses[-1] < losses[0]
+
+
+def test_code_written_for_flax_runs_unchanged():
+    """The same calls on both classes; FP32, so the same numbers."""
+    params = {"w": jnp.full((3, 1), 0.5, jnp.float32)}
+    finals = []
+    for cls in (flax_train_state.TrainState, jaxmp.TrainState):
+        state = cls.create(
+            apply_fn=lambda p, x: x @ p["w"], params=params, tx=relaxed(optax.adam(0.1))
+        )
+        for _ in range(5):
+            grads = jax.grad(lambda p: jnp.mean(state.apply_fn(p, jnp.ones((2, 3))) ** 2))(
+                state.params
+            )
+            state = state.apply_gradients(grads=grads)
+        assert int(state.step) == 5
+        finals.append(state.params["w"])
+        state.replace(params=params)
+    np.testing.assert_array_equal(*finals)
+
+
+def test_plain_optimizers_have_no_scale_and_full_gradients():
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=relaxed(optax.adam(0.1))
+    )
+    assert isinstance(state.loss_scale, jaxmp.NoLossScale)
+    loss, grads = state.value_and_grad(lambda p, x: jnp.sum(p["w"] * x))(jnp.ones(2))
+    assert float(loss) == 2.0 and grads["w"].dtype == jnp.float32
+
+
+def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
+    recipe = jaxmp.load_recipe("fp32").replace(accumulate_dtype="bfloat16")
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params={"w": jnp.float32(1.0)}, tx=recipe.optimizer(optax.sgd(0.1))
+    )
+    x = jnp.where(jnp.arange(512) < 256, 1.0, 2.0**-9)
+    fn = lambda p, x: jnp.sum(p["w"] * x)
+    assert float(state.value_and_grad(fn, microbatches=512)(x)[1]["w"]) == 0.5
+
+
+def test_unknown_and_reshaped_mutables_are_refused():
+    state, _ = setup("fp32")
+    grads = jax.tree.map(jnp.zeros_like, state.params)
+    with pytest.raises(jaxmp.JaxmpError, match="no field 'stats'.*class State"):
+        state.apply_gradients(grads=grads, stats={})
+    with pytest.raises(jaxmp.JaxmpError, match="another structure.*batch_stats"):
+        state.apply_gradients(grads=grads, batch_stats={})
+
+
+def test_random_keys_move_on_when_a_step_is_skipped():
+    class Keyed(jaxmp.TrainState):
+        key: Any
+
+    tx = jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1))
+    state = Keyed.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=jax.random.key(0))
+    fresh = jax.random.split(state.key)[0]
+    new = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.nan])}, key=fresh)
+    assert bool(jnp.all(jax.random.key_data(new.key) == jax.random.key_data(fresh)))
+
+
+def test_required_path_rules_about_storage_are_judged_at_create():
+    rule = jaxmp.Rule("hed", "p=f32", why="a typing error")
+    policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [rule])
+    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    params = {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}}
+    with pytest.raises(jaxmp.RuleError, match="'head'"):
+        jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    compute_only = jaxmp.PolicyMap(policies.default, [jaxmp.Rule("hed", "c=f32")])
+    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=compute_only)
+    jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def test_rules_leave_the_collection_out():
+    policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("head", "p=f32")])
+    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    variables = {
+        "params": {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}},
+        "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
+    }
+    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    dtypes = jax.tree.map(lambda p: str(p.dtype), state.params)
+    assert dtypes["params"] == {"head": {"kernel": "float32"}, "body": {"kernel": "bfloat16"}}
+    assert dtypes["_overwrite_with_gradient"] == {"amax": "float32"}
+
+
+def test_overwritten_state_is_assigned_and_reverted_on_a_skip():
+    recipe = jaxmp.load_recipe("bf16_params")
+    variables = {
+        "params": {"w": jnp.ones(2)},
+        "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
+    }
+    tx = recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    with jax.numpy_dtype_promotion("standard"):  # optax.clip_by_global_norm mixes types
+        state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+        history = jnp.arange(4.0) * 1e6
+        grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": history}}
+        new = state.apply_gradients(grads=grads)
+        np.testing.assert_array_equal(new.params["_overwrite_with_gradient"]["amax"], history)
+        # The history is no gradient: it does not enter the norm that clips w to length 1.
+        np.testing.assert_allclose(
+            jaxmp.get_master_params(new)["params"]["w"], 1 - 0.1 / np.sqrt(2), rtol=1e-6
+        )
+        bad = {
+            "params": {"w": jnp.array([1.0, jnp.inf])},
+            "_overwrite_with_gradient": {"amax": history * 2},
+        }
+        skipped = new.apply_gradients(grads=bad)
+    assert all("loss_scale" in p or "stats" in p for p in changed(new, skipped))
+
+
+def test_partitioned_boxes_keep_their_names():
+    params = {"w": nn.Partitioned(jnp.ones((4, 2)), names=("data", None))}
+    recipe = jaxmp.load_recipe("bf16_params")
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params=params, tx=recipe.optimizer(optax.sgd(0.1))
+    )
+    assert state.params["w"].names == ("data", None)
+    assert state.params["w"].value.dtype == jnp.bfloat16
+    masters = state.opt_state.inner_state.masters
+    assert masters["w"].names == ("data", None) and masters["w"].value.dtype == jnp.float32
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+    np.testing.assert_allclose(jaxmp.get_master_params(state)["w"].value, 0.9, rtol=1e-6)
