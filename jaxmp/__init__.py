@@ -39,6 +39,7 @@ from jaxmp.optim._find import get_skip_stats as get_skip_stats
 
 if TYPE_CHECKING:
     from jaxmp import linen as linen
+    from jaxmp import nnx as nnx
     from jaxmp._train_state import TrainState as TrainState
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 # Name -> module, package it needs, what for, the extra that installs it.
 _LAZY = {
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
+    "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
 }
 

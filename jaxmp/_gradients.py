@@ -110,12 +110,12 @@ def value_and_grad(
     options = _Options(
         loss_scale=as_loss_scale(loss_scale),
         has_aux=has_aux or mutable_argnum is not None,
-        argnums=_as_tuple(argnums),
+        argnums=as_tuple(argnums),
         microbatches=_positive(microbatches),
-        batch_argnums=_as_tuple(batch_argnums),
-        rng_argnums=_as_tuple(rng_argnums),
+        batch_argnums=as_tuple(batch_argnums),
+        rng_argnums=as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
-        axes=_as_tuple(axis_name),
+        axes=as_tuple(axis_name),
         accumulate_dtype=canonical_dtype(accumulate_dtype),
         reduce_dtype=canonical_dtype(reduce_dtype),
     )
@@ -294,7 +294,7 @@ def _accumulate(
             call[options.mutable_argnum] = mutables
         sums, aux = _evaluate(fn, tuple(call), kwargs, options)
         if options.mutable_argnum is not None:
-            mutables, aux = _unpair(aux)
+            mutables, aux = unpair(aux)
         return sums, mutables, aux
 
     def body(carry: tuple[Any, _Sums], xs: Any) -> tuple[tuple[Any, _Sums], Any]:
@@ -308,7 +308,7 @@ def _accumulate(
     return total, aux if options.mutable_argnum is None else (mutables, aux)
 
 
-def _unpair(aux: Any) -> tuple[Any, Any]:
+def unpair(aux: Any) -> tuple[Any, Any]:
     if not (isinstance(aux, tuple) and len(aux) == 2):
         raise JaxmpError(
             "With mutable_argnum the function must return (loss, (mutables, aux)); beside the loss "
@@ -437,7 +437,7 @@ def _in_full(gradient: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)

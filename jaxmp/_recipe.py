@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from typing import Any, TypeVar, final
 
 import jax
@@ -19,10 +18,11 @@ from jaxmp.errors import JaxmpError
 
 M = TypeVar("M")
 
-# Module that defines a framework's base class -> the adapter for it, and the framework's name.
+# Module that defines a framework's base class -> the adapter for its modules (None: there is none
+# in this version), and the framework's name.
 _ADAPTERS = {
     "flax.linen.module": ("jaxmp.linen", "Flax Linen"),
-    "flax.nnx.module": ("jaxmp.nnx", "Flax NNX"),
+    "flax.nnx.module": (None, "Flax NNX"),
 }
 
 
@@ -249,7 +249,7 @@ def _adapter(model: Any) -> Any:
             "of a flax.linen.Module; for example recipe.wrap(nn.Dense(8))."
         )
     module, framework = found
-    if importlib.util.find_spec(module) is None:
+    if module is None:
         raise JaxmpError(
             f"wrap({type(model).__name__}): {framework} models cannot be wrapped in this version; "
             "give a flax.linen.Module, for example recipe.wrap(nn.Dense(8))."

@@ -1,0 +1,127 @@
+"""The NNX optimizer: masters, scale, and a skip that restores what the forward pass wrote."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from relaxed import relaxed
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        with jax.numpy_dtype_promotion("standard"):  # flax promotes FP32 inputs and bf16 kernels
+            return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))[:, 0]
+
+
+def recipe_for(name):
+    recipe = jaxmp.load_recipe(name)
+    if isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
+        return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
+    return recipe
+
+
+def setup(recipe):
+    model = Net(nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(relaxed(optax.adamw(1e-2))))
+    x = jax.random.normal(jax.random.key(0), (16, 4))
+    return model, optimizer, x, jnp.sin(x.sum(-1))
+
+
+def loss_fn(model, x, y):
+    return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+
+def make_step(microbatches):
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        run = optimizer.value_and_grad(loss_fn, microbatches=microbatches, batch_argnums=(1, 2))
+        loss, grads = run(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+def as_bytes(tree):
+    def one(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    flat = jax.tree.leaves_with_path(nnx.as_pure(tree))
+    return {jax.tree_util.keystr(path): one(leaf) for path, leaf in flat}
+
+
+RECIPES = ["fp32", "bf16_params", "fp16_params"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_trains_and_a_skipped_step_restores_everything_but_random_state(name, microbatches):
+    model, optimizer, x, y = setup(recipe_for(name))
+    stored = jnp.float32 if name == "fp32" else jaxmp.load_recipe(name).policies.default.param_dtype
+    assert model.inner.kernel[...].dtype == stored
+    assert model.norm.mean[...].dtype == jnp.float32
+    step = make_step(microbatches)
+    losses = [float(step(model, optimizer, x, y)) for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert int(optimizer.step[...]) == 20
+    before = as_bytes(nnx.state(model)), as_bytes(optimizer.opt_state)
+    step(model, optimizer, x.at[0, 0].set(jnp.inf), y)
+    after = as_bytes(nnx.state(model)), as_bytes(optimizer.opt_state)
+    moved = [k for old, new in zip(before, after, strict=True) for k in old if old[k] != new[k]]
+    assert any("stats" in key for key in moved)
+    assert all("count" in key or "loss_scale" in key or "stats" in key for key in moved), moved
+    assert int(jaxmp.get_skip_stats(optimizer).total) == 1 and int(optimizer.step[...]) == 20
+    jaxmp.check(optimizer)
+
+
+def test_parameters_are_their_cast_masters():
+    model, optimizer, x, y = setup(recipe_for("bf16_params"))
+    step = make_step(1)
+    for _ in range(5):
+        step(model, optimizer, x, y)
+    masters = jaxmp.get_master_params(optimizer)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    same = jax.tree.map(lambda m, p: bool(jnp.all(m.astype(p.dtype) == p)), masters, params)
+    assert all(jax.tree.leaves(same))
+
+
+def test_gradients_equal_flax_gradients_in_fp32():
+    model, _, x, y = setup(recipe_for("fp32"))
+    model.dropout.rate = 0.0
+    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, 2.0**6)(model, x, y)
+    expected_loss, expected = nnx.value_and_grad(loss_fn)(model, x, y)
+    # The batch statistics were written by both calls; in training mode they do not enter the loss.
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        nnx.as_pure(grads),
+        nnx.as_pure(expected),
+    )
+
+
+def test_aux_and_batch_statistics_come_out():
+    model, _, x, y = setup(recipe_for("fp32"))
+    before = np.asarray(model.norm.mean[...])
+    with_aux = lambda m, x, y: (loss_fn(m, x, y), x[0])
+    (_, aux), _ = jaxmp.nnx.value_and_grad(with_aux, has_aux=True)(model, x, y)
+    np.testing.assert_array_equal(aux, x[0])
+    assert np.any(np.asarray(model.norm.mean[...]) != before)
+
+
+def test_a_breaking_nesting_is_refused():
+    tx = recipe_for("bf16_params").optimizer(optax.sgd(0.1))
+    with pytest.raises(jaxmp.CompositionError, match="MultiSteps"):
+        jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.MultiSteps(tx, 2))
+    with pytest.raises(jaxmp.CompositionError, match=r"optax.chain\(inner"):
+        jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.chain(tx, optax.scale(0.5)))
