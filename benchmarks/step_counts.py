@@ -365,9 +365,8 @@ def main():
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
-    print(
-        f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16; {versions}, {jax.default_backend()}"
-    )
+    workload = f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16"
+    print(f"{workload}; {versions}, {jax.default_backend()}")
     rows, counted, failed = [], {}, False
     for kind, name, make, base_name, base in COMPARISONS:
         if options.only not in (None, kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -181,8 +182,11 @@ def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) ->
     scale = options.loss_scale.scale_value
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
-    unscale = _unscale_by_nothing if isinstance(options.loss_scale, NoLossScale) else _divide
-    return _Sums(loss, weight, tuple(unscale(g, poisoned, finite) for g in grads)), aux
+    if isinstance(options.loss_scale, NoLossScale):
+        unscale = functools.partial(_poison_one, finite)
+    else:
+        unscale = options.loss_scale.with_leaves(scale_value=poisoned).unscale
+    return _Sums(loss, weight, tuple(_map_params(unscale, g) for g in grads)), aux
 
 
 def _parse(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -237,35 +241,26 @@ def _describe(value: Any) -> str:
     )
 
 
-def _divide(grads: Any, poisoned_scale: jax.Array, finite: jax.Array) -> Any:
-    """Gradients in FP32 over the scale; every one NaN where the loss was not finite."""
-    del finite
+def _map_params(fn: Callable[[Any], Any], grads: Any) -> Any:
+    """Applies `fn` to the gradients, and to nothing that is overwritten by its gradient."""
     params, overwritten = _trees.split_overwritten(grads)
-    unscaled = jax.tree.map(lambda g: _to_full(g, poisoned_scale), params)
-    return _trees.join_overwritten(unscaled, overwritten, grads)
+    return _trees.join_overwritten(fn(params), overwritten, grads)
 
 
-def _to_full(gradient: Any, scale: jax.Array) -> Any:
-    full = _in_full(gradient)
-    return lax.div(full, jnp.broadcast_to(scale.astype(full.dtype), full.shape))
-
-
-def _unscale_by_nothing(grads: Any, poisoned_scale: jax.Array, finite: jax.Array) -> Any:
+def _poison_one(finite: jax.Array, grads: Any) -> Any:
     """Gradients in FP32; the smallest one NaN where the loss was not finite.
 
     The seed is NaN already, but a `where` inside the model can stop it: one leaf is certain, and a
-    factor on every leaf would cost a pass.
+    factor on every leaf would cost a pass. (A loss scale that divides by NaN poisons them all.)
     """
-    del poisoned_scale
-    params, overwritten = _trees.split_overwritten(grads)
-    leaves, treedef = jax.tree.flatten(_trees.cast_floating(params, FLOAT32))
+    leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
     if leaves:
         index = min(range(len(leaves)), key=lambda i: leaves[i].size)
         leaf = leaves[index]
         leaves[index] = lax.select_n(
             jnp.broadcast_to(finite, leaf.shape), jnp.full_like(leaf, jnp.nan), leaf
         )
-    return _trees.join_overwritten(treedef.unflatten(leaves), overwritten, grads)
+    return treedef.unflatten(leaves)
 
 
 # ---------------------------------------------------------------------------
@@ -370,7 +365,9 @@ def _add(total: _Sums, new: _Sums) -> _Sums:
         for old, fresh in zip(total.grads, new.grads, strict=True)
     )
     weight = jnp.ones((), FLOAT32) if new.weight is None else new.weight
-    return _Sums(total.loss + new.loss, total.weight + weight, grads)
+    if total.weight is not None:
+        weight = total.weight + weight
+    return _Sums(total.loss + new.loss, weight, grads)
 
 
 def _map_gradients(of_gradient: Any, of_overwritten: Any, tree: Any, *rest: Any) -> Any:
@@ -467,6 +464,7 @@ def _check_args(args: tuple[Any, ...], options: _Options) -> None:
             if not _trees.is_inexact(jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf):
                 where = "".join(f"[{name!r}]" for name in names)
                 raise JaxmpError(
-                    f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
-                    "has no gradient. Pass it as another argument, or leave it out of argnums."
+                    f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, "
+                    "which has no gradient. Pass it as another argument, or leave it out of "
+                    "argnums."
                 )

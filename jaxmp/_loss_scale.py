@@ -109,7 +109,8 @@ class LossScale(abc.ABC):
         del finite
         return self
 
-    def _with(self, **attributes: Any) -> Self:
+    def with_leaves(self, **attributes: Any) -> Self:
+        """The same loss scale with other leaves, which are not checked and may be traced."""
         new = object.__new__(type(self))
         vars(new).update(vars(self), **attributes)
         return new
@@ -383,7 +384,7 @@ class DynamicLossScale(_Scaling):
         # Not equality: a count restored from a run with a longer interval must still grow.
         grows = lax.ge(counted, _int32(self.growth_interval))
         fallen = lax.select(self._backs_off(finite), self._backed_off(), self.scale_value)
-        return self._with(
+        return self.with_leaves(
             scale_value=lax.select(grows, self._grown(), fallen),
             good_steps=lax.select(grows, _int32(0), counted),
             hysteresis_left=self._next_hysteresis(finite, grows),
@@ -564,7 +565,7 @@ def _from_jmp_dynamic(value: Any) -> DynamicLossScale:
         min_scale=value.min_loss_scale,
         max_scale=None,
     )
-    return converted._with(good_steps=_leaf(value.counter, jnp.int32))
+    return converted.with_leaves(good_steps=_leaf(value.counter, jnp.int32))
 
 
 # ---------------------------------------------------------------------------

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
+from flax import serialization, struct
 
 from jaxmp import _gradients, _trees, optim
-from jaxmp._loss_scale import NoLossScale
+from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip
 from jaxmp.optim._apply import apply_update
@@ -189,3 +190,31 @@ def _check_rules(opt_state: Any, params: Any) -> None:
                 r for r in policies.rules if r.param_dtype is not None and r.module_type is None
             ]
             policies.check_required(sorted(paths), rules)
+
+
+# ---------------------------------------------------------------------------
+# flax.serialization: states are written as dicts of their fields
+# ---------------------------------------------------------------------------
+
+
+def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -> None:
+    def to_state_dict(node: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(node, name)) for name in fields}
+
+    def from_state_dict(node: Any, state: dict[str, Any]) -> Any:
+        return replace(
+            node,
+            **{
+                name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
+                for name in fields
+            },
+        )
+
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
+
+
+for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState, _master.MasterParamsState):
+    _leaves = tuple(f.name for f in dataclasses.fields(_cls) if not f.metadata.get("static"))
+    _register(_cls, _leaves, dataclasses.replace)
+for _cls in (NoLossScale, StaticLossScale, DynamicLossScale):
+    _register(_cls, _cls.LEAVES, lambda node, **leaves: node.with_leaves(**leaves))

@@ -161,13 +161,16 @@ class Optimizer(nnx.Optimizer):
     def _restorable(self) -> Any:
         return nnx.Not(nnx.Any(self.wrt, nnx.RngState))
 
-    def update(self, model: Any, grads: Any, /, **extra_args: Any) -> None:
+    def update(self, model: Any, grads: Any, /, **extra_args: Any) -> Any:
         """One optimizer step on `model`, or none at all.
 
         Args:
           model: the module that this optimizer was made for.
           grads: unscaled gradients, as `value_and_grad` returns them.
           **extra_args: handed to the optax transformation.
+
+        Returns:
+          None: the update that counts is the assignment from the masters.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt))
         grads = nnx.as_pure(nnx.state(grads, self.wrt))

@@ -1,10 +1,11 @@
 """A suite hostile to silent promotion.
 
 Strict here means: no implicit dtype promotion, no implicit rank promotion, more than one device,
-warnings are errors (in pyproject.toml). JAX's check for leaked tracers switches its trace caches off
-and makes the suite five times slower, so tests of code that holds on to objects while tracing (the
-adapters, the train step) ask for it: `@pytest.mark.usefixtures("check_leaks")`. Where Flax, optax or JAX
-themselves break one of these, the test that meets it relaxes it locally and says who breaks it.
+warnings are errors (in pyproject.toml). JAX's check for leaked tracers switches its trace caches
+off and makes the suite five times slower, so tests of code that holds on to objects while tracing
+(the adapters, the train step) ask for it: `@pytest.mark.usefixtures("check_leaks")`. Where Flax,
+optax or JAX themselves break one of these, the test that meets it relaxes it locally and says who
+breaks it.
 """
 
 import os

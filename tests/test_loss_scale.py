@@ -28,17 +28,6 @@ from jaxmp._loss_scale import (
 )
 from jaxmp.errors import LossScaleError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cached_eager_operations():
-    """Under its leak check JAX compiles every eager operation anew: 1.2 s for one `adjust`.
-
-    `test_no_tracer_leaks` turns it back on.
-    """
-    with jax.check_tracer_leaks(False):
-        yield
-
-
 # Every setting differs from its default, so that none can be lost unseen.
 CUSTOM = {
     "init_scale": 512.0,
@@ -563,13 +552,12 @@ def test_vmap_over_scales_and_flags():
     np.testing.assert_array_equal(scaled, inits[:, None] * np.ones((1, 2), np.float32))
 
 
+@pytest.mark.usefixtures("check_leaks")
 def test_no_tracer_leaks():
-    with jax.check_tracer_leaks(True):
-        flags = jnp.ones((2, 3), bool)
-        step = lambda loss_scale, flag: (loss_scale.adjust(flag), loss_scale.scale(1.0))
-        run = lambda row: jax.lax.scan(step, DynamicLossScale(**CUSTOM), row)[0]
-        got = jax.jit(jax.vmap(run))(flags)
-    assert got.scale_value.shape == (2,)
+    flags = jnp.ones((2, 3), bool)
+    step = lambda loss_scale, flag: (loss_scale.adjust(flag), loss_scale.scale(1.0))
+    run = lambda row: jax.lax.scan(step, DynamicLossScale(**CUSTOM), row)[0]
+    assert jax.jit(jax.vmap(run))(flags).scale_value.shape == (2,)
 
 
 @pytest.mark.parametrize("flag", [True, np.bool_(True), np.array(True), jnp.array(True)])

@@ -17,14 +17,6 @@ from hypothesis import strategies as st
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp.errors import LossScaleError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cached_eager_operations():
-    """Under its leak check JAX compiles every eager operation anew: 1.2 s for one `adjust`."""
-    with jax.check_tracer_leaks(False):
-        yield
-
-
 # ---------------------------------------------------------------------------
 # The frameworks' rules
 # ---------------------------------------------------------------------------

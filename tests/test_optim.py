@@ -10,11 +10,11 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relaxed import relaxed
 
 import jaxmp
 from jaxmp import optim
 from jaxmp.optim._storage import pack, unpack
+from relaxed import relaxed
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")

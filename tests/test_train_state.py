@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state as flax_train_state
-from relaxed import relaxed
 
 import jaxmp
+from relaxed import relaxed
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
 
@@ -217,9 +218,9 @@ def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
 def test_unknown_and_reshaped_mutables_are_refused():
     state, _ = setup("fp32")
     grads = jax.tree.map(jnp.zeros_like, state.params)
-    with pytest.raises(jaxmp.JaxmpError, match="no field 'stats'.*class State"):
+    with pytest.raises(jaxmp.JaxmpError, match=r"no field 'stats'.*class State"):
         state.apply_gradients(grads=grads, stats={})
-    with pytest.raises(jaxmp.JaxmpError, match="another structure.*batch_stats"):
+    with pytest.raises(jaxmp.JaxmpError, match=r"another structure.*batch_stats"):
         state.apply_gradients(grads=grads, batch_stats={})
 
 
@@ -296,3 +297,13 @@ def test_partitioned_boxes_keep_their_names():
     assert masters["w"].names == ("data", None) and masters["w"].value.dtype == jnp.float32
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
     np.testing.assert_allclose(jaxmp.get_master_params(state)["w"].value, 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16_params", PACKED])
+def test_flax_serialization_gives_every_leaf_back(recipe):
+    state, batch = setup(recipe)
+    trained, _ = jax.jit(make_step())(state, batch)
+    blob = flax.serialization.to_bytes(trained)
+    restored = flax.serialization.from_bytes(state, blob)
+    assert jax.tree.structure(restored) == jax.tree.structure(trained)
+    assert not changed(trained, jax.tree.map(jnp.asarray, restored))

@@ -125,7 +125,7 @@ def master_params(
     policy_map = None if policies is None else _recipe_data.as_policy_map(policies)
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params: Any) -> MasterParamsState:
+    def init_fn(params: Any) -> Any:
         layout = _layout(params, policy_map, form)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
@@ -138,8 +138,8 @@ def master_params(
         )
 
     def update_fn(
-        updates: Any, state: MasterParamsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterParamsState]:
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         if params is None:
             raise CompositionError(
                 "master_params needs the parameters: tx.update(grads, state, params)."

@@ -61,15 +61,15 @@ def stochastic_rounding(
     """
     inner = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
-    def init_fn(params: Any) -> StochasticRoundingState:
+    def init_fn(params: Any) -> Any:
         return StochasticRoundingState(
             jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
             inner.init(params),
         )
 
     def update_fn(
-        updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, StochasticRoundingState]:
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         if params is None:
             raise CompositionError(
                 "stochastic_rounding needs the parameters: tx.update(grads, state, params)."

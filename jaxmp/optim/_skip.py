@@ -43,8 +43,8 @@ class SkipStats:
     @classmethod
     def zero(cls) -> SkipStats:
         """The counters before the first step."""
-        zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        return cls(*zeros, jnp.array(True), jnp.array(-1, jnp.int32))
+        zero = lambda: jnp.zeros((), jnp.int32)
+        return cls(zero(), zero(), zero(), jnp.array(True), jnp.array(-1, jnp.int32))
 
     def after(self, applied: jax.Array, at_floor: jax.Array, overflow_leaf: jax.Array) -> SkipStats:
         """The counters after one more step."""
@@ -146,14 +146,14 @@ def skip_nonfinite(
         () if axis_name is None else tuple(axis_name) if _is_sequence(axis_name) else (axis_name,)
     )
 
-    def init_fn(params: Any) -> SkipNonfiniteState:
+    def init_fn(params: Any) -> Any:
         return SkipNonfiniteState(
             initial_scale.fresh(), SkipStats.zero(), inner.init(params), settings
         )
 
     def update_fn(
-        updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipNonfiniteState]:
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         grads = _trees.cast_floating(updates, FLOAT32)
 
         def do_update() -> tuple[Any, Any]:

@@ -1,0 +1,240 @@
+"""Trains a GPT-2-sized model in every recipe on one NVIDIA GPU: loss, speed and peak memory.
+
+    python benchmarks/gpu_smoke.py               # writes benchmarks/results/gpu_smoke-DEVICE.json
+    python benchmarks/gpu_smoke.py --recipes bf16,fp16 --steps 20
+    python benchmarks/gpu_smoke.py --toy         # rehearses on any machine, writes nothing
+
+Needs: pip install "jaxmp[examples,cuda13]" (or cuda12). Same weights and batches for every recipe.
+Each runs in a process of its own, because a device's peak memory counts from the process's start.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import optax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import jaxmp
+from byte_gpt import GPT, even_batches, random_batch, standard_library_text
+from train_lm import prepare
+
+RECIPES = "fp32,tf32,bf16,bf16_params,fp16,fp16_params"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The model, the batch, and how long to train."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    seq_len: int = 1024
+    batch_size: int = 64
+    microbatches: int = 8
+    steps: int = 60
+    steps_per_round: int = 10
+    eval_batches: int = 8
+    lr: float = 6e-4
+
+
+TOY = Size(
+    layers=2,
+    width=64,
+    heads=4,
+    seq_len=32,
+    batch_size=8,
+    microbatches=2,
+    steps=6,
+    steps_per_round=2,
+    eval_batches=2,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one recipe did."""
+
+    recipe: str
+    steps: int  # fewer than asked for if the time was up
+    held_out_loss: float
+    skipped_steps: int
+    compile_seconds: float  # the first step: trace, compile, run
+    tokens_per_second: dict[str, float]  # median, min and max over rounds
+    peak_bytes: int | None  # None where the device does not tell
+    parameters: int
+
+
+def main(
+    recipes: Annotated[str, typer.Option(help="Names, divided by commas.")] = RECIPES,
+    steps: Annotated[
+        int | None, typer.Option(help="Train steps; the size's own if absent.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Bound on the timed steps of a recipe.")] = 90.0,
+    toy: Annotated[bool, typer.Option("--toy", help="A tiny size; runs anywhere.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Trains a GPT-2-sized model in every recipe on one NVIDIA GPU: loss, speed and peak memory."""
+    hardware = in_own_process(describe_hardware)
+    if hardware["platform"] != "gpu" and not toy:
+        sys.exit(
+            f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
+            '    pip install "jaxmp[examples,cuda13]"\n'
+            "To rehearse without one, run\n"
+            "    python benchmarks/gpu_smoke.py --toy"
+        )
+    size = TOY if toy else Size()
+    size = dataclasses.replace(size, steps=steps or size.steps)
+    results = []
+    for recipe in recipes.split(","):
+        results.append(in_own_process(functools.partial(measure, recipe, size, seconds)))
+        print(json.dumps(dataclasses.asdict(results[-1])), flush=True)
+    Console().print(table(results, hardware["device"]))
+    if out or not toy:
+        name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
+        print(
+            f"Written: {write(out or RESULTS / f'gpu_smoke-{name}.json', hardware, size, results)}"
+        )
+
+
+def in_own_process(job: Any) -> Any:
+    """Runs `job` in a fresh process and returns what it returns."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(job).result()
+
+
+# ---------------------------------------------------------------------------
+# In a process of its own
+# ---------------------------------------------------------------------------
+
+
+def describe_hardware() -> dict[str, Any]:
+    """The device, and what drives it."""
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "runtime": device.client.platform_version.strip(),
+        "host": f"{platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def measure(recipe: str, size: Size, seconds: float) -> Result:
+    """Trains for `size.steps` steps, or until `seconds` are over, and times rounds of steps."""
+    text = standard_library_text()
+    batch = functools.partial(random_batch, text.train, size.batch_size, size.seq_len, 0)
+    model = GPT(size.layers, size.width, size.heads, size.seq_len)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, size.lr, max(1, size.steps // 5), size.steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
+    state, train_step, loss_fn = prepare(recipe, model, tx, microbatches=size.microbatches)
+
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(train_step(state, batch(0)))
+    compile_seconds = time.perf_counter() - start
+    speeds, done = [], 1
+    while done < size.steps and (time.perf_counter() - start - compile_seconds < seconds):
+        tokens = [batch(done + k) for k in range(min(size.steps_per_round, size.steps - done))]
+        since = time.perf_counter()
+        for tokens_BS in tokens:
+            state, loss = train_step(state, tokens_BS)
+        loss.block_until_ready()
+        done += len(tokens)
+        speeds.append(len(tokens) * size.batch_size * size.seq_len / (time.perf_counter() - since))
+    jaxmp.check(state)
+    rows = size.batch_size // size.microbatches
+    held_out = even_batches(text.held_out, size.eval_batches, rows, size.seq_len)
+    stats = jax.devices()[0].memory_stats() or {}
+    return Result(
+        recipe=recipe,
+        steps=done,
+        held_out_loss=float(np.mean([loss_fn(state.params, tokens) for tokens in held_out])),
+        skipped_steps=int(jaxmp.get_skip_stats(state).total),
+        compile_seconds=compile_seconds,
+        tokens_per_second=spread(speeds),
+        peak_bytes=stats.get("peak_bytes_in_use"),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+    )
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest, and how many there were."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "rounds": len(values),
+    }
+
+
+# ---------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------
+
+
+def table(results: list[Result], device: str) -> Table:
+    """One row for each recipe."""
+    rows = Table(title=f"{results[0].parameters / 1e6:,.1f} M parameters on {device}")
+    rows.add_column("recipe")
+    headings = ("steps", "held-out loss", "skipped", "tokens/s (min to max)", "peak memory")
+    for heading in headings:
+        rows.add_column(heading, justify="right")
+    for result in results:
+        speed = result.tokens_per_second
+        peak = "not told" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f} GiB"
+        rows.add_row(
+            result.recipe,
+            str(result.steps),
+            f"{result.held_out_loss:.4f}",
+            str(result.skipped_steps),
+            f"{speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f})",
+            peak,
+        )
+    return rows
+
+
+def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result]) -> Path:
+    """Writes figures with all that is needed to repeat them."""
+    report = {
+        "command": shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "hardware": hardware,
+        "versions": versions(),
+        "size": dataclasses.asdict(size),
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half_written = path.with_name(path.name + ".tmp")
+    half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    os.replace(half_written, path)
+    return path
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, jaxmp and what they stand on."""
+    packages = {
+        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
+    }
+    return {"python": platform.python_version(), "jaxmp": jaxmp.__version__, **packages}
+
+
+if __name__ == "__main__":
+    typer.run(main)

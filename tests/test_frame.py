@@ -1,0 +1,267 @@
+"""The frame around the code: what an import loads, what a wheel ships, what the commands run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jaxmp
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
+
+
+def run_python(code: str, path: Path = ROOT, **options) -> str:
+    """Runs `code` in a fresh interpreter that imports jaxmp from `path`; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---------------------------------------------------------------------------
+# Imports
+# ---------------------------------------------------------------------------
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages that are loaded after `code`."""
+    return HEAVY & set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").split())
+
+
+def test_import_loads_nothing_heavy():
+    assert loaded_by("import jaxmp") == set()
+
+
+def test_the_import_test_can_fail():
+    assert loaded_by("import jaxmp, flax, rich") >= {"flax", "rich"}
+
+
+@pytest.mark.parametrize("name", ["linen", "TrainState"])
+def test_flax_loads_when_it_is_touched(name):
+    assert "flax" in loaded_by(f"import jaxmp; jaxmp.{name}")
+
+
+def test_a_missing_package_names_an_extra_that_exists():
+    absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
+    attempt = "try: jaxmp.TrainState\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    message = run_python(absent + attempt)
+    extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
+    assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
+
+
+# ---------------------------------------------------------------------------
+# Packaging
+# ---------------------------------------------------------------------------
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        str(out),
+    ]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_wheel_ships_code_policies_and_license(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.name.startswith(f"jaxmp-{jaxmp.__version__}-")
+    assert {f"jaxmp/policies/{file.name}" for file in (ROOT / "policies").iterdir()} <= names
+    sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "jaxmp").rglob("*.py")}
+    assert sources <= names
+    assert f"jaxmp-{jaxmp.__version__}.dist-info/licenses/LICENSE" in names
+    strays = {name for name in names if not name.startswith(("jaxmp/", "jaxmp-"))}
+    assert strays == set()
+
+
+def test_wheel_finds_its_own_policies(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import jaxmp; print(jaxmp.__file__); print(*jaxmp.list_recipes())"
+    file, recipes = run_python(code, path=tmp_path, cwd=tmp_path).splitlines()
+    assert Path(file).is_relative_to(tmp_path)
+    assert recipes.split() == sorted(file.stem for file in (ROOT / "policies").glob("*.toml"))
+
+
+def test_changelog_has_this_version():
+    assert re.search(rf"^## \[{re.escape(jaxmp.__version__)}\]", read("CHANGELOG.md"), re.MULTILINE)
+
+
+# ---------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------
+
+# An absolute path into a file system of somebody's own.
+MACHINE_PATH = re.compile(r"(?<![\w./~])/(?:work|root|home|tmp|opt|Users|mnt)/\w")
+TEXT = {".md", ".py", ".toml", ".json", ".txt", ".cfg", ".yml", ""}
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "jaxmp", "policies", "tests")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def repository_texts() -> list[Path]:
+    top = [path for path in ROOT.iterdir() if path.is_file()]
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [path for path in top + below if path.suffix in TEXT]
+
+
+def test_no_text_names_a_machine_path():
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in repository_texts()
+    }
+    assert {"README.md", ".ci/run", "Makefile", "jaxmp/__init__.py", "policies/bf16.toml"} <= set(
+        texts
+    )
+    assert [name for name, text in texts.items() if MACHINE_PATH.search(text)] == []
+
+
+@pytest.mark.parametrize("folder", ["work/main", "root/x", "home/me", "tmp/a", "Users/me"])
+def test_the_machine_path_test_can_fail(folder):
+    assert MACHINE_PATH.search(f'open("/{folder}")')
+
+
+# ---------------------------------------------------------------------------
+# Commands
+# ---------------------------------------------------------------------------
+
+
+def make(*arguments: str) -> str:
+    """What make would run; free of the variables of a make that runs these tests."""
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VENV", "PYTHON", "JAX", "ARGS"}
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_every_make_command_in_the_documents_is_a_target():
+    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/index.md")]
+    named = {
+        target for text in texts for target in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
+    }
+    assert {"demo", "test", "lint"} <= named
+    for target in named:
+        assert make(target)
+
+
+def test_make_installs_the_jax_that_is_asked_for(tmp_path):
+    lines = make("test", f"VENV={tmp_path}/venv", "PYTHON=python3.99", "JAX=0.10.2")
+    assert f"python3.99 -m venv {tmp_path}/venv" in lines
+    assert '".[dev]" jax==0.10.2 jaxlib==0.10.2' in lines
+    assert '".[dev]" jax\n' in make("test", f"VENV={tmp_path}/venv")
+
+
+def test_make_installs_once(tmp_path):
+    stamp = tmp_path / "jaxmp-with-jax-latest" / "dev"
+    for file in (tmp_path / "bin" / "python", stamp):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert "pip install" not in make("test", f"VENV={tmp_path}")
+    os.utime(stamp, (0, 0))  # older than pyproject.toml
+    assert "pip install" in make("test", f"VENV={tmp_path}")
+
+
+# ---------------------------------------------------------------------------
+# CI, with make and every Python played by stubs
+# ---------------------------------------------------------------------------
+
+OLD_PYTHON = '#!/bin/sh\ncase "$2" in *"(3, 12)"*) exit 1;; esac\n'
+NEW_PYTHON = "#!/bin/sh\n"
+BROKEN_PYTHON = "#!/bin/sh\nexit 127\n"
+MAKE = '#!/bin/sh\necho "MAKE $*"\n'
+FAILING_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != test ]\n'
+
+
+def ci(tmp_path: Path, **stubs: str) -> tuple[int, str]:
+    """Runs .ci/run where only `stubs` and a few system tools are on PATH."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "mktemp", "rm", "sed"):
+        (tools / name).symlink_to(shutil.which(name))
+    for name, script in stubs.items():
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", ".ci/run"],
+        cwd=ROOT,
+        env={"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "CI": "true"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def made(output: str) -> list[str]:
+    return re.findall(r"^MAKE (.*)", output, re.MULTILINE)
+
+
+def test_ci_runs_both_legs_and_lints_once(tmp_path):
+    stubs = {"python3": OLD_PYTHON, "python3.12": BROKEN_PYTHON, "python3.13": NEW_PYTHON}
+    code, output = ci(tmp_path, make=MAKE, **stubs)
+    oldest = re.search(r'"jax>=([\d.]+)"', str(project()["dependencies"]).replace("'", '"'))[1]
+    first, second, third = made(output)
+    assert code == 0
+    assert re.fullmatch(rf"test VENV=\S+ PYTHON=python3 JAX={re.escape(oldest)}", first)
+    assert re.fullmatch(r"test VENV=\S+ PYTHON=python3\.13 JAX=latest", second)
+    assert third == first.replace("test", "lint", 1)
+    assert "SKIPPED" not in output
+
+
+def test_ci_says_which_leg_it_skipped(tmp_path):
+    code, output = ci(tmp_path, make=MAKE, python3=OLD_PYTHON)
+    assert code == 0
+    assert re.search(r"^SKIPPED Python >= 3\.12", output, re.MULTILINE)
+    assert [line.split()[0] for line in made(output)] == ["test", "lint"]
+
+
+def test_ci_finds_a_newer_python_among_those_of_pyenv(tmp_path):
+    python = tmp_path / ".pyenv" / "versions" / "3.14.1" / "bin" / "python3"
+    python.parent.mkdir(parents=True)
+    python.write_text(NEW_PYTHON)
+    python.chmod(0o755)
+    code, output = ci(tmp_path, make=MAKE, python3=OLD_PYTHON)
+    assert code == 0
+    assert f"PYTHON={python} JAX=latest" in output
+
+
+def test_ci_without_any_python_fails(tmp_path):
+    code, output = ci(tmp_path, make=MAKE)
+    assert code == 1
+    assert made(output) == []
+
+
+def test_ci_fails_when_a_leg_fails_and_still_runs_the_rest(tmp_path):
+    code, output = ci(tmp_path, make=FAILING_MAKE, python3=NEW_PYTHON)
+    assert code == 1
+    assert output.count("FAILED") == 2
+    assert len(made(output)) == 3

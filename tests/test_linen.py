@@ -1,0 +1,868 @@
+"""apply_policy: what it returns, what it casts, what it refuses."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp._attention import fp32_softmax_attention
+from jaxmp._policy import Policy, get_policy
+from jaxmp._rules import PolicyMap, Rule
+from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
+from jaxmp.linen import apply_policy, explain, module_paths
+from models_linen import (
+    CASES,
+    CNN,
+    MIXED,
+    MLP,
+    Attention,
+    RawParam,
+    TiedLM,
+    Transformer,
+    dtypes,
+    floats,
+    leaf_dtypes,
+    module_path,
+    named,
+    products,
+    relative_error,
+    tokens,
+    trace,
+)
+
+KEY = jax.random.key(0)
+BF16 = "p=f32,c=bf16,o=bf16"
+
+
+def shapes(model, *args):
+    """Zero variables of `model`, made without running its initialisers."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(model.init, KEY, *args)
+    )
+
+
+def operands_by_module(model, variables, *args, **kwargs):
+    """Module name -> operand dtype of its products."""
+    traced = trace(lambda v: model.apply(v, *args, **kwargs), variables)
+    return {module_path(e).rsplit("/")[-1]: dtypes(e)[0] for e in products(traced)}
+
+
+# ---------------------------------------------------------------------------
+# The object
+# ---------------------------------------------------------------------------
+
+
+def test_result_is_of_the_models_class_and_looks_like_it():
+    model = MLP()
+    policied = apply_policy(model, MIXED)
+    assert isinstance(policied, MLP)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(policied), name) == getattr(MLP, name)
+    assert repr(policied) == repr(model)
+
+
+def test_original_is_untouched():
+    model, x = Attention(), floats(2, 6, 8)
+    variables = shapes(model, x)
+    before, attributes = str(jax.make_jaxpr(model.apply)(variables, x)), dict(vars(model))
+    jax.eval_shape(apply_policy(model, MIXED).apply, variables, x)
+    assert str(jax.make_jaxpr(model.apply)(variables, x)) == before
+    assert vars(model) == attributes
+
+
+def test_equal_models_under_equal_policies_are_equal():
+    same = [apply_policy(MLP(), policies) for policies in (MIXED, PolicyMap(get_policy(MIXED)))]
+    assert same[0] == same[1] and hash(same[0]) == hash(same[1])
+    assert type(same[0]) is type(same[1])
+    assert same[0] != apply_policy(MLP(), BF16)
+    assert same[0] != MLP()
+
+
+def test_equal_models_do_not_retrace():
+    traces = []
+
+    class Counting(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traces.append(None)
+            return nn.Dense(2)(x)
+
+    variables, x = shapes(Counting(), floats(2, 3)), floats(2, 3)
+    traces.clear()
+    step = jax.jit(lambda model, v: model.apply(v, x), static_argnums=0)
+    for _ in range(3):
+        step(apply_policy(Counting(), MIXED), variables)
+    assert len(traces) == 1
+
+
+def test_a_second_policy_replaces_the_first():
+    twice = apply_policy(apply_policy(MLP(), "fp16-true"), MIXED)
+    assert twice == apply_policy(MLP(), MIXED)
+
+
+@pytest.mark.parametrize(
+    "remake",
+    [
+        lambda model: pickle.loads(pickle.dumps(model)),
+        copy.deepcopy,
+        copy.copy,
+        lambda model: model.clone(),
+        lambda model: model.copy(),
+    ],
+    ids=["pickle", "deepcopy", "copy", "clone", "module_copy"],
+)
+def test_copies_keep_the_policies(remake):
+    policies = PolicyMap(MIXED, [Rule("head", "o=f32", why="logits")])
+    model = apply_policy(MLP(), policies)
+    again = remake(model)
+    assert again == model
+    variables = shapes(model, floats(2, 8))
+    assert set(operands_by_module(again, variables, floats(2, 8)).values()) == {"bfloat16"}
+
+
+def test_the_authors_own_constructor_equality_and_hash_stay():
+    class Own(nn.Module):
+        width: int = 2
+
+        def __eq__(self, other):
+            return isinstance(other, Own)
+
+        def __hash__(self):
+            return 7
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.width)(x)
+
+    policied = apply_policy(Own(3), MIXED)
+    assert policied.width == 3 and policied == Own(4) and hash(policied) == 7
+
+
+def test_takes_whatever_names_a_policy():
+    policy = Policy("f32", "bf16", "f32")
+    expected = apply_policy(MLP(), MIXED)
+    for policies in (policy, PolicyMap(policy), {"compute": "bf16", "output": "f32"}):
+        assert apply_policy(MLP(), policies) == expected
+
+
+# ---------------------------------------------------------------------------
+# Every way in
+# ---------------------------------------------------------------------------
+
+
+def test_every_entrance_obeys_the_policy():
+    lm, x = TiedLM(), tokens(2, 6)
+    model, variables = apply_policy(lm, BF16), shapes(lm, x)
+    bound = model.bind(variables)
+    hidden = floats(2, 16)
+    results = [
+        model.apply(variables, x),
+        model.apply(variables, x, method="encode"),
+        model.apply(variables, x, method=TiedLM.encode),
+        model.apply(variables, x, method=model.encode),
+        model.apply(variables, x, method=lambda m, x: m.norm(m.embed(x))),
+        model.apply(variables, hidden, method=lambda m, h: m.body(h)),
+        nn.apply(lambda m, h: m.body(h), model)(variables, hidden),
+        nn.apply(lambda m, x: m(x), model)(variables, x),
+        model.init_with_output(KEY, x)[0],
+        bound(x),
+        bound.encode(x),
+        bound.body(hidden),
+        bound.embed(x),
+        bound.embed.attend(hidden),
+        bound.embed.embedding,
+        bound.body.layers[0](hidden),
+    ]
+    assert [str(result.dtype) for result in results] == ["bfloat16"] * len(results)
+
+
+def test_a_submodule_can_be_called_by_name():
+    class Named(nn.Module):
+        inner: nn.Module
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    model = apply_policy(Named(nn.Dense(3)), BF16)
+    variables = model.init(KEY, floats(2, 4))
+    assert model.apply(variables, floats(2, 4), method="inner").dtype == jnp.bfloat16
+
+
+def test_bound_submodules_can_be_called_again_and_again():
+    class Outer(nn.Module):
+        def setup(self):
+            self.inner = MLP()
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    model = apply_policy(Outer(), PolicyMap(BF16, [Rule("inner/head", "o=f32")]))
+    x = floats(2, 8)
+    bound = model.bind(model.init(KEY, x))
+    assert [bound.inner(x).dtype.name for _ in range(3)] == ["bfloat16"] * 3
+    module, variables = bound.inner.unbind()
+    assert type(module) is MLP  # paths mean nothing away from the root: plain again
+    assert module.apply(variables, x).dtype == jnp.float32
+
+
+def test_lazy_init_and_tabulate():
+    model, x = apply_policy(MLP(), MIXED), floats(2, 8)
+    lazy = model.lazy_init(KEY, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert jax.tree.structure(lazy) == jax.tree.structure(model.init(KEY, x))
+    table = model.tabulate(KEY, x, depth=1, console_kwargs={"width": 120, "no_color": True})
+    assert "bfloat16" in table and "head" in table
+
+
+def test_a_policied_model_is_a_submodule():
+    class Field(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="last")(self.inner(x))
+
+    class Setup(nn.Module):
+        def setup(self):
+            self.inner = apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "c=f32")]))
+            self.last = nn.Dense(4)
+
+        def __call__(self, x):
+            return self.last(self.inner(x))
+
+    class Compact(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            policies = PolicyMap(MIXED, [Rule("head", "c=f32")])
+            inner = apply_policy(MLP(parent=None, name="inner"), policies)
+            return nn.Dense(4, name="last")(inner(x))
+
+    field = Field(apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "c=f32")])))
+    for model in (field, Setup(), Compact()):
+        variables = shapes(model, floats(2, 8))
+        assert set(variables["params"]) == {"inner", "last"}
+        found = operands_by_module(model, variables, floats(2, 8))
+        assert found == {"Dense_0": "bfloat16", "head": "float32", "last": "float32"}
+
+
+def test_the_innermost_policy_owns_its_subtree():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="last")(self.inner(x).astype(jnp.float32))
+
+    model = apply_policy(Outer(apply_policy(MLP(), "fp16-true")), BF16)
+    variables = shapes(model, floats(2, 8))
+    assert operands_by_module(model, variables, floats(2, 8)) == {
+        "Dense_0": "float16",
+        "head": "float16",
+        "last": "bfloat16",
+    }
+
+
+def test_compact_name_scope_and_mixins_are_entrances_too():
+    class Mixin:
+        def twice(self, x):
+            return self.up(self.up(x))
+
+    class Model(Mixin, nn.Module):
+        @nn.compact_name_scope
+        def up(self, x):
+            return nn.Dense(x.shape[-1])(x)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    model, x = apply_policy(Model(), BF16), floats(2, 4)
+    bound = model.bind(model.init(KEY, x))
+    assert [f(x).dtype.name for f in (bound, bound.up, bound.twice)] == ["bfloat16"] * 3
+
+
+# ---------------------------------------------------------------------------
+# Which dtype
+# ---------------------------------------------------------------------------
+
+
+def test_hard_coded_dtypes_are_overridden_unless_respected():
+    class HardCoded(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, name="hard", dtype=jnp.float32)(x)
+            return nn.Dense(4, name="soft")(x)
+
+    variables = shapes(HardCoded(), floats(2, 3))
+    overridden = apply_policy(HardCoded(), MIXED)
+    respected = apply_policy(HardCoded(), MIXED + ",respect_explicit=true")
+    assert operands_by_module(overridden, variables, floats(2, 3)) == {
+        "hard": "bfloat16",
+        "soft": "bfloat16",
+    }
+    assert operands_by_module(respected, variables, floats(2, 3)) == {
+        "hard": "float32",
+        "soft": "bfloat16",
+    }
+
+
+def test_a_users_own_field_named_dtype_is_never_set():
+    seen = []
+
+    class Tokenizer(nn.Module):
+        dtype: Any = "utf-8"
+
+        @nn.compact
+        def __call__(self, x):
+            seen.append(self.dtype)
+            return nn.Dense(4)(x)
+
+    class MyDense(nn.Dense):
+        dtype: Any = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            seen.append(self.dtype)
+            return super().__call__(x)
+
+    class Inherits(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(self.dtype)
+            return super().__call__(x)
+
+    for model in (Tokenizer(), MyDense(2), Inherits(2)):
+        variables = shapes(model, floats(2, 3))
+        seen.clear()
+        jax.eval_shape(apply_policy(model, MIXED).apply, variables, floats(2, 3))
+        expected = {Tokenizer: "utf-8", MyDense: jnp.float32, Inherits: jnp.bfloat16}[type(model)]
+        assert seen == [expected]
+
+
+def test_root_output_and_named_outputs_alone_leave_the_compute_dtype():
+    seen = {}
+
+    class Probe(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen["in"] = x.dtype.name
+            x = nn.Dense(4, name="plain")(x)
+            seen["plain"] = x.dtype.name
+            seen["named"] = nn.Dense(4, name="named")(x).dtype.name
+            seen["fp32"] = nn.Dense(4, name="fp32")(x).dtype.name
+            return x
+
+    policies = PolicyMap(MIXED, [Rule("named", "o=f32"), Rule("fp32", "c=f32,o=bf16")])
+    model, x = apply_policy(Probe(), policies), floats(2, 3)
+    out = jax.eval_shape(model.apply, shapes(Probe(), x), x)
+    assert seen == {"in": "bfloat16", "plain": "bfloat16", "named": "float32", "fp32": "bfloat16"}
+    assert out.dtype == jnp.float32
+
+
+def test_own_methods_are_no_boundary():
+    """A model's call of its own method casts nothing: FP32 inside stays FP32."""
+    seen = []
+
+    class Model(nn.Module):
+        def logits(self, x):
+            return x.astype(jnp.float32) * 3
+
+        def __call__(self, x):
+            logits = self.logits(x)
+            seen.append(logits.dtype.name)
+            return logits
+
+    jax.eval_shape(apply_policy(Model(), BF16).apply, {}, floats(2, 3))
+    assert seen == ["float32"]
+
+
+def test_only_floating_arrays_are_cast():
+    received = {}
+
+    class Model(nn.Module):
+        def __call__(self, **given):
+            received.update(given)
+            return given
+
+    given = {
+        "f32": jnp.ones(2),
+        "f16": jnp.ones(2, jnp.float16),
+        "numpy": np.ones(2, np.float32),
+        "int": jnp.arange(2),
+        "bool": jnp.array(True),
+        "complex": jnp.ones(2, jnp.complex64),
+        "key": jax.random.key(0),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "python": 1.5,
+        "string": "text",
+        "none": None,
+        "function": jnp.sin,
+        "layer": nn.Dense(2, dtype=jnp.float32),
+    }
+    out = apply_policy(Model(), BF16).apply({}, **given)
+    cast = {"f32", "f16", "numpy"}
+    assert {received[name].dtype.name for name in cast} == {"bfloat16"}
+    assert all(received[name] is given[name] for name in given if name not in cast)
+    assert all(out[name] is given[name] for name in given if name not in cast)
+
+
+def test_raw_parameters_are_cast_and_rules_address_one():
+    model, x = RawParam(), floats(2, 3)
+    variables = nn.meta.unbox(shapes(model, x))
+    plain = trace(lambda v: apply_policy(model, MIXED).apply(v, x), variables)
+    assert {dtypes(e)[:2] for e in products(plain)} == {("bfloat16", "bfloat16")}
+    seen = {}
+
+    class One(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("a", "b"):
+                seen[name] = self.param(name, nn.initializers.ones, (3,)).dtype.name
+            return x
+
+    policies = PolicyMap(MIXED, [Rule(":a", "c=f32", why="a temperature")])
+    model = apply_policy(One(), policies)
+    variables = model.init(KEY, x)
+    jax.eval_shape(model.apply, variables, x)
+    assert seen == {"a": "float32", "b": "bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float32"}
+
+
+def test_partitioned_parameters_keep_their_boxes():
+    model, x = RawParam(), floats(2, 3)
+    variables = jax.eval_shape(apply_policy(model, MIXED).init, KEY, x)
+    assert isinstance(variables["params"]["v"], nn.Partitioned)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
+    assert jax.eval_shape(apply_policy(model, MIXED).apply, zeros, x).dtype == jnp.float32
+
+
+def test_parameters_that_follow_the_input_are_drawn_as_the_author_wrote():
+    class Follows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("w", nn.initializers.normal(), x.shape, x.dtype)
+
+    x = floats(2, 3)
+    plain, policied = Follows().init(KEY, x), apply_policy(Follows(), BF16).init(KEY, x)
+    np.testing.assert_array_equal(plain["params"]["w"], policied["params"]["w"])
+    assert policied["params"]["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm, nn.BatchNorm])
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_norms_compute_in_fp32_and_hand_on_bf16(norm, stored):
+    model = norm(use_running_average=False) if norm is nn.BatchNorm else norm()
+    x = floats(2, 5, 4) * 300
+    variables = jax.tree.map(
+        lambda leaf: leaf.astype(stored) if leaf.ndim else leaf, dict(shapes(model, x))
+    )
+    variables["params"] = jax.tree.map(lambda leaf: leaf + stored(1.5), variables["params"])
+    if "batch_stats" in variables:
+        variables["batch_stats"] = shapes(model, x)["batch_stats"]
+    policied = apply_policy(model, BF16)
+    apply = lambda v: policied.apply(v, x, mutable=["batch_stats"])
+    for equation in named(trace(apply, variables), "mul", "sub", "rsqrt", "reduce_sum"):
+        assert equation.invars[0].aval.dtype == jnp.float32
+    out, state = apply(variables)
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} <= {"float32"}
+    reference, _ = model.apply(
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), variables), x, mutable=["batch_stats"]
+    )
+    assert relative_error(out, reference) < 0.005
+
+
+def test_statistics_of_large_float16_activations_are_finite():
+    """The square of 300 leaves float16; statistics in FP32 do not."""
+    x = jnp.full((2, 64), 300.0).at[:, ::2].set(-300.0)
+    out = apply_policy(nn.RMSNorm(), "fp16-true").apply({"params": {"scale": jnp.ones(64)}}, x)
+    np.testing.assert_allclose(out, np.sign(x), rtol=1e-3)
+
+
+def test_batch_statistics_stay_fp32_over_steps():
+    with jax.numpy_dtype_promotion("standard"):  # nn.avg_pool divides by an int
+        model, x = apply_policy(CNN(), BF16), floats(2, 8, 8, 3)
+        variables = shapes(CNN(), x)
+        step = lambda v: {**v, **model.apply(v, x, mutable=["batch_stats"])[1]}
+        once = jax.eval_shape(step, variables)
+    assert leaf_dtypes(once) == leaf_dtypes(variables)
+
+
+@pytest.mark.parametrize(
+    "module, args",
+    [
+        (nn.Dense(4), (floats(2, 3),)),
+        (nn.DenseGeneral((2, 2)), (floats(2, 3),)),
+        (nn.Conv(4, (3,)), (floats(2, 5, 3),)),
+        (nn.Einsum((3, 4), "bi,io->bo"), (floats(2, 3),)),
+        (nn.ConvTranspose(4, (3,)), (floats(2, 5, 3),)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_wider_output_is_emitted_by_the_product_itself(module, args):
+    class Outer(nn.Module):
+        def setup(self):
+            self.head = module
+
+        def __call__(self, *args):
+            return self.head(*args)
+
+    model = apply_policy(Outer(), PolicyMap(MIXED, [Rule("head", "o=f32")]))
+    variables = jax.tree.map(lambda leaf: leaf + 0.3, shapes(model, *args))
+    traced = trace(lambda v: model.apply(v, *args), variables)
+    assert [dtypes(e) for e in products(traced)] == [("bfloat16", "bfloat16", "float32")]
+    # 1/3 rounded to bfloat16 loses 8e-4; the bias is added in FP32.
+    adds = [e for e in named(traced, "add") if e.outvars[0].aval.dtype == jnp.float32]
+    assert adds and not named(traced, "reduce_precision")
+
+
+def test_tied_embedding_attends_wide():
+    model = apply_policy(TiedLM(), PolicyMap(MIXED, [Rule("embed", "o=f32")]))
+    x = floats(2, 16)
+    traced = trace(
+        lambda v: model.apply(v, x, method=lambda m, x: m.embed.attend(x)),
+        shapes(TiedLM(), tokens(2, 6)),
+    )
+    assert [dtypes(e) for e in products(traced)] == [("bfloat16", "bfloat16", "float32")]
+
+
+def test_tied_embedding_is_in_the_compute_dtype():
+    model, x = apply_policy(TiedLM(), BF16), tokens(2, 6)
+    traced = trace(lambda v: model.apply(v, x, method="transposed"), shapes(TiedLM(), x))
+    assert {dtypes(e)[:2] for e in products(traced)} == {("bfloat16", "bfloat16")}
+
+
+def test_an_authors_own_product_is_kept():
+    calls = []
+
+    def mine(*args, **kwargs):
+        calls.append(args[0].dtype.name)
+        return jax.lax.dot_general(*args, **kwargs)
+
+    model = apply_policy(nn.Dense(4, dot_general=mine), PolicyMap(MIXED, [Rule("", "o=f32")]))
+    out = jax.eval_shape(model.apply, shapes(nn.Dense(4), floats(2, 3)), floats(2, 3))
+    assert calls == ["bfloat16"] and out.dtype == jnp.float32
+
+
+def test_matmul_precision_follows_the_rules():
+    policies = PolicyMap(
+        "f32,matmul=highest".replace("f32", "p=f32"),
+        [
+            Rule("head", "matmul=tf32"),
+            Rule("Dense_0", "matmul=default"),
+        ],
+    )
+    variables, x = shapes(MLP(), floats(2, 8)), floats(2, 8)
+    traced = products(trace(lambda v: apply_policy(MLP(), policies).apply(v, x), variables))
+    precision = {module_path(e).rsplit("/")[-1]: str(e.params["precision"]) for e in traced}
+    assert "HIGHEST" in str(
+        products(
+            trace(lambda v: apply_policy(MLP(), "p=f32,matmul=highest").apply(v, x), variables)
+        )[0].params["precision"]
+    )
+    assert precision["Dense_0"] == "None"
+    assert precision["head"] != "None" and "HIGHEST" not in precision["head"]
+
+
+# ---------------------------------------------------------------------------
+# Recurrent state
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell])
+def test_a_cells_carry_keeps_its_dtypes(cell):
+    model, x = cell(4), floats(2, 3)
+    with jax.numpy_dtype_promotion("standard"):  # Flax multiplies an FP32 state with bf16 gates
+        carry = model.initialize_carry(KEY, x.shape)
+        variables = jax.eval_shape(model.init, KEY, carry, x)
+        out = jax.eval_shape(apply_policy(model, BF16).apply, variables, carry, x)
+    assert leaf_dtypes(out[0]) == leaf_dtypes(carry)
+    assert out[1].dtype == jnp.bfloat16
+
+
+def test_the_state_that_an_rnn_returns_can_be_fed_back():
+    model, x = nn.RNN(nn.GRUCell(4), return_carry=True), floats(2, 5, 3)
+    with jax.numpy_dtype_promotion("standard"):  # as above
+        policied = apply_policy(model, BF16)
+        variables = jax.eval_shape(model.init, KEY, x)
+        carry, ys = jax.eval_shape(policied.apply, variables, x)
+        again, _ = jax.eval_shape(
+            lambda v, c: policied.apply(v, x, initial_carry=c), variables, carry
+        )
+    assert (carry.dtype, ys.dtype, again.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+
+def attention_inputs(dtype=jnp.float32, scale=1.0):
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=(2, 5, 2, 4)) for _ in range(3)]
+    return [jnp.asarray(scale * array, dtype) for array in arrays]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": jnp.tril(jnp.ones((5, 5), bool))},
+        {"bias": floats(2, 5, 5)},
+        {"dropout_rng": KEY, "dropout_rate": 0.5},
+        {"dropout_rng": KEY, "dropout_rate": 0.5, "broadcast_dropout": False},
+        {"dropout_rng": KEY, "dropout_rate": 0.5, "deterministic": True},
+        {"precision": jax.lax.Precision.HIGHEST},
+        {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_attention_agrees_with_flax(options):
+    with jax.numpy_rank_promotion("allow"):  # Flax broadcasts masks and biases
+        inputs = attention_inputs()
+        mine = fp32_softmax_attention(*inputs, **options)
+        theirs = nn.dot_product_attention(*inputs, **options)
+        half = fp32_softmax_attention(*attention_inputs(jnp.bfloat16), **options)
+    np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+    assert half.dtype == jnp.bfloat16
+    assert relative_error(half, theirs) < 0.02
+
+
+def test_attention_refuses_half_of_a_pair_of_einsums():
+    with pytest.raises(ValueError, match="together"):
+        fp32_softmax_attention(*attention_inputs(), qk_attn_weights_einsum=jnp.einsum)
+
+
+def test_float16_logits_beyond_65504_stay_finite_under_jit():
+    query, key, value = attention_inputs(jnp.float16, scale=300.0)
+    got = jax.jit(fp32_softmax_attention)(query, key, value)
+    exact = fp32_softmax_attention(*(a.astype(jnp.float32) for a in (query, key, value)))
+    assert got.dtype == jnp.float16 and bool(jnp.isfinite(got).all())
+    assert relative_error(got, exact) < 0.002
+    overflowing = jax.lax.dot_general(
+        query[0, 0], key[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    assert float(jnp.abs(overflowing).max()) > 65504
+
+
+def test_fully_masked_rows_are_finite():
+    mask = jnp.zeros((2, 2, 5, 5), bool)
+    assert bool(
+        jnp.isfinite(fp32_softmax_attention(*attention_inputs(jnp.float16), mask=mask)).all()
+    )
+
+
+def test_multi_head_attention_softmax_is_fp32_and_products_are_bf16():
+    case = next(case for case in CASES if case.name == "attention")
+    model = apply_policy(Attention(), BF16)
+    traced = trace(lambda v: model.apply(v, *case.args()), case.variables())
+    results = [dtypes(e) for e in products(traced)]
+    assert results.count(("bfloat16", "bfloat16", "float32")) == 1  # QK^T
+    assert results.count(("bfloat16", "bfloat16", "bfloat16")) == 5
+    assert {e.invars[0].aval.dtype.name for e in named(traced, "exp")} == {"float32"}
+
+
+def test_an_authors_attention_fn_is_kept():
+    calls = []
+
+    def mine(query, key, value, **kwargs):
+        calls.append(query.dtype.name)
+        return value
+
+    model = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=mine)
+    variables = shapes(model, floats(2, 5, 4))
+    calls.clear()
+    jax.eval_shape(apply_policy(model, BF16).apply, variables, floats(2, 5, 4))
+    assert calls == ["bfloat16"]
+
+
+def test_attention_weights_are_sown():
+    model = apply_policy(nn.MultiHeadDotProductAttention(num_heads=2), BF16)
+    x = floats(2, 5, 4)
+    _, state = model.apply(shapes(model, x), x, sow_weights=True, mutable=["intermediates"])
+    (weights,) = state["intermediates"]["attention_weights"]
+    assert weights.shape == (2, 2, 5, 5) and weights.dtype == jnp.bfloat16
+
+
+def test_decoding_writes_a_cache_in_the_compute_dtype():
+    model = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
+    policied, x = apply_policy(model, BF16), floats(1, 4, 8)
+    variables = policied.init(KEY, x)
+    assert variables["cache"]["cached_key"].dtype == jnp.bfloat16
+    assert variables["params"]["query"]["kernel"].dtype == jnp.float32
+    plain = model.init(KEY, x)
+    state, reference = variables["cache"], plain["cache"]
+    for step in range(3):
+        token = x[:, step : step + 1]
+        out, new = policied.apply(
+            {"params": variables["params"], "cache": state}, token, mutable=["cache"]
+        )
+        expected, new_reference = model.apply(
+            {"params": plain["params"], "cache": reference}, token, mutable=["cache"]
+        )
+        state, reference = new["cache"], new_reference["cache"]
+        assert relative_error(out, expected) < 0.02
+    assert leaf_dtypes(dict(state)) == leaf_dtypes(dict(variables["cache"]))
+
+
+# ---------------------------------------------------------------------------
+# Rules, paths, explain
+# ---------------------------------------------------------------------------
+
+
+def test_module_paths():
+    paths = module_paths(MLP(), jax.ShapeDtypeStruct((2, 8), jnp.float32))
+    assert paths == {
+        "": MLP,
+        "Dense_0": nn.Dense,
+        "LayerNorm_0": nn.LayerNorm,
+        "head": nn.Dense,
+        **dict.fromkeys(
+            [
+                "Dense_0:bias",
+                "Dense_0:kernel",
+                "LayerNorm_0:bias",
+                "LayerNorm_0:scale",
+                "head:bias",
+                "head:kernel",
+            ]
+        ),
+    }
+    assert module_paths(apply_policy(MLP(), BF16), floats(2, 8)) == paths
+
+
+def test_module_paths_sees_what_nn_jit_has_cached():
+    jitted = nn.jit(MLP)
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jitted(name="a")(x) + jitted(name="b")(x)
+
+    for _ in range(2):
+        paths = module_paths(Twice(), floats(2, 8))
+        assert {"a/head", "b/head"} <= set(paths)
+
+
+def test_explain_names_the_deciding_rule():
+    policies = PolicyMap(
+        MIXED,
+        [
+            Rule("lm_head", "o=f32", why="the loss reads FP32 logits"),
+            Rule(module_type="LayerNorm", policy="c=f32", why="norms"),
+            Rule(module_type="Block", policy="matmul=highest", subtree=True, why="below a block"),
+            Rule("embed:embedding", "c=f32", why="one table"),
+            Rule("absent/**", "c=f32", required=False),
+        ],
+    )
+    explanation = explain(Transformer(), policies, tokens(2, 6))
+    why = {row.path: row.why for row in explanation.rows}
+    assert why["lm_head"] == "the loss reads FP32 logits"
+    assert why["block_0/LayerNorm_0"] == "norms"
+    assert why["block_0/up"] == why["block_1"] == "below a block"
+    assert why["block_0/MultiHeadDotProductAttention_0/query"] == "below a block"
+    assert why["embed:embedding"] == "one table"
+    assert why["embed"] == ""
+    assert [rule.path for rule in explanation.unused] == ["absent/**"]
+
+
+def test_subtree_rules_reach_below_modules_of_a_type():
+    policies = PolicyMap(MIXED, [Rule(module_type="Sequential", policy="c=f32", subtree=True)])
+    model, x = apply_policy(TiedLM(), policies), tokens(2, 6)
+    with jax.numpy_dtype_promotion("standard"):  # TiedLM adds its FP32 body to bfloat16
+        found = operands_by_module(model, shapes(TiedLM(), x), x)
+    assert found["layers_0"] == found["layers_2"] == "float32"
+    assert found["embed.attend" if "embed.attend" in found else "embed"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model, x: model.init(KEY, x),
+        lambda model, x: model.init_with_output(KEY, x),
+        lambda model, x: model.tabulate(KEY, x, depth=1),
+        lambda model, x: jax.eval_shape(model.init, KEY, x),
+        lambda model, x: explain(model, PolicyMap(MIXED, [Rule("haed", "o=f32")]), x),
+    ],
+    ids=["init", "init_with_output", "tabulate", "jitted", "explain"],
+)
+def test_a_required_rule_that_matches_nothing_raises(start):
+    model = apply_policy(MLP(), PolicyMap(MIXED, [Rule("haed", "o=f32")]))
+    with pytest.raises(RuleError, match=r"'haed'.*nearest paths: 'head'"):
+        start(model, floats(2, 8))
+
+
+def test_the_fixes_that_the_message_names_work():
+    for rule in (Rule("head", "o=f32"), Rule("haed", "o=f32", required=False)):
+        apply_policy(MLP(), PolicyMap(MIXED, [rule])).init(KEY, floats(2, 8))
+
+
+def test_partial_calls_do_not_judge_rules():
+    model = apply_policy(TiedLM(), PolicyMap(MIXED, [Rule("nowhere", "o=f32")]))
+    model.init(KEY, tokens(2, 6), method="encode")
+    model.apply(shapes(TiedLM(), tokens(2, 6)), tokens(2, 6))
+
+
+def test_rules_are_judged_at_every_init_of_a_jitted_model():
+    model = apply_policy(nn.jit(MLP)(), PolicyMap(MIXED, [Rule("head", "o=f32")]))
+    for _ in range(2):
+        model.init(KEY, floats(2, 8))
+
+
+# ---------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------
+
+
+def refused(*args):
+    with pytest.raises(JaxmpError) as caught:
+        apply_policy(*args)
+    return caught.value
+
+
+def test_a_class_a_function_and_an_nnx_module_are_refused():
+    for given, fix in ((MLP, "apply_policy(MLP(...)"), (jnp.sin, "jaxmp.autocast("), (3, "int")):
+        error = refused(given, MIXED)
+        assert isinstance(error, CompositionError) and fix in str(error)
+
+
+def test_a_bound_model_is_refused_with_a_fix_that_works():
+    x = floats(2, 8)
+    variables = MLP().init(KEY, x)
+    error = refused(MLP().bind(variables), MIXED)
+    assert isinstance(error, CompositionError)
+    assert "apply_policy(model, policies).bind(variables)" in str(error)
+    assert apply_policy(MLP(), BF16).bind(variables)(x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("policies", ["p=f32,c=e4m3", "p=e5m2,c=bf16", "float8_e4m3fn"])
+def test_float8_is_refused_with_a_fix_that_works(policies):
+    error = refused(MLP(), PolicyMap(get_policy(policies)))
+    assert isinstance(error, PolicyError) and "16 bits" in str(error)
+    apply_policy(MLP(), "p=f32,c=bf16,o=f32")
+
+
+def test_float8_in_a_rule_is_refused_too():
+    assert "head" in str(refused(MLP(), PolicyMap(MIXED, [Rule("head", "c=e4m3")])))
+
+
+def test_fields_with_modules_and_defaults_survive():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        width: int = 3
+
+    class Model(nn.Module):
+        config: Config
+        activation: Any = nn.relu
+
+        @nn.compact
+        def __call__(self, x):
+            return self.activation(nn.Dense(self.config.width)(x))
+
+    model = apply_policy(Model(Config(5), nn.gelu), BF16)
+    assert (model.config, model.activation) == (Config(5), nn.gelu)
+    assert model.apply(model.init(KEY, floats(2, 3)), floats(2, 3)).shape == (2, 5)

@@ -1,0 +1,388 @@
+"""Policies under Flax's lifted transformations, nn.jit's cache, and threads."""
+
+import functools
+import threading
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmp._rules import PolicyMap, Rule
+from jaxmp.linen import apply_policy, module_paths
+from models_linen import MIXED, MLP, Block, dtypes, floats, module_path, products, trace
+
+KEY = jax.random.key(0)
+
+
+def operands(model, *args):
+    """The operand dtypes of every product of `model`, forward and backward."""
+    variables = jax.eval_shape(model.init, KEY, *args)
+    variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), variables)
+
+    def loss(variables):
+        return sum(leaf.sum() for leaf in jax.tree.leaves(model.apply(variables, *args)))
+
+    return [dtypes(e)[:2] for e in products(trace(jax.grad(loss), variables))]
+
+
+# ---------------------------------------------------------------------------
+# nn.jit: a cached trace must not outlive the policy it was traced under
+# ---------------------------------------------------------------------------
+
+JittedDense = nn.jit(nn.Dense)
+
+
+class UsesJitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return JittedDense(4)(x)
+
+
+def test_one_module_level_jit_serves_plain_bf16_f16_plain():
+    model, x = UsesJitted(), floats(2, 3)
+    variables = model.init(KEY, x)
+    models = [model, apply_policy(model, "bf16-true"), apply_policy(model, "fp16-true"), model]
+    found = [m.apply(variables, x).dtype.name for m in models]
+    assert found == ["float32", "bfloat16", "float16", "float32"]
+    inner = [dtypes(products(trace(m.apply, variables, x))[0])[0] for m in models]
+    assert inner == found
+
+
+def test_a_jitted_function_around_apply_retraces_too():
+    model, x = UsesJitted(), floats(2, 3)
+    variables = model.init(KEY, x)
+    step = jax.jit(lambda model, variables: model.apply(variables, x), static_argnums=0)
+    found = [
+        step(m, variables).dtype.name
+        for m in (model, apply_policy(model, "bf16-true"), apply_policy(model, "fp16-true"), model)
+    ]
+    assert found == ["float32", "bfloat16", "float16", "float32"]
+
+
+class Siblings(nn.Module):
+    """Equal jitted modules: a field, in setup, and in a list."""
+
+    field: nn.Module
+    fields: tuple[nn.Module, ...]
+
+    def setup(self):
+        self.made = JittedDense(3)
+        self.nested = Nested()
+
+    def __call__(self, x):
+        return [m(x) for m in (self.field, *self.fields, self.made, self.nested)]
+
+
+class Nested(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        a, b = JittedDense(3, name="a")(x), JittedDense(3, name="b")(x)
+        return a.astype(x.dtype) + b.astype(x.dtype)
+
+
+@pytest.mark.parametrize("path", ["field", "fields_0", "fields_1", "made", "nested/a", "nested/b"])
+def test_a_rule_by_path_reaches_one_of_several_equal_jitted_modules(path):
+    model = Siblings(JittedDense(3), (JittedDense(3), JittedDense(3)))
+    x = floats(2, 3)
+    variables = model.init(KEY, x)
+    policied = apply_policy(model, PolicyMap("bf16-true", [Rule(path, "c=f32")]))
+    found = {module_path(e): dtypes(e)[0] for e in products(trace(policied.apply, variables, x))}
+    names = ["field", "fields_0", "fields_1", "made", "a", "b"]
+    assert found == {
+        name: "float32" if name == path.rsplit("/")[-1] else "bfloat16" for name in names
+    }
+
+
+class ScannedSiblings(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        body = nn.scan(
+            CarryNested, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return body(name="body")(x, None)[0]
+
+
+class CarryNested(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Nested(name="nested")(x), None
+
+
+def test_a_rule_by_path_reaches_a_jitted_module_inside_a_scan():
+    policies = PolicyMap("bf16-true", [Rule("body/nested/b", "c=f32")])
+    assert sorted(set(operands(apply_policy(ScannedSiblings(), policies), floats(2, 3)))) == [
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+    ]
+
+
+class JittedMethod(nn.Module):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x)
+
+
+def test_jitted_method():
+    assert set(operands(apply_policy(JittedMethod(), MIXED), floats(2, 3))) == {("bfloat16",) * 2}
+
+
+# ---------------------------------------------------------------------------
+# Loops: a carry keeps the dtypes with which it came
+# ---------------------------------------------------------------------------
+
+
+def scan_class(body, **kwargs):
+    return nn.scan(
+        body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, **kwargs
+    )
+
+
+class FloatCarry(nn.Module):
+    """The embedding is in FP32 by rule, the blocks are not."""
+
+    body: Any = Block
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(8, 8, name="embed")(tokens)
+        return scan_class(self.body)(name="blocks")(x, None)[0]
+
+
+@pytest.mark.parametrize("body", [Block, nn.remat(Block)], ids=["scan", "scan_of_remat"])
+def test_scan_of_a_class_whose_carry_comes_in_fp32(body):
+    policies = PolicyMap(MIXED, [Rule("embed", "c=f32,o=f32")])
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    assert set(operands(apply_policy(FloatCarry(body), policies), tokens)) == {("bfloat16",) * 2}
+
+
+def test_remat_of_scan():
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.remat(scan_class(Block))(name="blocks")(x, None)[0]
+
+    assert set(operands(apply_policy(Outer(), MIXED), floats(2, 4, 8))) == {("bfloat16",) * 2}
+
+
+class Accumulates(nn.Module):
+    """Carries an FP32 sum beside its activations."""
+
+    @nn.compact
+    def __call__(self, carry, _):
+        x, total = carry
+        x = nn.Dense(x.shape[-1])(x)
+        return (x, total + x.astype(jnp.float32).sum().astype(total.dtype)), x
+
+
+def test_a_tree_of_carries_keeps_each_leafs_dtype():
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            (x, total), xs = scan_class(Accumulates)()((x, jnp.zeros((), jnp.float32)), None)
+            return x, total, xs
+
+    model = apply_policy(Outer(), PolicyMap("p=f32,c=bf16,o=bf16", [Rule("", "c=bf16,o=bf16")]))
+    variables = model.init(KEY, floats(2, 4))
+    x, total, xs = jax.eval_shape(model.apply, variables, floats(2, 4))
+    assert (x.dtype, total.dtype, xs.dtype) == (jnp.bfloat16,) * 3
+    inner = [e for e in trace(model.apply, variables, floats(2, 4)) if e.primitive.name == "scan"]
+    carried = inner[0].params["num_carry"]
+    consts = inner[0].params["num_consts"]
+    carry_in = [str(v.aval.dtype) for v in inner[0].invars[consts : consts + carried]]
+    assert sorted(carry_in) == ["bfloat16", "float32"]
+
+
+class ScannedFunction(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def body(module, carry, _):
+            return nn.Dense(4)(carry), carry.sum()
+
+        scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, length=2)
+        carry, sums = scan(self, x.astype(jnp.float32), None)
+        return carry.sum() + sums.sum().astype(carry.dtype)
+
+
+class ScannedMethod(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(4)
+
+    @functools.partial(nn.scan, variable_broadcast="params", split_rngs={"params": False}, length=2)
+    def step(self, carry, _):
+        return self.dense(carry), None
+
+    def __call__(self, x):
+        return self.step(x.astype(jnp.float32), None)[0]
+
+
+class WhileLoop(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(4)
+        dense(x)
+
+        def body(module, carry):
+            count, x = carry
+            return count + 1, dense.clone(parent=module, name="Dense_0")(x)
+
+        return nn.while_loop(
+            lambda module, carry: carry[0] < 2, body, self, (0, x.astype(jnp.float32))
+        )[1]
+
+
+@pytest.mark.parametrize("model", [ScannedFunction(), ScannedMethod()], ids=["function", "method"])
+def test_scan_of_a_function_and_of_a_method(model):
+    assert set(operands(apply_policy(model, MIXED), floats(2, 4))) == {("bfloat16",) * 2}
+
+
+# ---------------------------------------------------------------------------
+# The other transformations
+# ---------------------------------------------------------------------------
+
+
+class Conditional(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        first, second = nn.Dense(4, name="first"), nn.Dense(4, name="second")
+        if self.is_initializing():
+            return first(x) + second(x)
+        x = nn.cond(x.sum() > 0, lambda m, x: first(x), lambda m, x: second(x), self, x)
+        return nn.switch(1, [lambda m, x: first(x), lambda m, x: x], self, x)
+
+
+class Derivatives(nn.Module):
+    """nn.vjp, nn.jvp and nn.grad inside a model."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(4)
+        y, pullback = nn.vjp(lambda m, x: m(x), dense, x)
+        _, dx = pullback(jnp.ones_like(y))
+        y, tangent = nn.jvp(
+            lambda m, x: m(x), dense, (x,), (jnp.ones_like(x),), variable_tangents={}
+        )
+        return dx.sum() + tangent.sum()
+
+
+class CustomGradient(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def backward(pullback, cotangent):
+            parameters, *inputs = pullback(cotangent)
+            return jax.tree.map(jnp.sign, parameters), *inputs
+
+        sign = nn.custom_vjp(
+            lambda m, x: m(x),
+            forward_fn=lambda m, x: nn.vjp(lambda m, x: m(x), m, x),
+            backward_fn=backward,
+        )
+        return sign(nn.Dense(4), x)
+
+
+class Mapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        tied = nn.map_variables(
+            nn.Dense, "params", trans_in_fn=lambda v: jax.tree.map(jnp.tanh, v), init=True
+        )
+        return tied(4)(x)
+
+
+class Metadata(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        dense = functools.partial(nn.Dense, kernel_init=boxed)
+        vmapped = nn.vmap(
+            dense,
+            in_axes=None,
+            axis_size=2,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            metadata_params={nn.PARTITION_NAME: "members"},
+        )
+        return vmapped(4)(x)
+
+
+class WeightNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(4))(x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Conditional(),
+        Derivatives(),
+        CustomGradient(),
+        Mapped(),
+        Metadata(),
+        WeightNormed(),
+        WhileLoop(),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_transformation_computes_in_bf16(model):
+    x = floats(2, 4)
+    variables = nn.meta.unbox(model.init(KEY, x))
+    policied = apply_policy(model, MIXED)
+    traced = trace(policied.apply, variables, x)
+    assert {dtypes(e)[:2] for e in products(traced)} == {("bfloat16", "bfloat16")}
+    got, reference = policied.apply(variables, x), model.apply(variables, x)
+    assert got.dtype == jnp.float32
+    assert jnp.allclose(got, reference, rtol=0.05, atol=0.05)
+
+
+def test_vmap_of_the_whole_model():
+    model = apply_policy(MLP(), MIXED)
+    variables = model.init(KEY, floats(8))
+    out = jax.vmap(lambda x: model.apply(variables, x))(floats(3, 8))
+    assert (out.shape, out.dtype) == ((3, 4), jnp.float32)
+
+
+def test_forward_mode_and_hessian_vector_products_go_through_a_wide_head():
+    model = apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "o=f32")]))
+    variables = model.init(KEY, floats(2, 8))
+    loss = lambda v: jnp.square(model.apply(v, floats(2, 8))).sum()
+    tangents = jax.tree.map(jnp.ones_like, variables)
+    _, tangent = jax.jvp(loss, (variables,), (tangents,))
+    assert jnp.isfinite(tangent)
+    _, product = jax.jvp(jax.grad(loss), (variables,), (tangents,))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(product))
+
+
+# ---------------------------------------------------------------------------
+# Threads
+# ---------------------------------------------------------------------------
+
+
+def test_two_policies_in_two_threads_do_not_meet():
+    model, x = UsesJitted(), floats(2, 3)
+    variables = model.init(KEY, x)
+    names = ["bf16-true", "fp16-true"]
+    models = {name: apply_policy(model, name) for name in names}
+    barrier, found = threading.Barrier(2), {name: set() for name in names}
+
+    def work(name):
+        for _ in range(5):
+            barrier.wait()
+            found[name].add(models[name].apply(variables, x).dtype.name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"bf16-true": {"bfloat16"}, "fp16-true": {"float16"}}
+    assert model.apply(variables, x).dtype == jnp.float32
+
+
+def test_paths_of_lifted_modules_are_those_of_the_parameters():
+    paths = module_paths(FloatCarry(), jnp.zeros((2, 4), jnp.int32))
+    assert paths["blocks"] is Block
+    assert "blocks/MultiHeadDotProductAttention_0/query" in paths
+    assert paths["blocks/up:kernel"] is None
