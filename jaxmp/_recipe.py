@@ -197,6 +197,7 @@ class Recipe:
           RecipeError: if a text in it cannot be written as UTF-8.
 
         Example:
+          >>> recipe = load_recipe("bf16").replace(loss_scale=1024.0)
           >>> _ = Path("mine.toml").write_text(recipe.to_toml(), encoding="utf-8")
           >>> load_recipe("mine.toml") == recipe
           True

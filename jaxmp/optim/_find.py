@@ -53,6 +53,12 @@ _MAKE = (
 def get_loss_scale(state: Any) -> Any:
     """The loss scale in an optimizer state, train state or any tree that holds one.
 
+    Args:
+      state: the state; an NNX optimizer will do.
+
+    Returns:
+      The loss scale, with plain arrays for leaves.
+
     Raises:
       JaxmpError: if there is none, or more than one (naming their paths).
 
@@ -67,8 +73,19 @@ def get_loss_scale(state: Any) -> Any:
 def get_skip_stats(state: Any) -> SkipStats:
     """The counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
 
+    Args:
+      state: an optimizer state, a train state or any tree that holds one.
+
+    Returns:
+      The counters, scalar arrays.
+
     Raises:
       JaxmpError: if there are none, or more than one (naming their paths).
+
+    Example:
+      >>> tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
+      >>> int(get_skip_stats(tx.init({"w": jnp.ones(2)})).total)
+      0
     """
     return _the_only(find(state, SkipStats), "skip counters", _MAKE)
 
@@ -82,6 +99,14 @@ def get_master_params(state: Any) -> Any:
 
     Returns:
       The parameters, with masters in the place of those that are stored in 16 bits.
+
+    Example:
+      >>> recipe = jaxmp.load_recipe("bf16_params")
+      >>> state = jaxmp.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=recipe.optimizer(optax.sgd(0.1))
+      ... )
+      >>> get_master_params(state)["w"].dtype
+      dtype('float32')
 
     Raises:
       JaxmpError: for an optimizer state alone, where FP32 parameters have no second copy and packed

@@ -1,0 +1,85 @@
+"""The examples in docstrings run as they stand; public functions say what they take."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+
+MODULES = ["jaxmp"] + [
+    module.name
+    for module in pkgutil.walk_packages(jaxmp.__path__, "jaxmp.")
+    if not module.name.startswith("jaxmp.policies")
+]
+GLOBALS = {
+    "Path": Path,
+    "jax": jax,
+    "jnp": jnp,
+    "np": np,
+    "optax": optax,
+    "nn": nn,
+    "nnx": nnx,
+    "jaxmp": jaxmp,
+}
+
+
+def run_examples(test):
+    failures = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    # A user's own session: JAX's default promotion, which optax needs.
+    with jax.numpy_dtype_promotion("standard"):
+        runner.run(test, out=failures.append)
+    return "".join(failures)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    public = {
+        key: getattr(jaxmp, key)
+        for key in dir(jaxmp)
+        if not key.startswith("_") and not hasattr(module, key)
+    }
+    for test in doctest.DocTestFinder(exclude_empty=True).find(
+        module, name, extraglobs={**public, "x": jnp.ones((2, 3)), **GLOBALS}
+    ):
+        assert not run_examples(test)
+
+
+def test_the_runner_can_fail():
+    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    assert "Expected" in run_examples(test)
+
+
+def public_functions():
+    for name in sorted(dir(jaxmp)):
+        value = getattr(jaxmp, name)
+        if not name.startswith("_") and callable(value) and not isinstance(value, type):
+            yield name, value
+    for module in (jaxmp.optim, jaxmp.linen, jaxmp.nnx):
+        for name in sorted(getattr(module, "__all__", dir(module))):
+            value = getattr(module, name)
+            if not name.startswith("_") and callable(value) and not isinstance(value, type):
+                yield f"{module.__name__}.{name}", value
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), list(public_functions()), ids=lambda x: x if type(x) is str else ""
+)
+def test_public_functions_document_what_they_take_and_raise(name, function):
+    doc = function.__doc__ or ""
+    parameters = set(re.findall(r"\w+", " ".join(function.__annotations__))) - {"return"}
+    assert doc, name
+    for parameter in parameters:
+        assert re.search(rf"\b{parameter}\b", doc), f"{name} does not document {parameter}"
