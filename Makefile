@@ -1,0 +1,55 @@
+# Every target makes its own environment: Python >= 3.11 and make are all that is needed.
+#
+#   make demo                 train one model in four precisions; table and loss curves in demo_out/
+#   make test                 the fast tests; make test-slow the rest, make test-all both
+#   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
+#   make lint                 ruff and pyright
+
+VENV   ?= .venv
+PYTHON ?= python3
+# A version such as 0.10.2, or latest: the newest that this Python can install.
+JAX    ?= latest
+# More for the command that runs, as in: make test ARGS="-x tests/test_policy.py"
+ARGS   ?=
+
+BIN    := $(VENV)/bin
+# One file per installed extra; made anew when pyproject.toml, this file or JAX changes.
+STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)
+PIN    := $(if $(filter latest,$(JAX)),jax,jax==$(JAX) jaxlib==$(JAX))
+
+.PHONY: demo test test-slow test-all lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)/examples
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(STAMP)/dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)/dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: $(STAMP)/dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo_out dist build
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxmp needs Python 3.11 or newer; this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP)/%: pyproject.toml Makefile | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*]" $(PIN)
+	rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
+	mkdir -p $(STAMP)
+	touch $@

@@ -1,0 +1,110 @@
+"""A byte-level GPT in plain Flax, and the real text that it reads.
+
+Nothing here knows about precision: `train_lm.py` applies that from outside. The text is the source
+code of Python's standard library, which every machine with Python has.
+
+Shape suffixes: B batch, T position, D width, F hidden, V byte value.
+"""
+
+import functools
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCABULARY = 256  # a token is a byte
+
+# ---------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, mask_B1TT: jax.Array) -> jax.Array:
+        """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
+        width = x_BTD.shape[-1]
+        h_BTD = nn.LayerNorm(name="attention_norm")(x_BTD)
+        attention = nn.MultiHeadDotProductAttention(self.heads, name="attention")
+        x_BTD = x_BTD + attention(h_BTD, mask=mask_B1TT)
+        h_BTD = nn.LayerNorm(name="mlp_norm")(x_BTD)
+        h_BTF = nn.gelu(nn.Dense(4 * width, name="mlp_up")(h_BTD))
+        return x_BTD + nn.Dense(width, name="mlp_down")(h_BTF)
+
+
+class GPT(nn.Module):
+    """Predicts each next byte from those before it."""
+
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    max_length: int = 64
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns logits_BTV for int tokens_BT, at most `max_length` long."""
+        x_BTD = nn.Embed(VOCABULARY, self.width, name="token_embedding")(tokens_BT)
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+        positions = nn.Embed(self.max_length, self.width, name="position_embedding")
+        x_BTD = x_BTD + jnp.broadcast_to(positions(positions_1T), x_BTD.shape)
+        mask_B1TT = nn.make_causal_mask(tokens_BT, dtype=bool)
+        for layer in range(self.layers):
+            x_BTD = Block(self.heads, name=f"block_{layer}")(x_BTD, mask_B1TT)
+        x_BTD = nn.LayerNorm(name="final_norm")(x_BTD)
+        return nn.Dense(VOCABULARY, use_bias=False, name="lm_head")(x_BTD)
+
+
+# ---------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------
+
+# Not every distribution of Python ships its tests; installed packages are not the library.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+class Text(NamedTuple):
+    """The library's bytes, whole files on one side or the other."""
+
+    train: np.ndarray  # uint8
+    held_out: np.ndarray  # uint8, about a tenth
+
+
+@functools.cache
+def standard_library_text() -> Text:
+    """Reads `*.py` of the standard library; the hash of a file's name says which side it is on."""
+    root = Path(sysconfig.get_path("stdlib"))
+    sides: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not _LEFT_OUT.intersection(name.parts):
+            sides[_is_held_out(name.as_posix())].append(path.read_bytes())
+    return Text(*(np.frombuffer(b"\n".join(sides[side]), np.uint8) for side in (False, True)))
+
+
+def _is_held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] < 26  # 26 / 256: a tenth
+
+
+def random_batch(text: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int):
+    """int32 (B, T+1) windows that depend on `seed` and `step` alone, so a resumed run agrees."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(text) - seq_len, batch_size)
+    return _windows(text, starts, seq_len)
+
+
+def even_batches(text: np.ndarray, count: int, batch_size: int, seq_len: int):
+    """`count` int32 (B, T+1) batches whose windows are spread evenly over `text`."""
+    starts = np.linspace(0, len(text) - seq_len - 1, count * batch_size).astype(int)
+    return _windows(text, starts, seq_len).reshape(count, batch_size, seq_len + 1)
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    return text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)

@@ -1,0 +1,169 @@
+"""Trains one model in four precisions, and shows that they learn the same.
+
+    python examples/demo.py
+    python examples/demo.py --out demo_out --steps 500
+
+The same initial weights and the same batches in fp32, bf16, fp16 and bf16_params. Prints a table
+and writes OUT/losses.png; exits with 1 if a final held-out loss is over 0.5 % from that of fp32.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import optax
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jaxmp
+from train_lm import Run, train
+
+RECIPES = ("fp32", "bf16", "fp16", "bf16_params")
+BUDGET_PERCENT = 0.5
+
+# Okabe and Ito's palette: told apart with any colour vision, and by line style in grey.
+STYLES = {
+    "fp32": dict(color="#000000", linestyle="-", marker="o"),
+    "bf16": dict(color="#0072B2", linestyle="--", marker="s"),
+    "fp16": dict(color="#D55E00", linestyle="-.", marker="^"),
+    "bf16_params": dict(color="#009E73", linestyle=":", marker="D"),
+}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for losses.png.")] = Path("demo_out"),
+    steps: int = 250,
+    seq_len: int = 64,
+    batch_size: int = 16,
+    layers: int = 3,
+    width: int = 128,
+    eval_every: int = 25,
+    eval_batches: int = 16,
+) -> None:
+    """Trains one model in four precisions, and shows that they learn the same."""
+    sizes = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width)
+    evals = dict(eval_every=eval_every, eval_batches=eval_batches)
+    runs = {name: train(name, steps=steps, **sizes, **evals) for name in RECIPES}
+    Console().print(table(runs))
+    print(f"Loss curves: {draw(runs, out / 'losses.png')}")
+    over = [name for name in RECIPES if not abs(difference(runs, name)) <= BUDGET_PERCENT]
+    if over:
+        print(f"More than {BUDGET_PERCENT} % from fp32: {', '.join(over)}")
+        raise typer.Exit(1)
+
+
+def final_loss(run: Run) -> float:
+    """The held-out loss after the last step."""
+    return list(run.held_out_losses.values())[-1]
+
+
+def difference(runs: dict[str, Run], name: str) -> float:
+    """How far the final held-out loss is from that of fp32, in percent."""
+    return 100 * (final_loss(runs[name]) / final_loss(runs["fp32"]) - 1)
+
+
+# ---------------------------------------------------------------------------
+# Table
+# ---------------------------------------------------------------------------
+
+
+def table(runs: dict[str, Run]) -> Table:
+    """One row for each recipe: what it learned, what it skipped, what it stores."""
+    steps = max(runs["fp32"].train_losses)
+    title = f"After {steps} steps: held-out loss; bytes of the train state"
+    rows = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    rows.add_column("recipe")
+    for heading in ("loss", "vs fp32", "skipped", "params", "masters", "moments"):
+        rows.add_column(heading, justify="right")
+    for name, run in runs.items():
+        rows.add_row(
+            name,
+            f"{final_loss(run):.4f}",
+            f"{difference(runs, name):+.2f} %",
+            str(int(jaxmp.get_skip_stats(run.state).total)),
+            *(f"{size:,}" for size in stored_bytes(run.state)),
+        )
+    return rows
+
+
+def stored_bytes(state: Any) -> tuple[int, int, int]:
+    """Bytes of parameters, of masters that are no parameters themselves, and of Adam's moments."""
+    masters = jax.tree.map(
+        lambda param, master: None if master.dtype == param.dtype else master,
+        state.params,
+        jaxmp.get_master_params(state),
+    )
+    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
+    return _nbytes(state.params), _nbytes(masters), _nbytes(moments)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# ---------------------------------------------------------------------------
+# Picture
+# ---------------------------------------------------------------------------
+
+
+def draw(runs: dict[str, Run], path: Path) -> Path:
+    """Writes the loss curves, and each recipe's distance from fp32, as a PNG."""
+    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
+    losses, distances = figure.subplots(1, 2)
+    draw_losses(losses, runs)
+    draw_distances(distances, runs)
+    figure.suptitle("One model, one order of batches, four precisions", fontsize=13)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half_written = path.with_suffix(".png.tmp")
+    figure.savefig(half_written, format="png")
+    os.replace(half_written, path)
+    return path
+
+
+def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
+    """Training loss as it came, faint; held-out loss on top."""
+    for name, run in runs.items():
+        axes.plot(*_xy(run.train_losses), color=STYLES[name]["color"], alpha=0.15, linewidth=0.8)
+        axes.plot(*_xy(run.held_out_losses), **STYLES[name], markersize=4, label=name)
+    axes.set(yscale="log", xlabel="step", ylabel="loss (nats per byte, log scale)")
+    axes.set_title("Held-out loss (markers) over training loss (thin)", fontsize=11)
+    axes.yaxis.set_major_locator(FixedLocator([1.5, 2, 2.5, 3, 4, 5, 6]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def draw_distances(axes: Axes, runs: dict[str, Run]) -> None:
+    """Held-out loss of each 16-bit recipe over that of fp32, with the budget as a band."""
+    steps, reference = _xy(runs["fp32"].held_out_losses)
+    axes.axhspan(-BUDGET_PERCENT, BUDGET_PERCENT, color="#000000", alpha=0.07, linewidth=0)
+    axes.annotate(
+        f"budget for the last step: ±{BUDGET_PERCENT} %",
+        (steps[-1], BUDGET_PERCENT),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
+    for name, run in runs.items():
+        percent = 100 * (_xy(run.held_out_losses)[1] / reference - 1)
+        axes.plot(steps, percent, **STYLES[name], markersize=4)
+    axes.set(xlabel="step", ylabel="held-out loss over that of fp32 (%)")
+    axes.set_title("Distance from fp32", fontsize=11)
+    axes.grid(alpha=0.25)
+
+
+def _xy(losses: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(list(losses)), np.array(list(losses.values()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
