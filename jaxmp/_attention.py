@@ -58,6 +58,11 @@ def fp32_softmax_attention(
     Returns:
       `[B..., T, N, H]` in the compute dtype.
 
+    Example:
+      >>> q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+      >>> fp32_softmax_attention(q, q, q).dtype
+      dtype(bfloat16)
+
     Raises:
       ValueError: if only one einsum is given, or an einsum together with `precision`.
     """

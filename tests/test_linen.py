@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -168,6 +169,9 @@ def test_every_entrance_obeys_the_policy():
         model.apply(variables, x, method=model.encode),
         model.apply(variables, x, method=lambda m, x: m.norm(m.embed(x))),
         model.apply(variables, hidden, method=lambda m, h: m.body(h)),
+        model.apply(variables, x, method=lm.encode),
+        model.apply(variables, hidden, method=functools.partial(lambda m, h, n: m.body(h), n=1)),
+        model.init_with_output(KEY, x, method=lambda m, x: m.embed(x))[0],
         nn.apply(lambda m, h: m.body(h), model)(variables, hidden),
         nn.apply(lambda m, x: m(x), model)(variables, x),
         model.init_with_output(KEY, x)[0],

@@ -1,7 +1,9 @@
 """Every model of the zoo under a policy, judged by the program it traces to, and by its numbers."""
 
 import functools
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,17 @@ import pytest
 
 from jaxmp._rules import PolicyMap
 from jaxmp.linen import apply_policy
-from models_linen import CASES, dtypes, leaf_dtypes, module_path, named, products, relative_error
+from models_linen import (
+    CASES,
+    MIXED,
+    dtypes,
+    leaf_dtypes,
+    module_path,
+    named,
+    products,
+    relative_error,
+    tokens,
+)
 
 # |bf16 - fp32| / |fp32| in the 2-norm over the zoo; measured: results 0.002 to 0.010.
 RESULT_BUDGET = 0.02
@@ -25,9 +37,6 @@ BY_NAME = {case.name: case for case in CASES}
 def gradient_program(case, default):
     model = case.model if default is None else apply_policy(case.model, case.policies(default))
     return case.trace_gradient(model, case.variables())
-
-
-MIXED = "p=f32,c=bf16,o=f32"
 
 
 @every_case
@@ -121,3 +130,40 @@ def test_policies_by_default_alone_need_no_rules():
         apply_policy(case.model, PolicyMap("p=f32,c=bf16,o=bf16")), case.variables()
     )
     assert {dtypes(e)[:2] for e in products(traced)} == {("bfloat16", "bfloat16")}
+
+
+class HandSet(nn.Module):
+    """What a careful author writes by hand: `dtype` in every layer, FP32 softmax and statistics."""
+
+    layers: int
+    dtype: Any = None
+    attention_fn: Any = nn.dot_product_attention
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16, dtype=self.dtype)(tokens)
+        mask = nn.make_causal_mask(tokens, dtype=bool)
+        for _ in range(self.layers):
+            attention = nn.MultiHeadDotProductAttention(
+                num_heads=2, dtype=self.dtype, attention_fn=self.attention_fn
+            )
+            x = x + attention(nn.LayerNorm(dtype=self.dtype)(x), mask=mask)
+            y = nn.Dense(64, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+            x = x + nn.Dense(16, dtype=self.dtype)(nn.gelu(y))
+        return nn.Dense(32, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+def test_no_more_operations_than_by_hand():
+    plain = HandSet(layers=4)
+    by_hand = plain.clone(
+        dtype=jnp.bfloat16,
+        attention_fn=functools.partial(nn.dot_product_attention, force_fp32_for_softmax=True),
+    )
+    variables = jax.eval_shape(plain.init, jax.random.key(0), tokens(2, 6))
+
+    def operations(model):
+        loss = lambda v: model.apply(v, tokens(2, 6)).astype(jnp.float32).sum()
+        return jax.jit(jax.grad(loss)).lower(variables).as_text().count(" = stablehlo.")
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
+        assert operations(apply_policy(plain, MIXED)) <= 1.02 * operations(by_hand)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.linen import apply_policy, module_paths
-from models_linen import MIXED, MLP, Block, dtypes, floats, module_path, products, trace
+from models_linen import MIXED, MLP, Block, dtypes, floats, module_path, named, products, trace
 
 KEY = jax.random.key(0)
 
@@ -184,15 +184,14 @@ def test_a_tree_of_carries_keeps_each_leafs_dtype():
             (x, total), xs = scan_class(Accumulates)()((x, jnp.zeros((), jnp.float32)), None)
             return x, total, xs
 
-    model = apply_policy(Outer(), PolicyMap("p=f32,c=bf16,o=bf16", [Rule("", "c=bf16,o=bf16")]))
+    model = apply_policy(Outer(), "p=f32,c=bf16,o=bf16")
     variables = model.init(KEY, floats(2, 4))
-    x, total, xs = jax.eval_shape(model.apply, variables, floats(2, 4))
-    assert (x.dtype, total.dtype, xs.dtype) == (jnp.bfloat16,) * 3
-    inner = [e for e in trace(model.apply, variables, floats(2, 4)) if e.primitive.name == "scan"]
-    carried = inner[0].params["num_carry"]
-    consts = inner[0].params["num_consts"]
-    carry_in = [str(v.aval.dtype) for v in inner[0].invars[consts : consts + carried]]
-    assert sorted(carry_in) == ["bfloat16", "float32"]
+    (scan,) = named(trace(model.apply, variables, floats(2, 4)), "scan")
+    assert [(v.aval.shape, v.aval.dtype.name) for v in scan.outvars] == [
+        ((2, 4), "bfloat16"),
+        ((), "float32"),
+        ((3, 2, 4), "bfloat16"),
+    ]
 
 
 class ScannedFunction(nn.Module):
@@ -233,7 +232,23 @@ class WhileLoop(nn.Module):
         )[1]
 
 
-@pytest.mark.parametrize("model", [ScannedFunction(), ScannedMethod()], ids=["function", "method"])
+class ScannedChild(nn.Module):
+    """The scanned function stands outside the module that it is called with."""
+
+    @nn.compact
+    def __call__(self, x):
+        def body(dense, carry, _):
+            y = dense(carry)
+            assert y.dtype == jnp.bfloat16 or self.is_initializing()
+            return y, None
+
+        scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, length=2)
+        return scan(nn.Dense(4, name="child"), x.astype(jnp.float32), None)[0]
+
+
+@pytest.mark.parametrize(
+    "model", [ScannedFunction(), ScannedMethod(), ScannedChild()], ids=lambda m: type(m).__name__
+)
 def test_scan_of_a_function_and_of_a_method(model):
     assert set(operands(apply_policy(model, MIXED), floats(2, 4))) == {("bfloat16",) * 2}
 

@@ -10,9 +10,8 @@ import optax
 from jax import lax
 
 from jaxmp import _trees
-from jaxmp._dtypes import FLOAT32
 from jaxmp.optim._find import find
-from jaxmp.optim._master import assign, expand
+from jaxmp.optim._master import MasterParamsState, add_update, assign, expand
 from jaxmp.optim._skip import SkipNonfiniteState
 
 
@@ -38,10 +37,10 @@ def apply_update(
     State that wraps the guarded part of the optimizer (a schedule's count, momentum outside) is
     restored on a skipped step too.
     """
-    expanded = expand(opt_state, params)
+    expanded = expand(opt_state, params, everything=_is_whole(opt_state))
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(grads, expanded, params, **extra_args)
-    new_params = jax.tree.map(_add, params, updates)
+    new_params = params if _is_whole(opt_state) else jax.tree.map(add_update, params, updates)
     applied = _applied(new_state)
     if applied is not None and _has_leaves_outside(new_state):
         new_state = _restore_outside(applied, new_state, expanded)
@@ -49,13 +48,9 @@ def apply_update(
     return Applied(*assign(new_params, new_state), applied)
 
 
-def _add(param: Any, update: Any) -> Any:
-    """`optax.apply_updates` for one leaf; for 16-bit parameters the sum is taken in FP32."""
-    if param is None:
-        return None
-    if _trees.is_castable(param) and param.dtype != FLOAT32:
-        return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
-    return param + update.astype(param.dtype)
+def _is_whole(opt_state: Any) -> bool:
+    """Whether the optimizer is `mixed_precision` itself, with nothing around it."""
+    return _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState)
 
 
 def _is_guarded(node: Any) -> bool:

@@ -32,11 +32,19 @@ class Layout:
     form: str
     # (path, name of the dtype it is stored in or "" where the policies leave it alone).
     storage: tuple[tuple[str, str], ...]
+    # What `expand` has put beside the parameters: "" at rest, "masters", or "all" of them in FP32.
+    expanded: str = ""
 
     def dtype(self, index: int) -> np.dtype | None:
         """Storage dtype of leaf `index`; None for a leaf that is no policy's business."""
         name = self.storage[index][1]
         return canonical_dtype(name) if name else None
+
+    @property
+    def held(self) -> list[int]:
+        """Indices of the parameters that have something held beside them."""
+        rows = range(len(self.storage))
+        return [i for i in rows if self.expanded == "all" or self.has_master(i)]
 
     @property
     def has_float16_masters(self) -> bool:
@@ -156,7 +164,7 @@ def master_params(
         )
         deltas = treedef.flatten_up_to(deltas)
         steps = [
-            _step(p, m, full, delta)
+            _step(p, m, full, delta, bool(state.layout.expanded))
             for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
         ]
         overflows = {i: over for i, (_, _, over) in enumerate(steps) if over is not None}
@@ -169,11 +177,15 @@ def master_params(
         )
         return treedef.unflatten(delta for delta, _, _ in steps), new_state
 
-    def _step(param: Any, held: Any, full: Any, delta: Any) -> tuple[Any, Any, Any]:
+    def _step(param: Any, held: Any, full: Any, delta: Any, expanded: bool) -> tuple[Any, Any, Any]:
         """The emitted update, what is held beside the parameter, and whether it overflowed."""
         if isinstance(held, optax.MaskedNode):
             return delta, held, None
-        new, over = _fit(full + delta.astype(FLOAT32), param.dtype)
+        new, over = add_update(full, delta), None
+        if form != "none" and is_half(param.dtype):
+            new, over = _fit(new, param.dtype)
+        if expanded:
+            return delta, new, over
         target = _storage.to_storage(new, param.dtype, form)
         emitted = target.astype(FLOAT32) - param.astype(FLOAT32)
         if held.dtype != jnp.int16:
@@ -182,6 +194,15 @@ def master_params(
         return emitted, _storage.remainder_to(new, landed), over
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def add_update(param: Any, update: Any) -> Any:
+    """`optax.apply_updates` for one leaf; for 16-bit parameters the sum is taken in FP32."""
+    if param is None or update.dtype == jax.dtypes.float0:
+        return param
+    if _trees.is_castable(param) and param.dtype != FLOAT32:
+        return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
+    return param + update.astype(param.dtype)
 
 
 def _initial(leaf: Any, form: str) -> jax.Array:
@@ -276,43 +297,65 @@ def _by_path(params: Any) -> dict[str, Any]:
     }
 
 
-def _held(state: MasterParamsState) -> list[tuple[str, Any, Any]]:
-    """(path, storage dtype, what is held) of each parameter that has a master."""
-    indices = [i for i in range(len(state.layout.storage)) if state.layout.has_master(i)]
-    leaves = jax.tree.leaves(state.masters)
-    return [
-        (state.layout.storage[i][0], state.layout.dtype(i), leaf)
-        for i, leaf in zip(indices, leaves, strict=True)
-    ]
+def _held(state: MasterParamsState) -> list[tuple[int, str, Any]]:
+    """(index, path, what is held) of each parameter that has something held beside it."""
+    held, leaves = state.layout.held, jax.tree.leaves(state.masters)
+    return [(i, state.layout.storage[i][0], x) for i, x in zip(held, leaves, strict=True)]
 
 
-def expand(state: Any, params: Any) -> Any:
-    """Turns packed remainders into FP32 masters for the length of one update."""
+def expand(state: Any, params: Any, *, everything: bool = False) -> Any:
+    """Puts FP32 masters into the state for the length of one update; `assign` takes them out.
+
+    Args:
+      state: an optimizer state at rest: packed remainders, FP32 masters.
+      params: the parameters.
+      everything: put the other parameters there too, so that the update writes them in the same
+        pass; for a `MasterParamsState` that sees `params` themselves.
+    """
     stored = _by_path(params)
 
-    def expand_one(node: MasterParamsState) -> MasterParamsState:
-        full = [read_master(stored[path], held) for path, _, held in _held(node)]
-        return dataclasses.replace(node, masters=_with_leaves(node.masters, full))
+    def expand_masters(node: MasterParamsState) -> MasterParamsState:
+        full = [read_master(stored[path], held) for _, path, held in _held(node)]
+        return dataclasses.replace(
+            node,
+            masters=jax.tree.structure(node.masters).unflatten(full),
+            layout=dataclasses.replace(node.layout, expanded="masters"),
+        )
 
-    return map_master_states(expand_one, state)
+    def expand_all(node: MasterParamsState) -> MasterParamsState:
+        leaves, treedef = jax.tree.flatten(params)
+        held = treedef.flatten_up_to(node.masters)
+        full = [read_master(param, master) for param, master in zip(leaves, held, strict=True)]
+        return dataclasses.replace(
+            node,
+            masters=treedef.unflatten(full),
+            layout=dataclasses.replace(node.layout, expanded="all"),
+        )
+
+    return map_master_states(expand_all if everything else expand_masters, state)
 
 
 def assign(params: Any, state: Any) -> tuple[Any, Any]:
-    """Undoes `expand` after the update: parameters cast from their masters, and the state at rest.
-
-    Parameters without a master, whose storage dtype differs from their own, are cast as well.
-    """
+    """Undoes `expand` after the update: parameters cast from FP32, and the state at rest."""
     written: dict[str, Any] = {}
 
     def assign_one(node: MasterParamsState) -> MasterParamsState:
         rest = []
-        for path, dtype, full in _held(node):
-            if node.layout.form == "packed":
+        for i, path, full in _held(node):
+            dtype = node.layout.dtype(i)
+            if not node.layout.has_master(i):
+                written[path] = full if dtype is None else _trees.cast(full, dtype)
+                full = optax.MaskedNode()
+            elif node.layout.form == "packed":
                 written[path], full = _storage.pack(full)
             else:
                 written[path] = _trees.cast(full, dtype)
             rest.append(full)
-        return dataclasses.replace(node, masters=_with_leaves(node.masters, rest))
+        return dataclasses.replace(
+            node,
+            masters=jax.tree.structure(node.masters).unflatten(rest),
+            layout=dataclasses.replace(node.layout, expanded=""),
+        )
 
     state = map_master_states(assign_one, state)
     collections = _trees.has_collections(params)
@@ -340,7 +383,3 @@ def store(params: Any, state: Any) -> Any:
         return leaf if dtype is None else _storage.to_storage(leaf, dtype, form)
 
     return _trees.map_with_path(cast_leaf, params)
-
-
-def _with_leaves(tree: Any, leaves: list[Any]) -> Any:
-    return jax.tree.structure(tree).unflatten(leaves)

@@ -15,7 +15,7 @@ from jaxmp import _compat, _trees
 from jaxmp._dtypes import FLOAT32, canonical_dtype
 from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import master_states
+from jaxmp.optim._master import MasterParamsState, master_states
 
 SKIP_MODES = ("auto", "select", "cond", "none")
 
@@ -155,10 +155,13 @@ def skip_nonfinite(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         grads = _trees.cast_floating(updates, FLOAT32)
+        # While the state itself holds every new parameter, nobody reads the updates.
+        wanted = () if _holds_parameters(state.inner_state) else grads
 
         def do_update() -> tuple[Any, Any]:
             emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-            return jax.tree.map(_like, emitted, grads), inner_state
+            emitted = jax.tree.map(_like, wanted, emitted) if wanted is grads else ()
+            return emitted, inner_state
 
         if skip == "none":
             emitted, inner_state = do_update()
@@ -169,7 +172,7 @@ def skip_nonfinite(
             finite = _compat.agree(finite, axes)
         guarded = _cond_update if _resolve(skip) == "cond" else _select_update
         applied, emitted, inner_state, overflow_leaf = guarded(
-            finite, do_update, grads, state.inner_state
+            finite, do_update, wanted, state.inner_state
         )
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
@@ -204,7 +207,11 @@ def _resolve(skip: str) -> str:
     return "cond" if _compat.target() == "cpu" else "select"
 
 
-def _like(update: Any, grad: Any) -> Any:
+def _holds_parameters(inner_state: Any) -> bool:
+    return isinstance(inner_state, MasterParamsState) and inner_state.layout.expanded == "all"
+
+
+def _like(grad: Any, update: Any) -> Any:
     """An update in its gradient's dtype, so that a skipped step's zeros have the same type."""
     return update if update.dtype == grad.dtype else update.astype(grad.dtype)
 
@@ -232,20 +239,20 @@ def _fit(inner_state: Any) -> jax.Array:
 _Outcome = tuple[jax.Array, Any, Any, jax.Array]
 
 
-def _select_update(finite: jax.Array, do_update: Any, grads: Any, old_state: Any) -> _Outcome:
+def _select_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: Any) -> _Outcome:
     emitted, new_state = do_update()
     applied = lax.bitwise_and(finite, _fit(new_state)) if _can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
     overflow_leaf = lax.select(finite, _overflow_leaf(new_state), jnp.array(-1, jnp.int32))
-    emitted = _trees.select(applied, emitted, _zeros_like(grads))
+    emitted = _trees.select(applied, emitted, _zeros_like(wanted))
     return applied, emitted, _trees.select(applied, new_state, old_state), overflow_leaf
 
 
-def _cond_update(finite: jax.Array, do_update: Any, grads: Any, old_state: Any) -> _Outcome:
+def _cond_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: Any) -> _Outcome:
     def reject_update(overflow_leaf: jax.Array) -> _Outcome:
-        return jnp.array(False), _zeros_like(grads), old_state, overflow_leaf
+        return jnp.array(False), _zeros_like(wanted), old_state, overflow_leaf
 
     def try_update() -> _Outcome:
         emitted, new_state = do_update()

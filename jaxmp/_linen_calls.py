@@ -1,0 +1,450 @@
+"""What a policy does to one call of a Linen module's method."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import Scope, freeze
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+from jaxmp._attention import fp32_softmax_attention
+from jaxmp._compat import current_context
+from jaxmp._dtypes import FLOAT32, bits, is_half
+from jaxmp._policy import Policy
+from jaxmp._products import wide_product
+from jaxmp._rules import PolicyMap
+from jaxmp._trees import cast, is_castable
+
+Path = tuple[str, ...]
+
+# ---------------------------------------------------------------------------
+# Facts: what is true of a module class under every policy
+# ---------------------------------------------------------------------------
+
+# Statistics, scale and bias in FP32; the result is handed on in the compute dtype.
+_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
+# Wrappers that normalise another layer's weights; in FP32 too.
+_WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
+# Their `promote_dtype` casts kernel and bias; nothing is left to do in `param`.
+_SELF_CASTING = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
+
+
+class _Facts(NamedTuple):
+    takes_dtype: bool  # its `dtype` field was defined by Flax, not by a user
+    norm: bool
+    upcasts_params: bool
+    casts_params: bool  # itself
+    cell: bool
+    rnn: bool
+    attention: bool
+
+
+@functools.cache
+def _facts(cls: type[nn.Module]) -> _Facts:
+    cls = getattr(cls, "_jaxmp_class", cls)
+    return _Facts(
+        takes_dtype=_is_flax_field(cls, "dtype"),
+        norm=issubclass(cls, _NORMS),
+        upcasts_params=issubclass(cls, _NORMS + _WEIGHT_NORMS),
+        casts_params=cls in _SELF_CASTING,
+        cell=issubclass(cls, nn.RNNCellBase),
+        rnn=issubclass(cls, (nn.RNN, nn.Bidirectional)),
+        attention=issubclass(cls, nn.MultiHeadDotProductAttention),
+    )
+
+
+def _is_flax_field(cls: type, name: str) -> bool:
+    for base in cls.__mro__:
+        if name in inspect.get_annotations(base):
+            return base.__module__.partition(".")[0] == "flax"
+    return False
+
+
+# ---------------------------------------------------------------------------
+# Casts
+# ---------------------------------------------------------------------------
+
+
+def cast_tree(tree: Any, dtype: Any, cast_float64: bool = False) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
+        # A module among the arguments has an attribute `dtype` too, and is no array.
+        if is_castable(leaf, cast_float64) and not isinstance(leaf, nn.Module):
+            return cast(leaf, dtype)
+        return leaf
+
+    return jax.tree.map(cast_leaf, tree)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` in the dtypes of `like` where both have one structure and shapes; else as it is."""
+    leaves, structure = jax.tree.flatten(tree)
+    models, model_structure = jax.tree.flatten(like)
+    if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
+        return tree
+    pairs = zip(leaves, models, strict=True)
+    return structure.unflatten(
+        cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
+        for leaf, model in pairs
+    )
+
+
+# ---------------------------------------------------------------------------
+# Plans: what one policy does to one module
+# ---------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    policy: Policy
+    facts: _Facts
+    output: np.dtype
+    # Whether the output dtype was asked for: the root's, or named by the deciding rule.
+    asks_output: bool
+    # Where the deciding rule asks for an output wider than the compute dtype: that output dtype.
+    wide: np.dtype | None
+    param_dtype: Callable[[str], np.dtype]
+
+    @property
+    def input_dtype(self) -> np.dtype:
+        return _upcast(self.policy) if self.facts.norm else self.policy.compute_dtype
+
+
+def _prepare(module: Any, plan: _Plan) -> bool:
+    """Sets the fields and the `param` that `module` computes with; False: its author's stand."""
+    policy, facts = plan.policy, plan.facts
+    if facts.takes_dtype and policy.respect_explicit:
+        author = module.__dict__.setdefault("_jaxmp_author_dtype", module.dtype)
+        if author is not None and np.dtype(author) != policy.compute_dtype:
+            return False
+    if module.__dict__.get("_jaxmp_plan") is plan:
+        return True
+    set_field = functools.partial(object.__setattr__, module)
+    set_field("_jaxmp_plan", plan)
+    if facts.takes_dtype:
+        set_field("dtype", _upcast(policy) if facts.upcasts_params else policy.compute_dtype)
+    flax_attention = facts.attention and module.attention_fn is nn.dot_product_attention
+    if flax_attention and is_half(policy.compute_dtype):
+        set_field("attention_fn", fp32_softmax_attention)
+    if plan.wide is not None:
+        _widen(module, plan.wide, set_field)
+    if not facts.casts_params:
+        set_field("param", _casting_param(weakref.ref(module), plan))
+    return True
+
+
+def _upcast(policy: Policy) -> np.dtype:
+    return FLOAT32 if is_half(policy.compute_dtype) else policy.compute_dtype
+
+
+def _casting_param(ref: Callable[[], Any], plan: _Plan) -> Callable[..., Any]:
+    """`module.param` in the compute dtype; what is stored keeps the dtype it was made in."""
+
+    def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        value = type(module).param(module, name, init_fn, *init_args, **kwargs)
+        dtype = _upcast(plan.policy) if plan.facts.upcasts_params else plan.param_dtype(name)
+        return cast_tree(value, dtype, plan.policy.cast_float64)
+
+    return param
+
+
+# ---------------------------------------------------------------------------
+# Wide outputs: 16-bit operands, FP32 result
+# ---------------------------------------------------------------------------
+
+
+def _widen(module: Any, wide: np.dtype, set_field: Callable[..., None]) -> None:
+    """Makes the product of a Flax layer emit `wide`, through the fields Flax has for it."""
+    if getattr(module, "promote_dtype", None) is not promote_dtype:
+        return
+    for field, product in (
+        ("dot_general", lax.dot_general),
+        ("conv_general_dilated", lax.conv_general_dilated),
+    ):
+        if hasattr(module, field):
+            if getattr(module, field) is None and getattr(module, f"{field}_cls") is None:
+                set_field(field, _wide_operator(product, wide))
+                set_field("promote_dtype", _wide_promote(wide))
+            return
+    if getattr(module, "preferred_element_type", wide) is None:
+        set_field("preferred_element_type", wide)
+        set_field("promote_dtype", _wide_promote(wide))
+
+
+@functools.cache
+def _wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
+    """`product` that emits `wide`; one object per dtype, so that equal modules stay equal."""
+
+    def operator(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        def bound(lhs: Any, rhs: Any, preferred_element_type: Any = None) -> jax.Array:
+            return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
+
+        return wide_product(bound, lhs, rhs, wide)
+
+    return operator
+
+
+@functools.cache
+def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
+    """Flax's `promote_dtype`, with the bias as wide as the sum it is added to."""
+
+    def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+        operands = promote_dtype(*arrays[:2], dtype=dtype, inexact=inexact)
+        return operands + [None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:]]
+
+    return promote
+
+
+def _wide_attend(module: Any, wide: np.dtype, call: Callable[..., Any]) -> Any:
+    """`Embed.attend` has no field for its product; another class's `attend` is left alone."""
+    if getattr(type(module), "attend", None) is not nn.Embed.attend:
+        return call
+
+    def attend(query: jax.Array) -> jax.Array:
+        query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)
+        return wide_product(jnp.dot, query, embedding.T, wide)
+
+    return attend
+
+
+# ---------------------------------------------------------------------------
+# The interceptor
+# ---------------------------------------------------------------------------
+
+
+class Root(NamedTuple):
+    """Which policies are applied below which module; part of the jit cache key."""
+
+    policies: PolicyMap
+    path: Path
+
+
+class Plain(NamedTuple):
+    """In the place of a `Root`: the model runs as its author wrote it."""
+
+    # A fresh object where no trace that `nn.jit` cached may be used.
+    token: Any = None
+
+
+_PRECISIONS = {"highest": "highest", "tf32": "tensorfloat32"}
+
+
+class _Frame(NamedTuple):
+    module: nn.Module
+    path: Path
+    precision: str | None
+    # A function that a lifted transformation calls with the module stands outside of it.
+    is_function: bool
+
+
+class Applier:
+    """The interceptor that carries out the policies in every method called below one root."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.frames: list[_Frame] = []
+        self.plans: dict[Any, _Plan] = {}
+        self.types: dict[Path, type] = {}
+        self.by_subtree = any(rule.subtree for rule in root.policies.rules)
+        self.by_path = is_by_path(root.policies)
+        self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+
+    def __call__(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, where: nn.module.InterceptorContext
+    ) -> Any:
+        module, method = where.module, where.method_name
+        # An inner root owns its subtree, and an unbound module has nothing to cast.
+        if module.scope is None or current_context().policies != self.root:
+            return call(*args, **kwargs)
+        path = self._relative(module.scope.path)
+        plan = self._plan(module, path)
+        follows = _prepare(module, plan)
+        if self.by_path:
+            key_scopes(module)
+        if method == "setup":
+            return call(*args, **kwargs)
+        body = self._lifted_body(module)
+        is_function = not hasattr(type(module), method)
+        crosses = not is_function and not self._is_inside(module, path)
+        incoming = args, kwargs
+        if crosses and follows:
+            args, kwargs = _cast_inputs(plan, method, args, kwargs)
+        if crosses and plan.wide is not None and method == "attend":
+            call = _wide_attend(module, plan.wide, call)
+        with self._frame(module, path, plan, is_function):
+            out = call(*args, **kwargs)
+        out, carry = _split_carry(plan.facts, module, method, body, out, *incoming)
+        if crosses and (follows or plan.asks_output):
+            out = cast_tree(out, plan.output, plan.policy.cast_float64)
+        return carry(out)
+
+    # -- where are we -----------------------------------------------------------------------
+
+    def _relative(self, path: Path) -> Path:
+        """Below the root; a module that was handed in from elsewhere keeps its whole path."""
+        depth = len(self.root.path)
+        return path[depth:] if path[:depth] == self.root.path else path
+
+    def _is_inside(self, module: nn.Module, path: Path) -> bool:
+        """Whether a module calls its own method: no boundary is crossed."""
+        callers = (frame for frame in reversed(self.frames) if not frame.is_function)
+        caller = next(callers, None)
+        return caller is not None and (caller.path, type(caller.module)) == (path, type(module))
+
+    def _lifted_body(self, module: Any) -> str:
+        """The transformation whose body this call is, such as "scan(block)"; "" if none."""
+        lifted = isinstance(module.parent, Scope) and not (
+            self.frames and self.frames[-1].module is module
+        )
+        debug_path = module.scope.debug_path
+        return debug_path[-1] if lifted and debug_path else ""
+
+    @contextlib.contextmanager
+    def _frame(
+        self, module: nn.Module, path: Path, plan: _Plan, is_function: bool
+    ) -> Iterator[None]:
+        outer = self.frames[-1].precision if self.frames else self.precision
+        precision = _PRECISIONS.get(plan.policy.matmul, self.precision)
+        self.frames.append(_Frame(module, path, precision, is_function))
+        try:
+            if precision == outer:
+                yield
+            else:
+                with jax.default_matmul_precision(precision):
+                    yield
+        finally:
+            self.frames.pop()
+
+    # -- which policy -----------------------------------------------------------------------
+
+    def _plan(self, module: Any, path: Path) -> _Plan:
+        cls = type(module)
+        ancestors = self._ancestors(module, path) if self.by_subtree else ()
+        key = (path, cls, ancestors)
+        if key not in self.plans:
+            self.plans[key] = self._make_plan(path, cls, ancestors)
+        return self.plans[key]
+
+    def _ancestors(self, module: Any, path: Path) -> tuple[type, ...]:
+        self.types.setdefault(path, type(module))
+        parent, above = module.parent, path[:-1]
+        while isinstance(parent, nn.Module) and parent.scope is not None:
+            self.types.setdefault(self._relative(parent.scope.path), type(parent))
+            parent = parent.parent
+        prefixes = [above[:length] for length in range(len(above), -1, -1)] if path else []
+        return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
+
+    def _make_plan(self, path: Path, cls: type, ancestors: tuple[type, ...]) -> _Plan:
+        policies, name = self.root.policies, "/".join(path)
+        policy = policies.resolve(name, cls, ancestors)
+        rule = policies.deciding_rule(name, cls, ancestors)
+        named = rule is not None and rule.output_dtype is not None
+        asks = named or not path
+        wide = named and bits(policy.output_dtype) > bits(policy.compute_dtype)
+        return _Plan(
+            policy=policy,
+            facts=_facts(cls),
+            output=policy.output_dtype if asks else policy.compute_dtype,
+            asks_output=asks,
+            wide=policy.output_dtype if wide else None,
+            param_dtype=lambda param: (
+                policies.resolve(f"{name}:{param}", cls, ancestors).compute_dtype
+            ),
+        )
+
+
+# ---------------------------------------------------------------------------
+# Across a module's boundary
+# ---------------------------------------------------------------------------
+
+
+def _cast_inputs(plan: _Plan, method: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments in the dtype that the module computes with; recurrent carries as they came."""
+    skipped, name = 0, ""
+    if plan.facts.cell and method == "__call__":
+        skipped, name = 1, "carry"
+    elif plan.facts.rnn:
+        name = "initial_carry"
+    cast_in = functools.partial(
+        cast_tree, dtype=plan.input_dtype, cast_float64=plan.policy.cast_float64
+    )
+    return (*args[:skipped], *cast_in(args[skipped:])), {
+        key: value if key == name else cast_in(value) for key, value in kwargs.items()
+    }
+
+
+def _split_carry(
+    facts: _Facts, module: Any, method: str, body: str, out: Any, args: Any, kwargs: Any
+) -> tuple[Any, Callable[[Any], Any]]:
+    """What of `out` is handed on, and how the carry, in its incoming dtypes, is put back.
+
+    A loop needs its carry to keep its dtypes; a recurrent state is kept as precise as it came.
+    """
+    pair = type(out) is tuple and len(out) == 2
+    if pair and ("scan(" in body or (facts.cell and method == "__call__")):
+        incoming = args[0] if args else kwargs.get("carry")
+        carry = cast_like(out[0], incoming)
+        return out[1], lambda handed_on: (carry, handed_on)
+    if pair and facts.rnn and _returns_carry(module, kwargs):
+        return out[1], lambda handed_on: (out[0], handed_on)
+    if "while_loop(" in body and args:
+        carry = cast_like(out, args[0])
+        return (), lambda _: carry
+    return out, lambda handed_on: handed_on
+
+
+def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("return_carry")
+    return module.return_carry if asked is None else asked
+
+
+# ---------------------------------------------------------------------------
+# Keys for nn.jit
+# ---------------------------------------------------------------------------
+#
+# `nn.jit` shares one trace between equal modules, wherever they stand, so a rule by path would
+# reach only the first of them. The flags of a scope are part of its cache key; there the path
+# goes, of every scope below the root, before the module of that scope is called.
+
+
+def is_by_path(policies: PolicyMap) -> bool:
+    return any(rule.path is not None or rule.subtree for rule in policies.rules)
+
+
+def _key_scope(scope: Scope) -> None:
+    if "push" in vars(scope):
+        return
+    scope.flags = freeze({**scope.flags, "jaxmp_path": "/".join(scope.path)})
+    scope.push = functools.partial(_push_keyed, weakref.ref(scope))
+
+
+def _push_keyed(parent: Callable[[], Any], *args: Any, **kwargs: Any) -> Scope:
+    child = Scope.push(parent(), *args, **kwargs)
+    _key_scope(child)
+    return child
+
+
+def key_scopes(module: Any) -> None:
+    """Keys a bound module and those it holds already, in fields or since `setup`."""
+    _key_scope(module.scope)
+    for value in list(vars(module).values()):
+        for child in modules_in(value):
+            if child.scope is not None and "push" not in vars(child.scope):
+                key_scopes(child)
+
+
+def modules_in(value: Any) -> list[nn.Module]:
+    if isinstance(value, nn.Module):
+        return [value]
+    if isinstance(value, (tuple, list, Mapping)):
+        return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
+    return []
