@@ -41,7 +41,8 @@ def target() -> str:
 
 def varying_axes(tree: Any) -> frozenset[Any]:
     """Mesh axes of an enclosing `shard_map` over which some leaf of `tree` differs."""
-    return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
 
 
 def vary(tree: Any, axes: Any) -> Any:
@@ -64,6 +65,11 @@ def vary(tree: Any, axes: Any) -> Any:
 def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Whether the bool scalar `flag` holds on every device along `axes`."""
     return jax.lax.pmin(vary(flag.astype("int32"), axes), axes).astype(bool)
+
+
+def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """The maximum of an integer scalar over all devices along `axes`."""
+    return jax.lax.pmax(vary(value, axes), axes)
 
 
 def plain_array(leaf: Any) -> Any:

@@ -116,3 +116,18 @@ def is_half(dtype: Any) -> bool:
 def bits(dtype: Any) -> int:
     """Bits that one element takes: 8 for float8, 4 for float4."""
     return int(jnp.finfo(dtype).bits)
+
+
+def sum_dtype(dtype: Any) -> np.dtype:
+    """A dtype that gradients can be added in: 16 bits or more.
+
+    Raises:
+      PolicyError: for a narrower one.
+    """
+    canonical = canonical_dtype(dtype)
+    if bits(canonical) < 16:
+        raise PolicyError(
+            f"Gradients cannot be added in {canonical}: sums need 16 bits or more. "
+            "Use accumulate_dtype='float32'."
+        )
+    return canonical

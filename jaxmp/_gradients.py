@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _compat, _trees
-from jaxmp._dtypes import FLOAT32, canonical_dtype, is_half
+from jaxmp._dtypes import FLOAT32, is_half, sum_dtype
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
 
@@ -34,6 +34,7 @@ class _Options:
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
     mutable_argnum: int | None
+    interleave: bool
     axes: tuple[Any, ...]
     accumulate_dtype: np.dtype
     reduce_dtype: np.dtype
@@ -64,6 +65,7 @@ def value_and_grad(
     axis_name: Any = None,
     *,
     mutable_argnum: int | None = None,
+    interleave: bool = False,
     accumulate_dtype: Any = "float32",
     reduce_dtype: Any = "float32",
 ) -> Callable[..., Any]:
@@ -88,6 +90,8 @@ def value_and_grad(
         gradients are averaged, once, in `reduce_dtype`.
       mutable_argnum: argument that holds mutable collections; `fn` returns
         `(loss, (mutables, aux))`, and each part gets what the one before returned.
+      interleave: part i takes the rows i, i + k, i + 2k, ... in the place of k blocks of rows; a
+        batch that is sharded on axis 0 then stays on its devices.
       accumulate_dtype: dtype in which gradients of parts are added.
       reduce_dtype: dtype in which gradients are averaged across devices.
 
@@ -116,33 +120,39 @@ def value_and_grad(
         batch_argnums=as_tuple(batch_argnums),
         rng_argnums=as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
+        interleave=interleave,
         axes=as_tuple(axis_name),
-        accumulate_dtype=canonical_dtype(accumulate_dtype),
-        reduce_dtype=canonical_dtype(reduce_dtype),
+        accumulate_dtype=sum_dtype(accumulate_dtype),
+        reduce_dtype=sum_dtype(reduce_dtype),
     )
 
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-        _check_args(args, options)
-        args = _vary(args, options)
-        if options.microbatches == 1:
-            sums, aux = _evaluate(fn, args, kwargs, options)
-        else:
-            sums, aux = _accumulate(fn, args, kwargs, options)
-        loss, grads = _mean(_reduce(sums, options))
-        grads = grads if isinstance(argnums, tuple) else grads[0]
-        return ((loss, aux) if options.has_aux else loss), grads
+        called = _for_call(options, args)
+        args = _vary(args, called)
+        run = _evaluate if called.microbatches == 1 else _accumulate
+        sums, aux = run(fn, args, kwargs, called)
+        loss, grads = _mean(_reduce(sums, called))
+        grads = grads if isinstance(argnums, (tuple, list)) else grads[0]
+        return ((loss, aux) if called.has_aux else loss), grads
 
     return value_and_grad_fn
 
 
-def grad(fn: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+def grad(
+    fn: Callable[..., Any],
+    loss_scale: Any = None,
+    has_aux: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Callable[..., Any]:
     """`value_and_grad` without the value.
 
     Args:
       fn: as in `value_and_grad`.
-      *args: as in `value_and_grad`.
+      loss_scale: as in `value_and_grad`.
       has_aux: whether `fn` returns auxiliary data beside the loss.
-      **kwargs: as in `value_and_grad`.
+      *args: further arguments of `value_and_grad`.
+      **kwargs: further arguments of `value_and_grad`.
 
     Returns:
       A function that returns the gradients, or `(grads, aux)` with `has_aux`.
@@ -151,7 +161,7 @@ def grad(fn: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: An
       >>> float(grad(lambda x: x**2, loss_scale=8.0)(jnp.float32(3.0)))
       6.0
     """
-    both = value_and_grad(fn, *args, has_aux=has_aux, **kwargs)
+    both = value_and_grad(fn, loss_scale, has_aux, *args, **kwargs)
 
     def grad_fn(*fn_args: Any, **fn_kwargs: Any) -> Any:
         value, grads = both(*fn_args, **fn_kwargs)
@@ -254,12 +264,11 @@ def _poison_one(finite: jax.Array, grads: Any) -> Any:
     factor on every leaf would cost a pass. (A loss scale that divides by NaN poisons them all.)
     """
     leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
-    if leaves:
-        index = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]
+    if sizes:
+        _, index = min(sizes)
         leaf = leaves[index]
-        leaves[index] = lax.select_n(
-            jnp.broadcast_to(finite, leaf.shape), jnp.full_like(leaf, jnp.nan), leaf
-        )
+        leaves[index] = lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
     return treedef.unflatten(leaves)
 
 
@@ -324,7 +333,9 @@ def _split(batch: Any, argnum: int, options: _Options) -> list[Any]:
                 f"cannot share evenly. Use a batch size divisible by {count}, or another "
                 "microbatches=k."
             )
-        return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+        if options.interleave:
+            return jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
+        return leaf.reshape(count, -1, *leaf.shape[1:])
 
     flat = _trees.leaves_with_path(batch)
     return [split_leaf(names, leaf) for names, leaf in flat if _has_rows(leaf)]
@@ -343,8 +354,8 @@ def _join(part: list[Any], whole: Any) -> Any:
 def _zero_sums(args: tuple[Any, ...], options: _Options) -> _Sums:
     grads = tuple(
         _map_gradients(
-            lambda leaf: jnp.zeros(jnp.shape(leaf), _sum_dtype(jnp.asarray(leaf), options)),
-            lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype),
+            lambda leaf: jnp.zeros_like(leaf, dtype=_sum_dtype(jnp.asarray(leaf), options)),
+            lambda leaf: jnp.full_like(leaf, -jnp.inf),
             args[i],
         )
         for i in options.argnums
@@ -450,21 +461,47 @@ def _positive(microbatches: Any) -> int:
     return int(microbatches)
 
 
-def _check_args(args: tuple[Any, ...], options: _Options) -> None:
-    for name in ("argnums", "rng_argnums"):
-        for index in getattr(options, name):
-            if index >= len(args):
+def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
+    """The options for a call with `args`: argument numbers counted from 0, and checked."""
+
+    def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
+        given = as_tuple(getattr(options, name))
+        for index in given:
+            if not -len(args) <= index < len(args) and not optional:
                 raise JaxmpError(
                     f"{name} names argument {index}, but the function was called with {len(args)} "
                     "positional argument(s); pass it by position."
                 )
-    for index in options.argnums:
-        params, _ = _trees.split_overwritten(args[index])
-        for names, leaf in _trees.leaves_with_path(params):
-            if not _trees.is_inexact(jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf):
-                where = "".join(f"[{name!r}]" for name in names)
-                raise JaxmpError(
-                    f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, "
-                    "which has no gradient. Pass it as another argument, or leave it out of "
-                    "argnums."
-                )
+        counted = tuple(i % len(args) for i in given if -len(args) <= i < len(args))
+        if len(set(counted)) < len(counted):
+            raise JaxmpError(f"{name}={given} names one argument twice; name each once.")
+        return counted
+
+    mutable = count("mutable_argnum")
+    called = dataclasses.replace(
+        options,
+        argnums=count("argnums"),
+        rng_argnums=count("rng_argnums"),
+        batch_argnums=count("batch_argnums", optional=True),
+        mutable_argnum=mutable[0] if mutable else None,
+    )
+    both = set(called.argnums) & set(called.batch_argnums)
+    if both and called.microbatches > 1:
+        raise JaxmpError(
+            f"Argument {min(both)} is both differentiated and split into microbatches; name the "
+            "batch alone in batch_argnums."
+        )
+    for index in called.argnums:
+        _check_differentiable(index, args[index])
+    return called
+
+
+def _check_differentiable(index: int, arg: Any) -> None:
+    params, _ = _trees.split_overwritten(arg)
+    for names, leaf in _trees.leaves_with_path(params):
+        if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
+            where = "".join(f"[{name!r}]" for name in names)
+            raise JaxmpError(
+                f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
+                "has no gradient. Pass it as another argument, or leave it out of argnums."
+            )

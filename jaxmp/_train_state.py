@@ -86,8 +86,8 @@ class TrainState(struct.PyTreeNode):
             apply_fn=apply_fn,
             params=_trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),
             tx=tx,
-            opt_state=opt_state,
-            **kwargs,
+            opt_state=_trees.owned(opt_state, params, stored),
+            **jax.tree.map(_fresh_array, kwargs),
         )
 
     @property
@@ -113,7 +113,8 @@ class TrainState(struct.PyTreeNode):
         for _, node in _find.find(self.opt_state, _skip.SkipNonfiniteState):
             options.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
             options.setdefault("reduce_dtype", node.settings.reduce_dtype)
-        options.setdefault("loss_scale", self.loss_scale)
+        if "loss_scale" not in options:
+            options["loss_scale"] = self.loss_scale
         both = _gradients.value_and_grad(fn, **options)
         return lambda *args, **kwargs: both(self.params, *args, **kwargs)
 
@@ -153,23 +154,39 @@ class TrainState(struct.PyTreeNode):
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
         for name, value in mutables.items():
+            if name in ("step", "params", "opt_state", "tx", "apply_fn"):
+                raise JaxmpError(
+                    f"apply_gradients computes {name} itself; set it by state.replace({name}=...)."
+                )
             if name not in self.__dataclass_fields__:
                 raise JaxmpError(
                     f"{type(self).__name__} has no field {name!r}. Add it in a subclass: "
                     f"class State(jaxmp.TrainState): {name}: Any"
                 )
-            if jax.tree.structure(value) != jax.tree.structure(getattr(self, name)):
+            if _described(value) != _described(getattr(self, name)):
                 raise JaxmpError(
-                    f"apply_gradients(..., {name}=...) has another structure than the state's "
-                    f"{name}, so a skipped step could not restore it. Give {name} its full "
-                    f"structure from the start: TrainState.create(..., {name}=...)."
+                    f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
+                    f"dtypes, than the state's {name}, so a skipped step could not restore it. "
+                    f"Give {name} its full structure from the start: TrainState.create(..., "
+                    f"{name}=...), and cast what the step computes to the dtypes it has there."
                 )
+
+
+def _described(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves]
 
 
 def _strong(leaf: Any) -> Any:
     """Arrays made from Python numbers are weakly typed, and step 2 would be traced anew."""
+    if isinstance(leaf, float):
+        return jnp.asarray(leaf, jnp.float32)
     weak = getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
+
+
+def _fresh_array(leaf: Any) -> Any:
+    return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
 
 
 def _fresh(new: Any, given: Any) -> Any:

@@ -166,9 +166,30 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
 
 
 def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
-    if is_key(new) or new is old:
-        return new
-    return lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
+    return new if is_key(new) else select_leaf(pred, new, old)
+
+
+def select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the bool scalar `pred` holds, PRNG keys included."""
+    return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
+
+
+def owned(tree: Any, *others: Any) -> Any:
+    """`tree` with copies of the arrays that stand in `others`, of scalars, and of repetitions.
+
+    A donated state takes its arrays with it: what somebody else holds must not be among them.
+    """
+    taken = {id(leaf) for leaf in jax.tree.leaves(others)}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in taken or leaf.size <= 1:
+            leaf = jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, tree)
 
 
 # ---------------------------------------------------------------------------

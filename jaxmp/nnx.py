@@ -31,7 +31,8 @@ def value_and_grad(
     """`jaxmp.value_and_grad` for a function whose first argument is an NNX module.
 
     What the forward pass writes into the module (batch statistics, RNG counts) is written back, one
-    microbatch after the other.
+    microbatch after the other. What it sows (`nnx.Intermediate`) is not: return it as auxiliary
+    data.
 
     Args:
       fn: `fn(model, *args)` returns a scalar loss, or what `jaxmp.value_and_grad` allows.
@@ -54,14 +55,16 @@ def value_and_grad(
     """
 
     def value_and_grad_fn(model: Any, *args: Any, **kwargs: Any) -> Any:
-        graphdef, *states = nnx.split(model, wrt, ...)
-        params, rest = map(nnx.as_pure, states)
+        graphdef, *states = nnx.split(model, wrt, nnx.Intermediate, ...)
+        params, sown, rest = map(nnx.as_pure, states)
+
+        written = nnx.Not(nnx.Any(wrt, nnx.Intermediate))
 
         def pure(params: Any, rest: Any, *args: Any) -> Any:
-            merged = nnx.merge(graphdef, params, rest)
+            merged = nnx.merge(graphdef, params, sown, rest)
             out = fn(merged, *args, **kwargs)
             loss, aux = _gradients.unpair(out) if has_aux else (out, None)
-            return loss, (nnx.as_pure(nnx.state(merged, nnx.Not(wrt))), aux)
+            return loss, (nnx.as_pure(nnx.state(merged, written)), aux)
 
         run = _gradients.value_and_grad(
             pure,
@@ -81,7 +84,7 @@ def value_and_grad(
 
 def _behind_rest(argnums: Any) -> tuple[int, ...]:
     """The pure function takes the module's other Variables as argument 1."""
-    return tuple(n + 1 for n in _gradients.as_tuple(argnums))
+    return tuple(n + 1 if n >= 0 else n for n in _gradients.as_tuple(argnums))
 
 
 # What the forward pass overwrote, until `update` knows whether the step is skipped. Not a field:
@@ -134,7 +137,8 @@ class Optimizer(nnx.Optimizer):
         """`value_and_grad` of `fn(model, *args)` at the loss scale of this optimizer.
 
         What the forward pass overwrites in the model is kept until `update`, which restores it if
-        the step is skipped; RNG state moves on.
+        the step is skipped; RNG state moves on. Call both in one `nnx.jit`, or both outside: what
+        is kept does not cross the boundary of a compiled function.
 
         Args:
           fn: as in `jaxmp.nnx.value_and_grad`.
@@ -146,20 +150,22 @@ class Optimizer(nnx.Optimizer):
         for _, node in _find.find(self._pure_state(), _skip.SkipNonfiniteState):
             options.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
             options.setdefault("reduce_dtype", node.settings.reduce_dtype)
-        options.setdefault("loss_scale", self.loss_scale)
+        if "loss_scale" not in options:
+            options["loss_scale"] = self.loss_scale
         run = value_and_grad(fn, wrt=self.wrt, **options)
 
         def value_and_grad_fn(model: Any, *args: Any, **kwargs: Any) -> Any:
             before = nnx.as_pure(nnx.state(model, self._restorable))
             out = run(model, *args, **kwargs)
-            _overwritten[self] = before
+            # Gradients may be added up over several calls: the first state is the one to restore.
+            _overwritten.setdefault(self, before)
             return out
 
         return value_and_grad_fn
 
     @property
     def _restorable(self) -> Any:
-        return nnx.Not(nnx.Any(self.wrt, nnx.RngState))
+        return nnx.Not(nnx.Any(self.wrt, nnx.RngState, nnx.Intermediate))
 
     def update(self, model: Any, grads: Any, /, **extra_args: Any) -> Any:
         """One optimizer step on `model`, or none at all.

@@ -225,15 +225,16 @@ def made(output: str) -> list[str]:
     return re.findall(r"^MAKE (.*)", output, re.MULTILINE)
 
 
-def test_ci_runs_both_legs_and_lints_once(tmp_path):
+def test_ci_runs_both_legs_and_the_slow_tests_and_lint_once(tmp_path):
     stubs = {"python3": OLD_PYTHON, "python3.12": BROKEN_PYTHON, "python3.13": NEW_PYTHON}
     code, output = ci(tmp_path, make=MAKE, **stubs)
     oldest = re.search(r'"jax>=([\d.]+)"', str(project()["dependencies"]).replace("'", '"'))[1]
-    first, second, third = made(output)
+    first, slow, second, lint = made(output)
     assert code == 0
     assert re.fullmatch(rf"test VENV=\S+ PYTHON=python3 JAX={re.escape(oldest)}", first)
     assert re.fullmatch(r"test VENV=\S+ PYTHON=python3\.13 JAX=latest", second)
-    assert third == first.replace("test", "lint", 1)
+    assert slow == first.replace("test", "test-slow", 1)
+    assert lint == first.replace("test", "lint", 1)
     assert "SKIPPED" not in output
 
 
@@ -241,7 +242,7 @@ def test_ci_says_which_leg_it_skipped(tmp_path):
     code, output = ci(tmp_path, make=MAKE, python3=OLD_PYTHON)
     assert code == 0
     assert re.search(r"^SKIPPED Python >= 3\.12", output, re.MULTILINE)
-    assert [line.split()[0] for line in made(output)] == ["test", "lint"]
+    assert [line.split()[0] for line in made(output)] == ["test", "test-slow", "lint"]
 
 
 def test_ci_finds_a_newer_python_among_those_of_pyenv(tmp_path):
@@ -264,4 +265,4 @@ def test_ci_fails_when_a_leg_fails_and_still_runs_the_rest(tmp_path):
     code, output = ci(tmp_path, make=FAILING_MAKE, python3=NEW_PYTHON)
     assert code == 1
     assert output.count("FAILED") == 2
-    assert len(made(output)) == 3
+    assert len(made(output)) == 4

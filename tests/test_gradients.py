@@ -359,3 +359,56 @@ def test_no_warnings_in_the_ordinary_case(getkey):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(jaxmp.value_and_grad(loss_fn, 2.0**4))(params, batch)
+
+
+def test_argument_numbers_count_from_the_end_too():
+    product = lambda a, b: a * b
+    _, grad = jaxmp.value_and_grad(product, argnums=-1)(jnp.float32(2.0), jnp.float32(3.0))
+    assert float(grad) == 2.0
+    with pytest.raises(jaxmp.JaxmpError, match="twice"):
+        jaxmp.grad(product, argnums=(0, -2))(jnp.float32(2.0), jnp.float32(3.0))
+    with pytest.raises(jaxmp.JaxmpError, match="both differentiated and split"):
+        jaxmp.grad(product, argnums=(0, 1), microbatches=2)(jnp.ones(2), jnp.ones(2))
+
+
+def test_an_empty_parameter_does_not_swallow_the_poison():
+    fn = lambda p: jnp.where(jnp.array(False), p["w"].sum(), jnp.nan)
+    grads = jaxmp.grad(fn)({"w": jnp.ones(3), "empty": jnp.zeros((0, 3))})
+    assert not bool(jaxmp.all_finite(grads))
+
+
+def test_interleaved_microbatches_take_every_kth_row(getkey):
+    params, batch = make(getkey())
+    rows = jnp.arange(8.0)
+    fn = lambda p, b: (loss_fn(p, b[0]), b[1])
+    run = jaxmp.value_and_grad(fn, has_aux=True, microbatches=4, interleave=True)
+    (loss, seen), grads = run(params, (batch, rows))
+    np.testing.assert_array_equal(seen, rows.reshape(2, 4).T)
+    assert_trees_close(
+        (loss, grads), jax.value_and_grad(loss_fn)(params, batch), rtol=2e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_meshes_with_explicit_axes(getkey, microbatches):
+    params, batch = make(getkey())
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(batch, jax.NamedSharding(mesh, P("d")))
+        params = {**params, "w2": jax.device_put(params["w2"], jax.NamedSharding(mesh, P("d")))}
+        fn = lambda p, b: jnp.mean(jnp.square(jnp.tanh(b[0] @ p["w1"])))
+        run = jaxmp.value_and_grad(fn, microbatches=microbatches, interleave=True)
+        loss, grads = jax.jit(run)(params, sharded)
+    expected = jax.value_and_grad(fn)(jax.device_get(params), jax.device_get(batch))
+    assert_trees_close((loss, grads), expected, rtol=2e-6, atol=1e-7)
+
+
+def test_arguments_that_are_no_arrays_pass_through_microbatches():
+    fn = lambda w, x, mode: jnp.sum(w * x) * {"train": 1.0}[mode]
+    grad = jaxmp.grad(fn, microbatches=2)(jnp.float32(1.0), jnp.ones(4), "train")
+    assert float(grad) == 2.0
+
+
+def test_accumulating_in_eight_bits_is_refused():
+    with pytest.raises(jaxmp.JaxmpError, match="16 bits or more"):
+        jaxmp.grad(lambda w: w, accumulate_dtype="float8_e4m3fn")

@@ -125,3 +125,33 @@ def test_a_breaking_nesting_is_refused():
         jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.MultiSteps(tx, 2))
     with pytest.raises(jaxmp.CompositionError, match=r"optax.chain\(inner"):
         jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.chain(tx, optax.scale(0.5)))
+
+
+# Flax deprecates `sow` outside of `nnx.capture`; models that do it still exist.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sown_intermediates_do_not_break_the_loop():
+    class Sows(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(4, 1, rngs=rngs)
+
+        def __call__(self, x):
+            y = self.layer(x)
+            self.sow(nnx.Intermediate, "y", y)
+            return y[:, 0]
+
+    model = Sows(nnx.Rngs(0))
+    x, y = jnp.ones((4, 4)), jnp.ones(4)
+    for microbatches in (1, 2):
+        run = jaxmp.nnx.value_and_grad(loss_fn, microbatches=microbatches, batch_argnums=(1, 2))
+        loss, _ = run(model, x, y)
+        assert np.isfinite(loss)
+
+
+def test_statistics_of_accumulated_gradients_are_restored():
+    model, optimizer, x, y = setup(recipe_for("fp32"))
+    before = np.asarray(model.norm.mean[...])
+    run = optimizer.value_and_grad(loss_fn)
+    _, first = run(model, x * jnp.nan, y)
+    _, second = run(model, x, y)
+    optimizer.update(model, jax.tree.map(jnp.add, first, second))
+    np.testing.assert_array_equal(np.asarray(model.norm.mean[...]), before)

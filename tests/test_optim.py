@@ -10,6 +10,8 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import optim
@@ -543,3 +545,137 @@ def test_stochastic_rounding_is_a_function_of_its_state():
     again, _ = tx.update(grads, state, params)
     later, _ = tx.update(grads, after, params)
     assert not changed(first, again) and changed(first, later)
+
+
+# ---------------------------------------------------------------------------
+# Several guards, several devices
+# ---------------------------------------------------------------------------
+
+
+def two_groups(policies=FP32):
+    guarded = lambda: optim.mixed_precision(optax.sgd(1.0), policies=policies)
+    return optax.multi_transform({"a": guarded(), "b": guarded()}, {"x": "a", "y": "b"})
+
+
+@pytest.mark.parametrize("policies", [FP32, BF16])
+def test_two_guards_skip_together(policies):
+    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(policies))
+    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.array([1.0, jnp.inf])})
+    assert int(new.step) == 0
+    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
+
+
+def test_two_guards_skip_together_when_one_master_does_not_fit():
+    params = {"x": jnp.ones(3), "y": jnp.full(2, 65000.0)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(FP16))
+    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1000.0)})
+    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
+
+
+def test_masked_out_gradients_are_guarded_too():
+    tx = optax.masked(mixed(optax.sgd(1.0), policies=FP32), {"x": True, "y": False})
+    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.array([1.0, jnp.nan])})
+    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
+
+
+def test_devices_with_other_parts_of_the_parameters_skip_together():
+    """Only one device's part overflows float16."""
+    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, axis_name="d")
+
+    def one(w):
+        state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+        return state.apply_gradients(grads={"w": jnp.full(2, -100.0)}).step
+
+    parts = jnp.ones((4, 2)).at[0, 0].set(65500.0)
+    assert jax.vmap(one, axis_name="d")(parts).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
+    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, axis_name="d", skip=skip)
+
+    def one(w, grad):
+        state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+        new = state.apply_gradients(grads={"w": grad})
+        return new.params["w"], new.step
+
+    sharded = jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=(P("d"), P()))
+    )
+    w = jnp.full(8, 2.0)
+    moved, step = sharded(w, jnp.ones(8))
+    assert int(step) == 1 and set(moved.tolist()) == {1.0}
+    kept, step = sharded(w.at[7].set(65000.0), jnp.ones(8).at[7].set(-1000.0))
+    assert int(step) == 0 and kept[0] == 2.0
+
+
+def test_a_stored_value_that_never_fit_is_named_at_once():
+    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16)
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
+    with pytest.raises(jaxmp.MasterOverflow, match="':w'"):
+        jaxmp.check(state)
+
+
+def test_bfloat16_masters_saturate_and_check_names_them():
+    tx = optim.mixed_precision(optax.sgd(1.0), policies=BF16)
+    params = {"a": {"w": jnp.full(2, 3.38e38)}}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = state.apply_gradients(grads={"a": {"w": jnp.full(2, -3e38)}})
+    assert bool(jaxmp.all_finite(state.params)) and int(state.step) == 1
+    with pytest.raises(jaxmp.MasterOverflow, match=r"'a:w'.*saturated"):
+        jaxmp.check(state)
+
+
+def test_check_reads_ensembles_and_explains_itself_under_jit():
+    tx = mixed()
+    create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
+    states = jax.vmap(create)(jax.tree.map(lambda p: jnp.stack([p, p]), toy_params()))
+    jaxmp.check(states)
+    with pytest.raises(jaxmp.JaxmpError, match="on the host"):
+        jax.jit(lambda s: jaxmp.check(s))(states)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "fix"),
+    [
+        (lambda tx: optax.named_chain(("a", tx), ("b", optax.scale(0.5))), "optax.chain(inner"),
+        (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
+        (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
+        (lambda tx: optim.mixed_precision(tx, policies=BF16), "recipe.optimizer(inner)"),
+    ],
+)
+def test_wrappers_that_masters_would_ignore_are_refused(wrap, fix):
+    with pytest.raises(jaxmp.CompositionError, match=re.escape(fix)):
+        jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
+
+
+def test_paths_that_collide_are_refused():
+    params = {"a": {"b": {"c": jnp.ones(2)}}, "a/b": {"c": jnp.ones(2)}}
+    with pytest.raises(jaxmp.CompositionError, match="'a/b:c'"):
+        mixed().init(params)
+
+
+def test_collections_beside_the_parameters_keep_their_dtype():
+    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
+    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=mixed())
+    assert state.params["params"]["w"].dtype == jnp.bfloat16
+    assert state.params["batch_stats"]["mean"].dtype == jnp.float32
+
+
+def test_donation_takes_nothing_of_the_callers():
+    """An array in the hyper-parameters, and parameters that the inner state keeps."""
+    rate = jnp.float32(0.1)
+    keeps = optax.GradientTransformation(
+        lambda params: {"anchor": params}, lambda u, s, params=None: (u, s)
+    )
+    inner = optax.chain(optax.inject_hyperparams(optax.sgd)(learning_rate=rate), keeps)
+    params = toy_params()
+    for _ in range(2):
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=mixed(inner))
+        grads = jax.tree.map(jnp.ones_like, params)
+        jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)(state, grads)
+    assert float(rate) == np.float32(0.1)

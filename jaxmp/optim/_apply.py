@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -37,15 +39,32 @@ def apply_update(
     State that wraps the guarded part of the optimizer (a schedule's count, momentum outside) is
     restored on a skipped step too.
     """
-    expanded = expand(opt_state, params, everything=_is_whole(opt_state))
     update = optax.with_extra_args_support(tx).update
+    if _is_whole(opt_state):
+        expanded = expand(opt_state, params, everything=True)
+        _, new_state = update(grads, expanded, params, **extra_args)
+        return Applied(*assign(params, new_state), _applied(new_state))
+    expanded = expand(opt_state, params)
+    if _applied(opt_state) is not None:
+        grads = _all_or_none(grads)
     updates, new_state = update(grads, expanded, params, **extra_args)
-    new_params = params if _is_whole(opt_state) else jax.tree.map(add_update, params, updates)
+    new_params = jax.tree.map(add_update, params, updates)
     applied = _applied(new_state)
-    if applied is not None and _has_leaves_outside(new_state):
-        new_state = _restore_outside(applied, new_state, expanded)
+    if applied is not None:
+        new_state = _restore(applied, new_state, expanded)
         new_params = _trees.select(applied, new_params, params)
     return Applied(*assign(new_params, new_state), applied)
+
+
+def _all_or_none(grads: Any) -> Any:
+    """All gradients NaN if one is not finite: each guard sees its own part of them only."""
+    finite = _trees.all_finite(grads)
+    return jax.tree.map(
+        lambda g: (
+            _trees.select_leaf(finite, g, jnp.full_like(g, jnp.nan)) if _trees.is_inexact(g) else g
+        ),
+        grads,
+    )
 
 
 def _is_whole(opt_state: Any) -> bool:
@@ -63,15 +82,14 @@ def _applied(opt_state: Any) -> jax.Array | None:
     return functools.reduce(lax.bitwise_and, flags) if flags else None
 
 
-def _has_leaves_outside(opt_state: Any) -> bool:
-    return not all(map(_is_guarded, jax.tree.leaves(opt_state, is_leaf=_is_guarded)))
+def _restore(applied: jax.Array, new: Any, old: Any) -> Any:
+    """The old state, but for loss scales and counters, where one of the guards has skipped."""
 
+    def restore(n: Any, o: Any) -> Any:
+        if not _is_guarded(n):
+            return _trees.select(applied, n, o)
+        return dataclasses.replace(
+            n, inner_state=_trees.select(applied, n.inner_state, o.inner_state)
+        )
 
-def _restore_outside(applied: jax.Array, new: Any, old: Any) -> Any:
-    """The guarded parts have kept their own; the rest is kept here."""
-    return jax.tree.map(
-        lambda n, o: n if _is_guarded(n) else _trees.select(applied, n, o),
-        new,
-        old,
-        is_leaf=_is_guarded,
-    )
+    return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxmp import _compat, _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
@@ -175,14 +177,24 @@ def check(state: Any) -> None:
       >>> check(tx.init({"w": jnp.ones(2)}))
     """
     for _, node in find(state, SkipNonfiniteState):
-        stats = jax.device_get(jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable))
-        if stats.overflow_leaf >= 0:
-            raise _master_overflow(node, int(stats.overflow_leaf))
-        if stats.at_floor > 0:
-            scale = float(_compat.plain_array(node.loss_scale.scale_value))
+        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+            raise JaxmpError(
+                "check reads values, and these are being traced. Call it on the host, outside "
+                "jax.jit: state = train_step(state, batch); jaxmp.check(state)."
+            )
+        # Replicated and vmapped states have a value for each member: the worst one speaks.
+        overflow, at_floor, total = (
+            int(np.max(jax.device_get(x)))
+            for x in (stats.overflow_leaf, stats.at_floor, stats.total)
+        )
+        if overflow >= 0:
+            raise _master_overflow(node, overflow)
+        if at_floor > 0:
+            scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
             raise ScaleCollapsed(
-                f"The loss scale is at its floor, {scale:g}, and {int(stats.at_floor)} step(s) in "
-                f"a row still overflowed ({int(stats.total)} skipped in all). The gradients are "
+                f"The loss scale is at its floor, {scale:g}, and {at_floor} step(s) in "
+                f"a row still overflowed ({total} skipped in all). The gradients are "
                 "not finite for another reason than the scale: look for a NaN in the batch or an "
                 "overflow in the forward pass, or train with jaxmp.load_recipe('bf16')."
             )
@@ -217,43 +229,78 @@ def check_composition(opt_state: Any) -> None:
     _check_node(opt_state)
 
 
+# Wrappers that hand on what they are given, for the parameters that are theirs.
+_TRANSPARENT = (
+    optax.MaskedState,
+    optax.PartitionState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+
+
 def _check_node(node: Any) -> None:
     if isinstance(node, SkipNonfiniteState):
+        if find(node.inner_state, SkipNonfiniteState):
+            raise CompositionError(
+                "mixed_precision inside mixed_precision: two guards and two loss scales for the "
+                "same parameters. Apply the recipe once: tx = recipe.optimizer(inner)."
+            )
         return
-    if isinstance(node, optax.MultiStepsState) and find(node.inner_opt_state, SkipNonfiniteState):
+    if not find(node, SkipNonfiniteState) and not _keeps_masters(node):
+        return
+    if isinstance(node, optax.MultiStepsState):
         raise CompositionError(
             "optax.MultiSteps around mixed_precision: an overflow would enter its accumulator and "
             "never leave it. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
             " or use value_and_grad(..., microbatches=k)."
         )
-    if isinstance(node, optax.ApplyIfFiniteState) and find(node.inner_state, SkipNonfiniteState):
+    if isinstance(node, optax.ApplyIfFiniteState):
         raise CompositionError(
             "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
             "which would never back off. Leave it out: recipe.optimizer(inner) skips such steps "
             "itself."
         )
-    if _is_chain(node):
-        _check_chain(node)
+    if _keeps_masters(node):
+        _check_assignable(node)
     for child in _children(node):
         _check_node(child)
 
 
+def _keeps_masters(node: Any) -> bool:
+    return any(jax.tree.leaves(found.masters) for found in master_states(node))
+
+
+def _check_assignable(node: Any) -> None:
+    """Parameters are assigned from their masters: nothing may change the updates afterwards."""
+    if isinstance(node, (*_TRANSPARENT, MasterParamsState)):
+        return
+    if _is_chain(node):
+        parts = list(node.values()) if isinstance(node, dict) else list(node)
+        for index, part in enumerate(parts[:-1]):
+            if _keeps_masters(part):
+                raise CompositionError(
+                    f"Part {index + 1} of {len(parts)} of an optax.chain keeps masters of 16-bit "
+                    "parameters, and other parts come after it. The parameters are assigned from "
+                    "the masters, so what comes after would be ignored. Put it inside: "
+                    "recipe.optimizer(optax.chain(inner, ...)); for groups of parameters use "
+                    "optax.multi_transform."
+                )
+        return
+    raise CompositionError(
+        f"{type(node).__name__} around masters of 16-bit parameters: the parameters are assigned "
+        "from the masters, so what that wrapper makes of the updates would be ignored. Put it "
+        "inside: recipe.optimizer(wrapper(inner)), or store the parameters in FP32."
+    )
+
+
 def _is_chain(node: Any) -> bool:
-    return isinstance(node, tuple) and not hasattr(node, "_fields")
-
-
-def _check_chain(node: tuple[Any, ...]) -> None:
-    for index, part in enumerate(node[:-1]):
-        if any(jax.tree.leaves(found.masters) for found in master_states(part)):
-            raise CompositionError(
-                f"Part {index + 1} of {len(node)} of an optax.chain keeps masters of 16-bit "
-                "parameters, and other parts come after it. The parameters are assigned from the "
-                "masters, so what comes after would be ignored. Put it inside: "
-                "recipe.optimizer(optax.chain(inner, ...))."
-            )
+    plain_tuple = isinstance(node, tuple) and not hasattr(node, "_fields")
+    return plain_tuple or isinstance(node, dict)
 
 
 def _children(node: Any) -> list[Any]:
     """Direct children of a pytree node; none for a leaf."""
+    if isinstance(node, optax.PartitionState):
+        return list(node.inner_states.values())
     flat = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
     return [] if len(flat) == 1 and flat[0] is node else flat

@@ -47,10 +47,9 @@ class Layout:
         return [i for i in rows if self.expanded == "all" or self.has_master(i)]
 
     @property
-    def has_float16_masters(self) -> bool:
-        """Whether a step can be skipped because a master does not fit."""
-        rows = range(len(self.storage))
-        return any(self.has_master(i) and self.dtype(i) == FLOAT16 for i in rows)
+    def can_overflow(self) -> bool:
+        """Whether a step can be skipped because a float16 parameter cannot hold its new value."""
+        return any(self.dtype(i) == FLOAT16 for i in self.held)
 
     def has_master(self, index: int) -> bool:
         """Whether leaf `index` is stored in 16 bits and has a master."""
@@ -140,10 +139,14 @@ def master_params(
             _initial(leaf, form) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
         )
-        inner_state = inner.init(_trees.cast_floating(params, FLOAT32))
-        return MasterParamsState(
-            masters, jnp.array(-1, jnp.int32), jnp.array(True), inner_state, layout
-        )
+        full = _trees.cast_floating(params, FLOAT32)
+        inner_state = _trees.owned(inner.init(full), (params, full, masters))
+        overflows = {
+            i: _fit(read_master(None, held), layout.dtype(i))[1]
+            for i, held in zip(layout.held, jax.tree.leaves(masters), strict=True)
+            if held.dtype == FLOAT32
+        }
+        return MasterParamsState(masters, _first(overflows), jnp.array(True), inner_state, layout)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -182,7 +185,7 @@ def master_params(
         if isinstance(held, optax.MaskedNode):
             return delta, held, None
         new, over = add_update(full, delta), None
-        if form != "none" and is_half(param.dtype):
+        if is_half(param.dtype):
             new, over = _fit(new, param.dtype)
         if expanded:
             return delta, new, over
@@ -219,12 +222,20 @@ def read_master(param: Any, held: Any) -> Any:
 
 def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
     collections = _trees.has_collections(params)
-    storage = []
+    storage: list[tuple[str, str]] = []
+    seen: set[str] = set()
     for names, leaf in _trees.leaves_with_path(params):
         inside = _trees.strip_collection(names) if collections else names
         path = _trees.parameter_path(inside)
+        if path in seen:
+            raise CompositionError(
+                f"Two parameters have the path {path!r}, because one has a '/' in its name; "
+                "rules and masters could not tell them apart. Rename one of them."
+            )
+        seen.add(path)
         cast_float64 = policies is not None and policies.default.cast_float64
-        if not _trees.is_castable(leaf, cast_float64):
+        is_param = not collections or names[0] == _trees.PARAMS
+        if not is_param or not _trees.is_castable(leaf, cast_float64):
             storage.append((path, ""))
             continue
         dtype = leaf.dtype if policies is None else policies.storage_dtype(inside, leaf.dtype)
@@ -252,7 +263,7 @@ def _check_storage(params: list[Any], layout: Layout) -> None:
 def _fit(master: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """The master, saturated where bfloat16 could not hold it, and whether any was too large."""
     threshold = _storage.OVERFLOW_THRESHOLD[np.dtype(dtype)]
-    over = jnp.any(lax.abs(master) >= threshold)
+    over = ~jnp.all(lax.abs(master) < threshold)  # a NaN is not below it either
     if dtype == FLOAT16:
         return master, over
     largest = np.nextafter(threshold, np.float32(0))

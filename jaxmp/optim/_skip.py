@@ -12,10 +12,10 @@ import optax
 from jax import lax
 
 from jaxmp import _compat, _trees
-from jaxmp._dtypes import FLOAT32, canonical_dtype
+from jaxmp._dtypes import FLOAT32, sum_dtype
 from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import MasterParamsState, master_states
+from jaxmp.optim._master import MasterParamsState, map_master_states, master_states
 
 SKIP_MODES = ("auto", "select", "cond", "none")
 
@@ -41,10 +41,10 @@ class SkipStats:
     overflow_leaf: Any
 
     @classmethod
-    def zero(cls) -> SkipStats:
+    def zero(cls, inner_state: Any = ()) -> SkipStats:
         """The counters before the first step."""
         zero = lambda: jnp.zeros((), jnp.int32)
-        return cls(zero(), zero(), zero(), jnp.array(True), jnp.array(-1, jnp.int32))
+        return cls(zero(), zero(), zero(), jnp.array(True), _overflow_leaf(inner_state))
 
     def after(self, applied: jax.Array, at_floor: jax.Array, overflow_leaf: jax.Array) -> SkipStats:
         """The counters after one more step."""
@@ -140,15 +140,16 @@ def skip_nonfinite(
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     settings = Settings(
-        skip != "none", canonical_dtype(accumulate_dtype).name, canonical_dtype(reduce_dtype).name
+        skip != "none", sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name
     )
     axes = (
         () if axis_name is None else tuple(axis_name) if _is_sequence(axis_name) else (axis_name,)
     )
 
     def init_fn(params: Any) -> Any:
+        inner_state = _agree_on_overflow(inner.init(params), axes)
         return SkipNonfiniteState(
-            initial_scale.fresh(), SkipStats.zero(), inner.init(params), settings
+            initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
         )
 
     def update_fn(
@@ -160,6 +161,7 @@ def skip_nonfinite(
 
         def do_update() -> tuple[Any, Any]:
             emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+            inner_state = _agree_on_overflow(inner_state, axes)
             emitted = jax.tree.map(_like, wanted, emitted) if wanted is grads else ()
             return emitted, inner_state
 
@@ -227,7 +229,22 @@ def _overflow_leaf(inner_state: Any) -> jax.Array:
 
 
 def _can_overflow(inner_state: Any) -> bool:
-    return any(state.layout.has_float16_masters for state in master_states(inner_state))
+    return any(state.layout.can_overflow for state in master_states(inner_state))
+
+
+def _agree_on_overflow(inner_state: Any, axes: tuple[Any, ...]) -> Any:
+    """Each device may hold other parts of the parameters; all skip if one part overflows."""
+    if not axes:
+        return inner_state
+
+    def agree(state: MasterParamsState) -> MasterParamsState:
+        return dataclasses.replace(
+            state,
+            overflow=_compat.largest(state.overflow, axes),
+            fits=_compat.agree(state.fits, axes),
+        )
+
+    return map_master_states(agree, inner_state)
 
 
 def _fit(inner_state: Any) -> jax.Array:
@@ -247,7 +264,9 @@ def _select_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: An
         applied = lax.optimization_barrier(applied)
     overflow_leaf = lax.select(finite, _overflow_leaf(new_state), jnp.array(-1, jnp.int32))
     emitted = _trees.select(applied, emitted, _zeros_like(wanted))
-    return applied, emitted, _trees.select(applied, new_state, old_state), overflow_leaf
+    # Keys that the inner transformation keeps stay, as they do behind a branch.
+    kept = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
+    return applied, emitted, kept, overflow_leaf
 
 
 def _cond_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: Any) -> _Outcome:
