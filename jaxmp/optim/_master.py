@@ -92,8 +92,7 @@ def master_params(
     In float16 that happens at 65520, and `skip_nonfinite` skips the step. In bfloat16, whose range
     is FP32's own, it happens in the last 0.4 % before FP32 overflows too; there the master
     saturates instead, because deciding first and writing after would read the whole optimizer
-    state twice (50 bytes a parameter in the place of 26, counted in the program that XLA compiles
-    for an H200).
+    state twice.
 
     `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`: equal bit
     for bit after every step. In a plain optax loop the emitted update is the best additive one:

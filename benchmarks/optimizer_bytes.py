@@ -1,0 +1,154 @@
+"""Counts the memory that an optimizer step moves, in the program that XLA compiles for an H200.
+
+    python benchmarks/optimizer_bytes.py                     # prints the table
+    python benchmarks/optimizer_bytes.py --out bytes.json    # and writes it
+
+No GPU is needed: XLA's GPU compiler runs on any machine that has its packages (Python >= 3.12):
+pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-nvrtc
+Nothing is run, so nothing is timed. Counted are the operands and results of every kernel, which is
+what it reads and writes where nothing stays in cache. AdamW, FP32 gradients, donated state.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import jaxmp
+from jaxmp import _compat
+
+# Public facts of the card, in the text form that XLA reads.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 pcie_bandwidth: 34359738368
+  ecc_enabled: true name: "NVIDIA H200 141GB HBM3e" driver_version: "13.0.0"
+  runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200 141GB HBM3e"
+"""
+
+SHAPES = [(4096, 1024 + i) for i in range(4)]  # four leaves, told apart by their shape
+PARAMETERS = sum(math.prod(shape) for shape in SHAPES)
+
+# What has to move: read the gradient, read and write the rest (AdamW: two FP32 moments).
+FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 30, "bf16, packed": 28}
+RECIPES = {
+    "fp32 parameters": jaxmp.load_recipe("bf16"),
+    "bf16 + FP32 masters": jaxmp.load_recipe("bf16_params"),
+    "bf16, packed": jaxmp.load_recipe("bf16_params").replace(master="packed"),
+}
+
+
+def compile_for_h200(tx):
+    """The optimized program of one `apply_gradients`."""
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
+    placed = SingleDeviceSharding(topology.devices[0])
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    params = {f"w{i}": jax.ShapeDtypeStruct(s, jnp.float32) for i, s in enumerate(SHAPES)}
+    create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
+    state, grads = jax.tree.map(place, (jax.eval_shape(create, params), params))
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
+    with _compat.context(target="gpu"):
+        return step.trace(state, grads).lower(lowering_platforms=("cuda",)).compile()
+
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)[,\s]", re.M)
+_ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
+_KERNELS = {"fusion", "copy", "custom-call", "reduce"}
+
+
+def kernels(text):
+    """[(bytes of the result, names of the operands)] of every kernel, and bytes by name."""
+    entry = re.sub(r"/\*.*?\*/", "", text[text.index("\nENTRY") :])
+    sizes, found = {}, []
+    for name, shape, opcode, operands in _INSTRUCTION.findall(entry):
+        sizes[name] = sum(_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
+        if opcode in _KERNELS:
+            found.append((sizes[name], re.findall(r"%([\w.-]+)", operands)))
+    return found, sizes
+
+
+def _bytes(dtype, dims):
+    width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
+    return width * math.prod(int(d) for d in dims.split(",") if d)
+
+
+def count(tx):
+    """Bytes per parameter, passes over the gradients, temporary bytes per parameter."""
+    program = compile_for_h200(tx)
+    found, sizes = kernels(program.as_text())
+    moved = sum(result + sum(sizes[name] for name in names) for result, names in found)
+    reads = sum(name.startswith("grads_") for _, names in found for name in names)
+    return {
+        "bytes_per_parameter": round(moved / PARAMETERS, 2),
+        "passes_over_gradients": reads / len(SHAPES),
+        "temp_bytes_per_parameter": round(
+            program.memory_analysis().temp_size_in_bytes / PARAMETERS, 2
+        ),
+    }
+
+
+def measure():
+    """[(storage, clipping, guard, counts)] of every combination."""
+    rows = []
+    for storage, recipe in RECIPES.items():
+        for clip in (False, True):
+            inner = optax.adamw(1e-3)
+            inner = optax.chain(optax.clip_by_global_norm(1.0), inner) if clip else inner
+            for skip in ("none", "auto"):
+                counts = count(recipe.replace(skip=skip).optimizer(inner))
+                rows.append({"storage": storage, "clip": clip, "skip": skip, **counts})
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    rows = measure()
+    print(f"H200, compiled on {platform.machine()} without one; jax {jax.__version__}")
+    print(
+        f"{'stored as':22}{'clip':6}{'guard':7}{'B/param':>8}{'floor':>7}{'passes':>8}{'temp':>6}"
+    )
+    for row in rows:
+        print(
+            f"{row['storage']:22}{'yes' if row['clip'] else 'no':6}{row['skip']:7}"
+            f"{row['bytes_per_parameter']:8.2f}{FLOORS[row['storage']]:7}"
+            f"{row['passes_over_gradients']:8.2f}{row['temp_bytes_per_parameter']:6.2f}"
+        )
+    if options.out:
+        report = {
+            "command": "python " + " ".join(sys.argv),
+            "target": "NVIDIA H200 (compiled without one, nothing was run)",
+            "versions": {"jax": jax.__version__, "optax": optax.__version__},
+            "floors": FLOORS,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The optimizer step in the program that XLA compiles for an H200, without one."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"',
+)
+
+
+def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does():
+    code = "import json, optimizer_bytes as o; print(json.dumps([o.measure(), o.FLOORS]))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows, floors = json.loads(result.stdout.splitlines()[-1])
+    for row in rows:
+        extra_pass = row["clip"] or row["skip"] == "auto"
+        assert row["passes_over_gradients"] == (2 if extra_pass else 1), row
+        # 4 bytes a parameter for each pass over FP32 gradients; scalars vanish beside 16 M of them.
+        floor = floors[row["storage"]] + 4 * extra_pass
+        assert row["bytes_per_parameter"] == pytest.approx(floor, abs=0.02), row
+        assert row["temp_bytes_per_parameter"] < 0.01, row
