@@ -55,12 +55,13 @@ def adversarial(step, shape):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["fp32", "packed"])
+@pytest.mark.parametrize(("policies", "form"), [(BF16, "fp32"), (BF16, "packed"), (FP16, "fp32")])
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
-def test_params_are_cast_masters_for_a_thousand_adversarial_steps(form, inner):
-    tx = optim.mixed_precision(relaxed(inner), policies=BF16, master=form)
+def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
+    tx = optim.mixed_precision(relaxed(inner), policies=policies, master=form)
+    stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
-    cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(jnp.bfloat16))
+    cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
 
     def step(state, index):
         state = state.apply_gradients(
