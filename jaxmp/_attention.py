@@ -73,18 +73,59 @@ def fp32_softmax_attention(
         )
     if precision and qk_attn_weights_einsum:
         raise ValueError("precision is not used by qk_attn_weights_einsum; give one of them.")
-    dtype = dtype or jnp.result_type(query, key, value)
-    query, key, value = (jnp.asarray(array, dtype) for array in (query, key, value))
-    logits = _logits(query, key, precision, qk_attn_weights_einsum)
+    return attend(
+        *operands(query, key, value, dtype=dtype),
+        bias=bias,
+        mask=mask,
+        dropout=weight_dropout(deterministic, dropout_rate, dropout_rng, broadcast_dropout),
+        sow=functools.partial(module.sow, "intermediates", "attention_weights") if module else None,
+        precision=precision,
+        qk_einsum=qk_attn_weights_einsum,
+        value_einsum=attn_weights_value_einsum,
+    )
+
+
+def operands(*arrays: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """The arrays in `dtype`; None: in the one that they promote to."""
+    dtype = dtype or jnp.result_type(*arrays)
+    return tuple(jnp.asarray(array, dtype) for array in arrays)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    dropout: Callable[[jax.Array], jax.Array] | None,
+    sow: Callable[[jax.Array], Any] | None,
+    precision: Any,
+    qk_einsum: Callable[..., jax.Array] | None = None,
+    value_einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """What the drop-ins of both frameworks share; operands of one dtype, which is the result's."""
+    if key.shape[-2] != query.shape[-2]:
+        key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
+    logits = _logits(query, key, precision, qk_einsum)
     logits *= logits.dtype.type(query.shape[-1] ** -0.5)
-    weights = _softmax(logits, bias, mask).astype(dtype)
-    if module:
-        module.sow("intermediates", "attention_weights", weights)
-    if not deterministic and dropout_rate > 0.0:
-        shape = weights.shape if not broadcast_dropout else _broadcast_shape(weights)
-        weights = _dropout(weights, dropout_rng, dropout_rate, shape)
-    einsum = attn_weights_value_einsum or functools.partial(jnp.einsum, precision=precision)
+    weights = _softmax(logits, bias, mask).astype(query.dtype)
+    if sow is not None:
+        sow(weights)
+    if dropout is not None:
+        weights = dropout(weights)
+    einsum = value_einsum or functools.partial(jnp.einsum, precision=precision)
     return einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
+    """Grouped queries: `[B..., S, K, H]` -> `[B..., S, N, H]`, each head N / K times in a row."""
+    if heads % array.shape[-2]:
+        raise ValueError(
+            f"query has {heads} heads, key and value have {array.shape[-2]}; grouped-query "
+            "attention needs a multiple."
+        )
+    return jnp.repeat(array, heads // array.shape[-2], axis=-2)
 
 
 def _logits(query: jax.Array, key: jax.Array, precision: Any, einsum: Any) -> jax.Array:
@@ -113,11 +154,19 @@ def _softmax(logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None) 
     return jax.nn.softmax(logits)
 
 
-def _broadcast_shape(weights: jax.Array) -> tuple[int, ...]:
-    return (1,) * (weights.ndim - 2) + weights.shape[-2:]
+def weight_dropout(
+    deterministic: bool, rate: float, rng: Any, broadcast: bool
+) -> Callable[[jax.Array], jax.Array] | None:
+    """Drops weights `[B..., N, T, S]` at `rate`, the same ones for all of B and N or not."""
+    if deterministic or rate == 0.0:
+        return None
 
+    def dropout(weights: jax.Array) -> jax.Array:
+        shape = weights.shape
+        if broadcast:
+            shape = (1,) * (weights.ndim - 2) + shape[-2:]
+        keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+        multiplier = keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype)
+        return weights * multiplier
 
-def _dropout(weights: jax.Array, rng: Any, rate: float, shape: tuple[int, ...]) -> jax.Array:
-    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
-    multiplier = keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype)
-    return weights * multiplier
+    return dropout

@@ -18,12 +18,22 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from jaxmp._attention import fp32_softmax_attention
+from jaxmp._boundary import (
+    Facts,
+    Plan,
+    cast_inputs,
+    cast_like,
+    cast_tree,
+    make_plan,
+    matmul_precision,
+    precision_scope,
+    split_carry,
+    wide_operator,
+)
 from jaxmp._compat import current_context
-from jaxmp._dtypes import FLOAT32, bits, is_half
-from jaxmp._policy import Policy
+from jaxmp._dtypes import is_half
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import cast, is_castable
 
 Path = tuple[str, ...]
 
@@ -39,20 +49,10 @@ _WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 _SELF_CASTING = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
-class _Facts(NamedTuple):
-    takes_dtype: bool  # its `dtype` field was defined by Flax, not by a user
-    norm: bool
-    upcasts_params: bool
-    casts_params: bool  # itself
-    cell: bool
-    rnn: bool
-    attention: bool
-
-
 @functools.cache
-def _facts(cls: type[nn.Module]) -> _Facts:
+def _facts(cls: type[nn.Module]) -> Facts:
     cls = getattr(cls, "_jaxmp_class", cls)
-    return _Facts(
+    return Facts(
         takes_dtype=_is_flax_field(cls, "dtype"),
         norm=issubclass(cls, _NORMS),
         upcasts_params=issubclass(cls, _NORMS + _WEIGHT_NORMS),
@@ -71,54 +71,11 @@ def _is_flax_field(cls: type, name: str) -> bool:
 
 
 # ---------------------------------------------------------------------------
-# Casts
+# Inside a module
 # ---------------------------------------------------------------------------
 
 
-def cast_tree(tree: Any, dtype: Any, cast_float64: bool = False) -> Any:
-    def cast_leaf(leaf: Any) -> Any:
-        # A module among the arguments has an attribute `dtype` too, and is no array.
-        if is_castable(leaf, cast_float64) and not isinstance(leaf, nn.Module):
-            return cast(leaf, dtype)
-        return leaf
-
-    return jax.tree.map(cast_leaf, tree)
-
-
-def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` in the dtypes of `like` where both have one structure and shapes; else as it is."""
-    leaves, structure = jax.tree.flatten(tree)
-    models, model_structure = jax.tree.flatten(like)
-    if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
-        return tree
-    pairs = zip(leaves, models, strict=True)
-    return structure.unflatten(
-        cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
-        for leaf, model in pairs
-    )
-
-
-# ---------------------------------------------------------------------------
-# Plans: what one policy does to one module
-# ---------------------------------------------------------------------------
-
-
-class _Plan(NamedTuple):
-    policy: Policy
-    facts: _Facts
-    output: np.dtype
-    # Whether the output dtype was asked for: the root's, or named by the deciding rule.
-    asks_output: bool
-    # Where the deciding rule asks for an output wider than the compute dtype: that output dtype.
-    wide: np.dtype | None
-    param_dtype: Callable[[str], np.dtype]
-
-    @property
-    def input_dtype(self) -> np.dtype:
-        return _upcast(self.policy) if self.facts.norm else self.policy.compute_dtype
-
-
-def _prepare(module: Any, plan: _Plan) -> bool:
+def _prepare(module: Any, plan: Plan) -> bool:
     """Sets the fields and the `param` that `module` computes with; False: its author's stand."""
     policy, facts = plan.policy, plan.facts
     if facts.takes_dtype and policy.respect_explicit:
@@ -130,7 +87,7 @@ def _prepare(module: Any, plan: _Plan) -> bool:
     set_field = functools.partial(object.__setattr__, module)
     set_field("_jaxmp_plan", plan)
     if facts.takes_dtype:
-        set_field("dtype", _upcast(policy) if facts.upcasts_params else policy.compute_dtype)
+        set_field("dtype", plan.field_dtype)
     flax_attention = facts.attention and module.attention_fn is nn.dot_product_attention
     if flax_attention and is_half(policy.compute_dtype):
         set_field("attention_fn", fp32_softmax_attention)
@@ -141,18 +98,13 @@ def _prepare(module: Any, plan: _Plan) -> bool:
     return True
 
 
-def _upcast(policy: Policy) -> np.dtype:
-    return FLOAT32 if is_half(policy.compute_dtype) else policy.compute_dtype
-
-
-def _casting_param(ref: Callable[[], Any], plan: _Plan) -> Callable[..., Any]:
+def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
     """`module.param` in the compute dtype; what is stored keeps the dtype it was made in."""
 
     def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        dtype = _upcast(plan.policy) if plan.facts.upcasts_params else plan.param_dtype(name)
-        return cast_tree(value, dtype, plan.policy.cast_float64)
+        return cast_tree(value, plan.param_dtype(name), plan.policy.cast_float64)
 
     return param
 
@@ -172,25 +124,12 @@ def _widen(module: Any, wide: np.dtype, set_field: Callable[..., None]) -> None:
     ):
         if hasattr(module, field):
             if getattr(module, field) is None and getattr(module, f"{field}_cls") is None:
-                set_field(field, _wide_operator(product, wide))
+                set_field(field, wide_operator(product, wide))
                 set_field("promote_dtype", _wide_promote(wide))
             return
     if getattr(module, "preferred_element_type", wide) is None:
         set_field("preferred_element_type", wide)
         set_field("promote_dtype", _wide_promote(wide))
-
-
-@functools.cache
-def _wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
-    """`product` that emits `wide`; one object per dtype, so that equal modules stay equal."""
-
-    def operator(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        def bound(lhs: Any, rhs: Any, preferred_element_type: Any = None) -> jax.Array:
-            return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
-
-        return wide_product(bound, lhs, rhs, wide)
-
-    return operator
 
 
 @functools.cache
@@ -235,9 +174,6 @@ class Plain(NamedTuple):
     token: Any = None
 
 
-_PRECISIONS = {"highest": "highest", "tf32": "tensorfloat32"}
-
-
 class _Frame(NamedTuple):
     module: nn.Module
     path: Path
@@ -252,7 +188,7 @@ class Applier:
     def __init__(self, root: Root) -> None:
         self.root = root
         self.frames: list[_Frame] = []
-        self.plans: dict[Any, _Plan] = {}
+        self.plans: dict[Any, Plan] = {}
         self.types: dict[Path, type] = {}
         self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
@@ -277,15 +213,23 @@ class Applier:
         crosses = not is_function and not self._is_inside(module, path)
         incoming = args, kwargs
         if crosses and follows:
-            args, kwargs = _cast_inputs(plan, method, args, kwargs)
+            args, kwargs = cast_inputs(plan, method, args, kwargs)
         if crosses and plan.wide is not None and method == "attend":
             call = _wide_attend(module, plan.wide, call)
         with self._frame(module, path, plan, is_function):
             out = call(*args, **kwargs)
-        out, carry = _split_carry(plan.facts, module, method, body, out, *incoming)
+        out, carry = self._split_carry(plan, module, method, body, out, *incoming)
         if crosses and (follows or plan.asks_output):
             out = cast_tree(out, plan.output, plan.policy.cast_float64)
         return carry(out)
+
+    def _split_carry(
+        self, plan: Plan, module: Any, method: str, body: str, out: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        if "while_loop(" in body and args:
+            carry = cast_like(out, args[0])
+            return (), lambda _: carry
+        return split_carry(plan.facts, module, method, out, args, kwargs, "scan(" in body)
 
     # -- where are we -----------------------------------------------------------------------
 
@@ -310,28 +254,25 @@ class Applier:
 
     @contextlib.contextmanager
     def _frame(
-        self, module: nn.Module, path: Path, plan: _Plan, is_function: bool
+        self, module: nn.Module, path: Path, plan: Plan, is_function: bool
     ) -> Iterator[None]:
         outer = self.frames[-1].precision if self.frames else self.precision
-        precision = _PRECISIONS.get(plan.policy.matmul, self.precision)
+        precision = matmul_precision(plan.policy, self.precision)
         self.frames.append(_Frame(module, path, precision, is_function))
         try:
-            if precision == outer:
+            with precision_scope(precision, outer):
                 yield
-            else:
-                with jax.default_matmul_precision(precision):
-                    yield
         finally:
             self.frames.pop()
 
     # -- which policy -----------------------------------------------------------------------
 
-    def _plan(self, module: Any, path: Path) -> _Plan:
+    def _plan(self, module: Any, path: Path) -> Plan:
         cls = type(module)
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
         key = (path, cls, ancestors)
         if key not in self.plans:
-            self.plans[key] = self._make_plan(path, cls, ancestors)
+            self.plans[key] = make_plan(self.root.policies, path, cls, ancestors, _facts(cls))
         return self.plans[key]
 
     def _ancestors(self, module: Any, path: Path) -> tuple[type, ...]:
@@ -342,69 +283,6 @@ class Applier:
             parent = parent.parent
         prefixes = [above[:length] for length in range(len(above), -1, -1)] if path else []
         return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
-
-    def _make_plan(self, path: Path, cls: type, ancestors: tuple[type, ...]) -> _Plan:
-        policies, name = self.root.policies, "/".join(path)
-        policy = policies.resolve(name, cls, ancestors)
-        rule = policies.deciding_rule(name, cls, ancestors)
-        named = rule is not None and rule.output_dtype is not None
-        asks = named or not path
-        wide = named and bits(policy.output_dtype) > bits(policy.compute_dtype)
-        return _Plan(
-            policy=policy,
-            facts=_facts(cls),
-            output=policy.output_dtype if asks else policy.compute_dtype,
-            asks_output=asks,
-            wide=policy.output_dtype if wide else None,
-            param_dtype=lambda param: (
-                policies.resolve(f"{name}:{param}", cls, ancestors).compute_dtype
-            ),
-        )
-
-
-# ---------------------------------------------------------------------------
-# Across a module's boundary
-# ---------------------------------------------------------------------------
-
-
-def _cast_inputs(plan: _Plan, method: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments in the dtype that the module computes with; recurrent carries as they came."""
-    skipped, name = 0, ""
-    if plan.facts.cell and method == "__call__":
-        skipped, name = 1, "carry"
-    elif plan.facts.rnn:
-        name = "initial_carry"
-    cast_in = functools.partial(
-        cast_tree, dtype=plan.input_dtype, cast_float64=plan.policy.cast_float64
-    )
-    return (*args[:skipped], *cast_in(args[skipped:])), {
-        key: value if key == name else cast_in(value) for key, value in kwargs.items()
-    }
-
-
-def _split_carry(
-    facts: _Facts, module: Any, method: str, body: str, out: Any, args: Any, kwargs: Any
-) -> tuple[Any, Callable[[Any], Any]]:
-    """What of `out` is handed on, and how the carry, in its incoming dtypes, is put back.
-
-    A loop needs its carry to keep its dtypes; a recurrent state is kept as precise as it came.
-    """
-    pair = type(out) is tuple and len(out) == 2
-    if pair and ("scan(" in body or (facts.cell and method == "__call__")):
-        incoming = args[0] if args else kwargs.get("carry")
-        carry = cast_like(out[0], incoming)
-        return out[1], lambda handed_on: (carry, handed_on)
-    if pair and facts.rnn and _returns_carry(module, kwargs):
-        return out[1], lambda handed_on: (out[0], handed_on)
-    if "while_loop(" in body and args:
-        carry = cast_like(out, args[0])
-        return (), lambda _: carry
-    return out, lambda handed_on: handed_on
-
-
-def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("return_carry")
-    return module.return_carry if asked is None else asked
 
 
 # ---------------------------------------------------------------------------

@@ -18,12 +18,8 @@ from jaxmp.errors import JaxmpError
 
 M = TypeVar("M")
 
-# Module that defines a framework's base class -> the adapter for its modules (None: there is none
-# in this version), and the framework's name.
-_ADAPTERS = {
-    "flax.linen.module": ("jaxmp.linen", "Flax Linen"),
-    "flax.nnx.module": (None, "Flax NNX"),
-}
+# Module that defines a framework's base class -> the adapter for its modules.
+_ADAPTERS = {"flax.linen.module": "jaxmp.linen", "flax.nnx.module": "jaxmp.nnx"}
 
 
 @final
@@ -247,12 +243,6 @@ def _adapter(model: Any) -> Any:
         hint = f" Make an instance: {model.__name__}(...)." if isinstance(model, type) else ""
         raise JaxmpError(
             f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Give an instance "
-            "of a flax.linen.Module; for example recipe.wrap(nn.Dense(8))."
+            "of a flax.linen.Module or a flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
         )
-    module, framework = found
-    if module is None:
-        raise JaxmpError(
-            f"wrap({type(model).__name__}): {framework} models cannot be wrapped in this version; "
-            "give a flax.linen.Module, for example recipe.wrap(nn.Dense(8))."
-        )
-    return importlib.import_module(module)
+    return importlib.import_module(found)

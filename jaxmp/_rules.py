@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._dtypes import short_name
+from jaxmp._dtypes import bits, short_name
 from jaxmp._policy import (
     FIELD_NAMES,
     Policy,
@@ -21,7 +21,7 @@ from jaxmp._policy import (
     policy_fields,
     split_pairs,
 )
-from jaxmp.errors import RuleError, nearest
+from jaxmp.errors import PolicyError, RuleError, nearest
 
 # ---------------------------------------------------------------------------
 # Patterns
@@ -477,6 +477,19 @@ class PolicyMap:
         unused = tuple(rule for index, rule in enumerate(self.rules) if index not in deciding)
         return Explanation(tuple(rows), unused)
 
+    def explain_modules(self, paths: Mapping[str, Any]) -> Explanation:
+        """`explain` for all paths of a model: a row per module, and per parameter with a rule.
+
+        Args:
+          paths: module path -> class, and `path:name` -> None for every parameter.
+        """
+        found = self.explain(paths)
+        rows = tuple(row for row in found.rows if ":" not in row.path or self._names(row))
+        return Explanation(rows, found.unused)
+
+    def _names(self, row: Decision) -> bool:
+        return row.rule is not None and self.rules[row.rule].addresses_parameter
+
     def unused(self, paths: Iterable[Any] | Mapping[Any, Any]) -> tuple[Rule, ...]:
         """The rules that decide for none of `paths`."""
         return self.explain(paths).unused
@@ -510,6 +523,21 @@ def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             if getattr(holder, field) is not None:
                 yield who, field, getattr(holder, field)
+
+
+def check_module_dtypes(policies: PolicyMap) -> None:
+    """Refuses policies that no module can follow.
+
+    Raises:
+      PolicyError: if a module would store or compute in less than 16 bits.
+    """
+    for who, field, dtype in named_dtypes(policies):
+        if bits(dtype) < 16:
+            raise PolicyError(
+                f"{field}={short_name(dtype)} in {who}: a module cannot store or compute in less "
+                "than 16 bits; FP8 is for single products. Keep 16 bits here, such as "
+                "apply_policy(model, 'p=f32,c=bf16,o=f32')."
+            )
 
 
 def _typed(paths: Iterable[Any] | Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -13,22 +13,20 @@ from typing import Any, TypeVar, cast
 import flax.linen as nn
 import jax
 
+from jaxmp._boundary import cast_like, cast_tree
 from jaxmp._compat import context, current_context
-from jaxmp._dtypes import bits, short_name
 from jaxmp._linen_calls import (
     Applier,
     Plain,
     Root,
-    cast_like,
-    cast_tree,
     is_by_path,
     key_scopes,
     modules_in,
 )
 from jaxmp._recipe_data import as_policy_map
-from jaxmp._rules import Decision, Explanation, PolicyMap
+from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
 from jaxmp._trees import is_castable, leaves_with_path, parameter_path
-from jaxmp.errors import CompositionError, PolicyError
+from jaxmp.errors import CompositionError
 
 __all__ = ["apply_policy", "explain", "module_paths"]
 
@@ -346,7 +344,7 @@ def apply_policy(model: M, policies: Any) -> M:
     """
     _check_model(model)
     policies = as_policy_map(policies)
-    _check_dtypes(policies)
+    check_module_dtypes(policies)
     cls = _policied_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # Without its parent: like any new module it belongs to the method that it is made in.
@@ -377,18 +375,6 @@ def _check_unbound(model: nn.Module) -> None:
             "already. Apply the policy first: apply_policy(model, policies).bind(variables); "
             "inside a compact method, apply_policy(Module(..., parent=None), policies)."
         )
-
-
-def _check_dtypes(policies: PolicyMap) -> None:
-    for owner in (policies.default, *policies.rules):
-        for field in ("param_dtype", "compute_dtype", "output_dtype"):
-            dtype = getattr(owner, field)
-            if dtype is not None and bits(dtype) < 16:
-                raise PolicyError(
-                    f"{field}={short_name(dtype)} in {owner!r}: a module cannot store or compute "
-                    "in less than 16 bits; FP8 is for single products. Keep 16 bits here, such as "
-                    "apply_policy(model, 'p=f32,c=bf16,o=f32')."
-                )
 
 
 def module_paths(
@@ -457,31 +443,4 @@ def explain(
     policies = as_policy_map(policies)
     paths = module_paths(model, *args, rngs=rngs, **kwargs)
     policies.check_required(paths)
-    rows = [
-        _decision(policies, path, paths)
-        for path in paths
-        if ":" not in path or _names_parameter(policies, path)
-    ]
-    deciding = {row.rule for row in rows}
-    unused = [rule for index, rule in enumerate(policies.rules) if index not in deciding]
-    return Explanation(tuple(rows), tuple(unused))
-
-
-def _names_parameter(policies: PolicyMap, path: str) -> bool:
-    rule = policies.deciding_rule(path)
-    return rule is not None and rule.addresses_parameter
-
-
-def _decision(policies: PolicyMap, path: str, paths: dict[str, type | None]) -> Decision:
-    names = path.split("/") if path else []
-    above = ["/".join(names[:length]) for length in range(len(names) - 1, -1, -1)]
-    where = path, paths[path], tuple(paths[prefix] for prefix in above if paths.get(prefix))
-    rule = policies.deciding_rule(*where)
-    kind = paths[path]
-    return Decision(
-        path,
-        kind.__name__ if kind else "",
-        policies.resolve(*where),
-        None if rule is None else policies.rules.index(rule),
-        "" if rule is None else rule.why,
-    )
+    return policies.explain_modules(paths)

@@ -1,21 +1,295 @@
-"""Flax NNX: gradients and an optimizer that are right in mixed precision."""
+"""Flax NNX: a policy per module path; gradients, optimizer and steps in mixed precision."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import linen, nnx
 
-from jaxmp import _gradients, _trees, optim
+from jaxmp import _gradients, _nnx_calls, _trees, optim
 from jaxmp._loss_scale import NoLossScale
+from jaxmp._recipe_data import as_policy_map
+from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
+from jaxmp._trees import Path
+from jaxmp.errors import CompositionError, RuleError
 from jaxmp.optim import _find, _master, _skip
 from jaxmp.optim._apply import apply_update
 
-__all__ = ["Optimizer", "value_and_grad"]
+__all__ = [
+    "CompiledStep",
+    "Optimizer",
+    "apply_policy",
+    "compile_step",
+    "explain",
+    "module_paths",
+    "value_and_grad",
+]
+
+M = TypeVar("M", bound=nnx.Module)
+
+# ---------------------------------------------------------------------------
+# Policies
+# ---------------------------------------------------------------------------
+
+
+def apply_policy(model: M, policies: Any) -> M:
+    """The same model, computing as `policies` say; the model that was given is untouched.
+
+    The result shares its Variables with `model`: training one trains the other. A parameter that a
+    rule stores in another dtype gets a Variable of its own, which keeps the value and the dtype of
+    the original until `Optimizer`, or `recipe.cast_params`, casts it.
+
+    Args:
+      model: a `flax.nnx.Module`; if it has policies already, these replace them. A submodule that
+        was given policies of its own before keeps them.
+      policies: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Paths are
+        those of `nnx.iter_modules(model)`: attribute names and list indices, joined by `/`.
+
+    Returns:
+      A model whose modules are instances of subclasses of their classes.
+
+    Raises:
+      CompositionError: if `model` is not an NNX module, or holds a Linen module without a policy.
+      PolicyError: if a policy names a float8 dtype, or cannot be understood.
+      RuleError: if a required rule matches nothing, or a module that is reached by several paths
+        would need several policies.
+
+    Example:
+      >>> model = apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "p=f32,c=bf16,o=bf16")
+      >>> model(jnp.ones((2, 3))).dtype, model.kernel[...].dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+    _check_model(model)
+    policies = as_policy_map(policies)
+    check_module_dtypes(policies)
+    places = _places(model)
+    paths = _paths(places)
+    policies.check_required(paths)
+    _check_shared(places, policies)
+    copy = nnx.clone(model, variables=False)
+    for place in _places(copy):
+        _nnx_calls.unbind(place.module)
+    bound = [place for place in _places(copy) if not place.inner]
+    _store_apart(bound, policies)
+    for place in bound:
+        path = place.paths[0]
+        _nnx_calls.bind(place.module, policies, path, _ancestors(path, paths))
+    return copy
+
+
+def module_paths(model: nnx.Module) -> dict[str, type | None]:
+    """Every path that a rule can name in a model.
+
+    Args:
+      model: an NNX module, with or without policies.
+
+    Returns:
+      Module path -> the module's class, `''` being the model itself; `path:name` -> None for every
+      parameter. A module that is reached by several paths stands under each.
+
+    Example:
+      >>> list(module_paths(nnx.Linear(3, 4, rngs=nnx.Rngs(0))))
+      ['', ':bias', ':kernel']
+    """
+    _check_model(model)
+    return _paths(_places(model))
+
+
+def explain(model: nnx.Module, policies: Any) -> Explanation:
+    """Which rule decides for each module of a model, and which rules decide nothing.
+
+    Args:
+      model: an NNX module.
+      policies: as in `apply_policy`.
+
+    Returns:
+      A row for every module, and for every parameter that a `path:name` rule decides.
+
+    Raises:
+      RuleError: if a required rule matches nothing.
+
+    Example:
+      >>> model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+      >>> explain(model, "p=f32,c=bf16,o=f32").rows[0].policy
+      Policy('p=f32,c=bf16,o=f32')
+    """
+    policies, paths = as_policy_map(policies), module_paths(model)
+    policies.check_required(paths)
+    return policies.explain_modules(paths)
+
+
+class _Place(NamedTuple):
+    """A module of a model and all the paths that lead to it."""
+
+    module: nnx.Module
+    paths: list[Path]
+    # A model with policies of its own, or a part of one.
+    inner: bool
+    params: list[tuple[str, Any]]
+
+
+def _places(model: Any) -> list[_Place]:
+    """The modules of a model, the root first, each once."""
+    found: dict[int, _Place] = {}
+    root = _nnx_calls.bound_of(model)
+
+    def visit(module: Any, path: Path, open_ids: frozenset[int], inner: bool) -> None:
+        bound = _nnx_calls.bound_of(module)
+        inner = inner or (bound is not None and (root is None or bound.policies != root.policies))
+        place = found.get(id(module))
+        if place is None:
+            place = found[id(module)] = _Place(module, [], inner, [])
+        first = not place.paths
+        place.paths.append(path)
+        for names, leaf in _members(module):
+            if isinstance(leaf, nnx.Module):
+                if id(leaf) not in open_ids:
+                    visit(leaf, path + names, open_ids | {id(leaf)}, inner)
+            elif first and isinstance(leaf, nnx.Param):
+                place.params.append(("/".join(names), leaf))
+        if first and not inner and isinstance(module, nnx.bridge.ToNNX):
+            _check_bridge(module, path)
+
+    visit(model, (), frozenset({id(model)}), inner=False)
+    return list(found.values())
+
+
+def _check_bridge(module: Any, path: Path) -> None:
+    """Paths and dtypes of a Linen module inside an NNX model are Linen's."""
+    inside = module.to_nnx__module
+    if isinstance(inside, linen.Module) and not hasattr(type(inside), "_jaxmp_class"):
+        raise CompositionError(
+            f"The ToNNX at {'/'.join(path)!r} holds a Linen {type(inside).__name__}, which NNX "
+            "policies do not reach. Give it its policies before the bridge: "
+            f"nnx.bridge.ToNNX(jaxmp.linen.apply_policy({type(inside).__name__}(...), policies), "
+            "rngs=rngs)."
+        )
+
+
+def _members(module: Any) -> list[tuple[Path, Any]]:
+    """Modules and Variables right below a module, within lists and dicts too, by path."""
+    return [
+        ((name, *_trees.path_names(key_path)), leaf)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_pytree__")
+        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=_is_member)
+        if _is_member(leaf)
+    ]
+
+
+def _is_member(value: Any) -> bool:
+    return isinstance(value, (nnx.Module, nnx.Variable))
+
+
+def _paths(places: list[_Place]) -> dict[str, type | None]:
+    paths: dict[str, type | None] = {}
+    for place in places:
+        for path in place.paths:
+            paths["/".join(path)] = _nnx_calls.author_class(place.module)
+    for place in places:
+        for path in place.paths:
+            owner = "/".join(path)
+            paths |= {_param_path(owner, name): None for name, _ in place.params}
+    return paths
+
+
+def _param_path(owner: str, name: str) -> str:
+    """A parameter in a list or dict: `layers/0` of module `a` is `a/layers:0`, as in its state."""
+    return _trees.parameter_path((*filter(None, owner.split("/")), *name.split("/")))
+
+
+def _ancestors(path: Path, paths: dict[str, type | None]) -> tuple[type, ...]:
+    """Classes of the modules above `path`, the nearest first."""
+    above = ("/".join(path[:length]) for length in range(len(path) - 1, -1, -1))
+    return tuple(cls for name in above if (cls := paths.get(name)) is not None)
+
+
+def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
+    """Refuses one module, or one parameter, under two policies."""
+    paths = _paths(places)
+    owners: dict[int, list[Path]] = {}
+    for place in places:
+        if not place.inner:
+            cls = _nnx_calls.author_class(place.module)
+            resolved = {
+                "/".join(path): policies.resolve("/".join(path), cls, _ancestors(path, paths))
+                for path in place.paths
+            }
+            _check_one(f"The {cls.__name__}", resolved)
+        for _, param in place.params:
+            owners.setdefault(id(param), [])
+    for place in places:
+        for name, param in place.params:
+            owners[id(param)] += [(*path, *name.split("/")) for path in place.paths]
+    for names in owners.values():
+        stored = {_trees.parameter_path(path): policies.storage_dtype(path, None) for path in names}
+        if len(set(stored.values())) > 1:
+            _check_one("The parameter", stored)
+
+
+def _check_one(what: str, resolved: dict[str, Any]) -> None:
+    if len(set(resolved.values())) < 2:
+        return
+    listed = ", ".join(f"{path!r}: {value}" for path, value in resolved.items())
+    first = next(iter(resolved))
+    raise RuleError(
+        f"{what} that several paths lead to would need several policies ({listed}). It is one "
+        f"object and can have only one: give all its paths the same rule, such as "
+        f"Rule('re:{'|'.join(map(re.escape, resolved))}', 'c=f32'), or leave {first!r} out."
+    )
+
+
+def _store_apart(places: list[_Place], policies: PolicyMap) -> None:
+    """Gives each parameter that is to be stored in another dtype a Variable of its own."""
+    own: dict[int, Any] = {}
+    for place in places:
+        for name, param in place.params:
+            path = (*place.paths[0], *name.split("/"))
+            value = param.get_raw_value()
+            dtype = policies.storage_dtype(path, _trees.dtype_of(value))
+            if _trees.is_castable(value) and value.dtype != dtype:
+                own.setdefault(id(param), param.copy())
+    if not own:
+        return
+    for place in places:
+        for name, value in list(vars(place.module).items()):
+            if not name.startswith("_pytree__"):
+                _replace_members(place.module, name, value, own)
+
+
+def _replace_members(module: Any, name: str, value: Any, own: dict[int, Any]) -> None:
+    leaves = [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_member) if id(leaf) in own]
+    if leaves:
+        replaced = jax.tree.map(lambda leaf: own.get(id(leaf), leaf), value, is_leaf=_is_member)
+        vars(module)[name] = replaced
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, type) and issubclass(model, nnx.Module):
+        raise CompositionError(
+            f"apply_policy was given the class {model.__name__}, not a model. Give an instance: "
+            f"apply_policy({model.__name__}(..., rngs=nnx.Rngs(0)), policies)."
+        )
+    if not isinstance(model, nnx.Module):
+        kind = type(model)
+        linen = any(base.__module__.startswith("flax.linen") for base in inspect.getmro(kind))
+        fix = "jaxmp.linen.apply_policy(model, policies)" if linen else "a flax.nnx.Module"
+        raise CompositionError(
+            f"apply_policy was given a {kind.__module__}.{kind.__qualname__}, which is not a "
+            f"flax.nnx.Module. {'Use' if linen else 'Give'} {fix}."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Gradients
+# ---------------------------------------------------------------------------
 
 
 def value_and_grad(
@@ -193,3 +467,109 @@ class Optimizer(nnx.Optimizer):
         if before is not None:
             after = nnx.as_pure(nnx.state(model, self._restorable))
             nnx.update(model, _trees.select(applied, after, before))
+
+
+# ---------------------------------------------------------------------------
+# Compiled steps
+# ---------------------------------------------------------------------------
+
+
+class CompiledStep:
+    """What `compile_step` returns: call it as the step, without the nodes.
+
+    Used in a `with` block it writes its state back at the end.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], nodes: tuple[Any, ...], donate: bool, options: dict[str, Any]
+    ) -> None:
+        self._fn, self._nodes = fn, nodes
+        self.read_back()
+        donated = {"donate_argnums": 0} if donate else {}
+        self._jitted = jax.jit(self._pure, **donated, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step from where the last one ended."""
+        out, self._leaves = self._jitted(self._leaves, args, kwargs)
+        return out
+
+    def _pure(self, leaves: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        nodes = nnx.merge(self._graphdef, self._structure.unflatten(leaves))
+        out = self._fn(*nodes, *args, **kwargs)
+        graphdef, state = nnx.split(nodes)
+        new_leaves, structure = jax.tree.flatten(nnx.as_pure(state))
+        if structure != self._structure or graphdef != self._graphdef:
+            raise CompositionError(
+                f"{getattr(self._fn, '__name__', 'The step')} adds, removes or changes attributes "
+                "of its nodes, such as a sown nnx.Intermediate or a Python counter; compile_step "
+                "carries arrays only. Return such values from the step, or use nnx.jit(step)."
+            )
+        return out, tuple(new_leaves)
+
+    def write_back(self) -> tuple[Any, ...]:
+        """Puts the present state into the nodes, which are as they were at the start until then.
+
+        Returns:
+          The nodes.
+        """
+        nnx.update(self._nodes, self._structure.unflatten(self._leaves))
+        return self._nodes
+
+    def read_back(self) -> None:
+        """Takes the nodes as they are now, after a change made outside of the step."""
+        self._graphdef, state = nnx.split(self._nodes)
+        leaves, self._structure = jax.tree.flatten(nnx.as_pure(state))
+        self._leaves = _unaliased(leaves)
+
+    def __enter__(self) -> CompiledStep:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.write_back()
+
+
+def _unaliased(leaves: list[Any]) -> tuple[Any, ...]:
+    """Copies of arrays that stand there twice: a buffer can be donated once."""
+    seen: set[int] = set()
+    out = []
+    for leaf in leaves:
+        out.append(jnp.copy(leaf) if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return tuple(out)
+
+
+def compile_step(
+    fn: Callable[..., Any], *nodes: Any, donate: bool = True, **options: Any
+) -> CompiledStep:
+    """Compiles a training step of NNX objects so that a call costs what a call on arrays costs.
+
+    `nnx.jit` takes the objects apart and puts them together again at every call. Here that is done
+    once, and their arrays go from one call to the next as a flat tuple.
+
+    Args:
+      fn: `fn(*nodes, *args, **kwargs)` changes the nodes in place and returns what it likes.
+      *nodes: NNX objects, such as a model and its `Optimizer`.
+      donate: let the compiled step reuse the memory of the old state; the arrays of the nodes are
+        gone then until `write_back`.
+      **options: handed to `jax.jit`; `args` and `kwargs` are arguments 1 and 2, each one pytree.
+
+    Returns:
+      A function of `(*args, **kwargs)`. The nodes themselves follow at `write_back()`, or at the
+      end of `with compile_step(...) as step:`.
+
+    Raises:
+      CompositionError: at the first call, if `fn` changes more of the nodes than arrays.
+
+    Example:
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, optax.sgd(0.1))
+      >>> def train(model, optimizer, x):
+      ...     loss, grads = value_and_grad(lambda m, x: m(x).sum())(model, x)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> with compile_step(train, model, optimizer) as step:
+      ...     losses = [float(step(jnp.ones((4, 2)))) for _ in range(3)]
+      >>> int(optimizer.step[...]), losses[2] < losses[0]
+      (3, True)
+    """
+    return CompiledStep(fn, nodes, donate, options)

@@ -720,9 +720,11 @@ def test_wrap_refuses_what_is_no_model(model, words):
     assert isinstance(eval(fix, {"recipe": load_recipe("bf16"), "nn": nn}), nn.Module)
 
 
-def test_wrap_says_what_it_does_not_do_yet():
-    with pytest.raises(JaxmpError, match="Flax NNX models cannot be wrapped in this version"):
-        load_recipe("bf16").wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+def test_wrap_takes_both_frameworks():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    wrapped = load_recipe("bf16").wrap(model)
+    assert isinstance(wrapped, nnx.Linear) and wrapped.dtype == jnp.bfloat16
+    assert model.dtype is None and wrapped.kernel is model.kernel
 
 
 @pytest.mark.parametrize("name", ALL)

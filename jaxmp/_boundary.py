@@ -1,0 +1,207 @@
+"""What a policy does at the boundary of one module, whatever its framework."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._dtypes import FLOAT32, bits, is_half
+from jaxmp._policy import Policy
+from jaxmp._products import wide_product
+from jaxmp._rules import PolicyMap
+from jaxmp._trees import cast, is_castable
+
+# ---------------------------------------------------------------------------
+# Plans: what one policy does to one module
+# ---------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What is true of a module class under every policy."""
+
+    takes_dtype: bool  # its `dtype` was defined by Flax, not by a user
+    norm: bool
+    upcasts_params: bool
+    casts_params: bool  # itself
+    cell: bool
+    rnn: bool
+    attention: bool
+
+
+class Plan(NamedTuple):
+    """What is done with one module: at its boundary, and inside."""
+
+    policy: Policy
+    facts: Facts
+    output: np.dtype
+    # Whether the output dtype was asked for: the root's, or named by the deciding rule.
+    asks_output: bool
+    # Where the deciding rule asks for an output wider than the compute dtype: that output dtype.
+    wide: np.dtype | None
+    param_dtype: Callable[[str], np.dtype]
+
+    @property
+    def input_dtype(self) -> np.dtype:
+        """Norms take their statistics in FP32."""
+        return upcast(self.policy) if self.facts.norm else self.policy.compute_dtype
+
+    @property
+    def field_dtype(self) -> np.dtype:
+        """What the `dtype` that Flax gave the module is set to."""
+        return upcast(self.policy) if self.facts.upcasts_params else self.policy.compute_dtype
+
+
+def make_plan(
+    policies: PolicyMap, path: tuple[str, ...], cls: type, ancestors: tuple[type, ...], facts: Facts
+) -> Plan:
+    """The plan for the module of class `cls` at `path`, below modules of classes `ancestors`."""
+    name = "/".join(path)
+    policy = policies.resolve(name, cls, ancestors)
+    rule = policies.deciding_rule(name, cls, ancestors)
+    named = rule is not None and rule.output_dtype is not None
+    asks = named or not path
+    wide = named and bits(policy.output_dtype) > bits(policy.compute_dtype)
+
+    def param_dtype(param: str) -> np.dtype:
+        if facts.upcasts_params:
+            return upcast(policy)
+        return policies.resolve(f"{name}:{param}", cls, ancestors).compute_dtype
+
+    return Plan(
+        policy=policy,
+        facts=facts,
+        output=policy.output_dtype if asks else policy.compute_dtype,
+        asks_output=asks,
+        wide=policy.output_dtype if wide else None,
+        param_dtype=param_dtype,
+    )
+
+
+def upcast(policy: Policy) -> np.dtype:
+    """FP32 where a policy computes in 16 bits."""
+    return FLOAT32 if is_half(policy.compute_dtype) else policy.compute_dtype
+
+
+# ---------------------------------------------------------------------------
+# Casts
+# ---------------------------------------------------------------------------
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def cast_tree(
+    tree: Any,
+    dtype: Any,
+    cast_float64: bool = False,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Casts the floating arrays of arguments or results; a module among them is no array."""
+
+    def cast_leaf(leaf: Any) -> Any:
+        castable = isinstance(leaf, _ARRAYS) and is_castable(leaf, cast_float64)
+        return cast(leaf, dtype) if castable else leaf
+
+    return jax.tree.map(cast_leaf, tree, is_leaf=is_leaf)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` in the dtypes of `like` where both have one structure and shapes; else as it is."""
+    leaves, structure = jax.tree.flatten(tree)
+    models, model_structure = jax.tree.flatten(like)
+    if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
+        return tree
+    pairs = zip(leaves, models, strict=True)
+    return structure.unflatten(
+        cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
+        for leaf, model in pairs
+    )
+
+
+def cast_inputs(
+    plan: Plan, method: str, args: Any, kwargs: Any, is_leaf: Any = None
+) -> tuple[Any, Any]:
+    """Arguments in the dtype that the module computes with; recurrent carries as they came."""
+    skipped, name = 0, ""
+    if plan.facts.cell and method == "__call__":
+        skipped, name = 1, "carry"
+    elif plan.facts.rnn:
+        name = "initial_carry"
+    cast_in = functools.partial(
+        cast_tree,
+        dtype=plan.input_dtype,
+        cast_float64=plan.policy.cast_float64,
+        is_leaf=is_leaf,
+    )
+    return (*args[:skipped], *cast_in(args[skipped:])), {
+        key: value if key == name else cast_in(value) for key, value in kwargs.items()
+    }
+
+
+def split_carry(
+    facts: Facts, module: Any, method: str, out: Any, args: Any, kwargs: Any, scanned: bool = False
+) -> tuple[Any, Callable[[Any], Any]]:
+    """What of `out` is handed on, and how the carry, in its incoming dtypes, is put back.
+
+    A loop needs its carry to keep its dtypes; a recurrent state is kept as precise as it came.
+    `scanned`: the module is the body of a scan.
+    """
+    if type(out) is not tuple or len(out) != 2:
+        return out, lambda handed_on: handed_on
+    if scanned or (facts.cell and method == "__call__"):
+        incoming = args[0] if args else kwargs.get("carry")
+        carry = cast_like(out[0], incoming)
+        return out[1], lambda handed_on: (carry, handed_on)
+    if facts.rnn and _returns_carry(module, kwargs):
+        return out[1], lambda handed_on: (out[0], handed_on)
+    return out, lambda handed_on: handed_on
+
+
+def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("return_carry")
+    return module.return_carry if asked is None else asked
+
+
+# ---------------------------------------------------------------------------
+# Precision of FP32 products
+# ---------------------------------------------------------------------------
+
+_PRECISIONS = {"highest": "highest", "tf32": "tensorfloat32"}
+
+
+def matmul_precision(policy: Policy, default: str | None) -> str | None:
+    """What `jax.default_matmul_precision` is set to under a policy."""
+    return _PRECISIONS.get(policy.matmul, default)
+
+
+@contextlib.contextmanager
+def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
+    """Runs a block at `precision`; `outer` is what is set already."""
+    if precision == outer:
+        yield
+    else:
+        with jax.default_matmul_precision(precision):
+            yield
+
+
+# ---------------------------------------------------------------------------
+# Wide outputs: 16-bit operands, FP32 result
+# ---------------------------------------------------------------------------
+
+
+@functools.cache
+def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
+    """`product` that emits `wide`; one object per dtype, so that equal modules stay equal."""
+
+    def operator(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        def bound(lhs: Any, rhs: Any, preferred_element_type: Any = None) -> jax.Array:
+            return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
+
+        return wide_product(bound, lhs, rhs, wide)
+
+    return operator

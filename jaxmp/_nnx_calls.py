@@ -1,0 +1,604 @@
+"""What a policy does to the NNX modules of one model, and to one call of their methods."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from jax import lax
+
+from jaxmp._attention import attend, operands, weight_dropout
+from jaxmp._boundary import (
+    Facts,
+    Plan,
+    cast_inputs,
+    cast_tree,
+    make_plan,
+    matmul_precision,
+    precision_scope,
+    split_carry,
+    wide_operator,
+)
+from jaxmp._compat import context, current_context
+from jaxmp._dtypes import is_half
+from jaxmp._products import wide_product
+from jaxmp._rules import PolicyMap
+from jaxmp._trees import cast, is_castable
+
+Path = tuple[str, ...]
+
+# ---------------------------------------------------------------------------
+# Facts: what is true of a module class under every policy
+# ---------------------------------------------------------------------------
+
+# Statistics, scale and bias in FP32; the result is handed on in the compute dtype.
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
+# Wrappers that normalise another layer's weights; in FP32 too.
+_WEIGHT_NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
+# Their `promote_dtype` casts what they read.
+_SELF_CASTING = (
+    *(nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed),
+    *_NORMS,
+    *_WEIGHT_NORMS,
+)
+
+
+@functools.cache
+def facts_of(cls: type) -> Facts:
+    """What holds for the modules of a class."""
+    return Facts(
+        takes_dtype=_takes_dtype(cls),
+        norm=issubclass(cls, _NORMS),
+        upcasts_params=issubclass(cls, _NORMS + _WEIGHT_NORMS),
+        casts_params=cls in _SELF_CASTING,
+        cell=issubclass(cls, nnx.RNNCellBase),
+        rnn=issubclass(cls, (nnx.RNN, nnx.Bidirectional)),
+        attention=issubclass(cls, nnx.MultiHeadAttention),
+    )
+
+
+def _is_flax(value: Any) -> bool:
+    return getattr(value, "__module__", "").partition(".")[0] == "flax"
+
+
+def _takes_dtype(cls: type) -> bool:
+    """Whether a class that Flax defines, `cls` or a base of it, has an argument `dtype`."""
+    return _default_dtype(cls) is not inspect.Parameter.empty
+
+
+@functools.cache
+def _default_dtype(cls: type) -> Any:
+    """What a Flax layer's `dtype` is when its author says nothing; `empty`: it has none."""
+    for base in cls.__mro__:
+        if _is_flax(base) and base not in nnx.Module.__mro__ and "__init__" in vars(base):
+            parameter = inspect.signature(vars(base)["__init__"]).parameters.get("dtype")
+            if parameter is not None:
+                return parameter.default
+    return inspect.Parameter.empty
+
+
+def _is_explicit(module: Any, dtype: Any) -> bool:
+    """Whether the author of a model chose the `dtype` of a Flax layer."""
+    embedding = vars(module).get("embedding")
+    implied = [_default_dtype(type(module)), getattr(embedding, "dtype", None)]
+    return dtype is not None and not any(
+        other is not None and np.dtype(other) == np.dtype(dtype) for other in implied
+    )
+
+
+# ---------------------------------------------------------------------------
+# Bound: which policies, and where; kept on every module as a static attribute
+# ---------------------------------------------------------------------------
+
+ATTRIBUTE = "_jaxmp"
+
+
+class Bound:
+    """A module's place under the policies of its root. Hashable, so part of every jit cache key.
+
+    Args:
+      policies: those of the root.
+      path: from the root to this module.
+      cls: the module's class as its author wrote it.
+      ancestors: classes of the modules above it, the nearest first.
+      author: attributes, by name, that the policy has set, as they were before.
+    """
+
+    __slots__ = ("_hash", "ancestors", "author", "cls", "path", "plan", "policies")
+
+    def __init__(
+        self,
+        policies: PolicyMap,
+        path: Path,
+        cls: type,
+        ancestors: tuple[type, ...],
+        author: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        self.policies, self.path, self.cls = policies, path, cls
+        self.ancestors, self.author = ancestors, author
+        self.plan = make_plan(policies, path, cls, ancestors, facts_of(cls))
+        self._hash = hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.policies, self.path, self.cls, self.ancestors, self.author
+
+    @property
+    def follows(self) -> bool:
+        """Whether the module computes as its policy says, not as its author wrote."""
+        return ("followed", False) not in self.author
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Bound) and self._hash == other._hash and self._key == other._key
+
+    def __reduce__(self) -> Any:
+        return Bound, self._key
+
+    def __repr__(self) -> str:
+        return f"Bound({'/'.join(self.path)!r}, {self.plan.policy})"
+
+
+def bound_of(module: Any) -> Bound | None:
+    """The place of a module under a policy; None for a module without one."""
+    return vars(module).get(ATTRIBUTE)
+
+
+def author_class(module: Any) -> type:
+    """The class of a module as its author wrote it."""
+    return getattr(type(module), "_jaxmp_class", type(module))
+
+
+# ---------------------------------------------------------------------------
+# Setting up one module
+# ---------------------------------------------------------------------------
+
+
+def bind(module: Any, policies: PolicyMap, path: Path, ancestors: tuple[type, ...]) -> None:
+    """Puts a module, which is nobody else's, under its policy."""
+    cls = type(module)
+    plan = Bound(policies, path, cls, ancestors).plan
+    changes = _changes(module, plan)
+    author = tuple((name, vars(module)[name]) for name in changes)
+    if not _follows(module, plan):
+        changes, author = {}, (("followed", False),)
+    for name, value in changes.items():
+        object.__setattr__(module, name, value)
+    setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author))
+    object.__setattr__(module, "__class__", policied_class(cls, _viewed_names(module, plan.facts)))
+
+
+def unbind(module: Any) -> None:
+    """Gives a module back the class and the attributes that its author gave it."""
+    bound = bound_of(module)
+    if bound is None:
+        return
+    object.__setattr__(module, "__class__", bound.cls)
+    delattr(module, ATTRIBUTE)
+    for name, value in bound.author if bound.follows else ():
+        object.__setattr__(module, name, value)
+
+
+def _follows(module: Any, plan: Plan) -> bool:
+    if not (plan.facts.takes_dtype and plan.policy.respect_explicit):
+        return True
+    dtype = vars(module).get("dtype")
+    return not _is_explicit(module, dtype) or np.dtype(dtype) == plan.policy.compute_dtype
+
+
+def _changes(module: Any, plan: Plan) -> dict[str, Any]:
+    """The attributes of Flax's own layers that a plan sets."""
+    changes: dict[str, Any] = {}
+    attributes = vars(module)
+    if plan.facts.takes_dtype and "dtype" in attributes:
+        changes["dtype"] = plan.field_dtype
+    flax_attention = attributes.get("attention_fn") is nnx.dot_product_attention
+    if plan.facts.attention and flax_attention and is_half(plan.policy.compute_dtype):
+        changes["attention_fn"] = fp32_softmax_attention
+    if plan.wide is not None and attributes.get("promote_dtype") is flax_promote_dtype:
+        changes |= _widening(module, plan.wide)
+    return changes
+
+
+# ---------------------------------------------------------------------------
+# Wide outputs: 16-bit operands, FP32 result
+# ---------------------------------------------------------------------------
+
+
+def _widening(module: Any, wide: np.dtype) -> dict[str, Any]:
+    """The attributes by which the product of a Flax layer emits `wide`."""
+    attributes = vars(module)
+    if attributes.get("preferred_element_type") is not None:
+        return {}
+    for name, product in (
+        ("dot_general", lax.dot_general),
+        ("conv_general_dilated", lax.conv_general_dilated),
+    ):
+        if name in attributes and attributes[name] in (None, product):
+            if attributes.get(f"{name}_cls") is not None:
+                return {}
+            return {name: wide_operator(product, wide), "promote_dtype": _wide_promote(wide)}
+    if "preferred_element_type" in attributes:
+        return {"preferred_element_type": wide, "promote_dtype": _wide_promote(wide)}
+    return {}
+
+
+@functools.cache
+def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
+    """Flax's `promote_dtype`, with the bias as wide as the sum it is added to."""
+
+    def promote(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+        promoted = flax_promote_dtype(arrays[:2], dtype=dtype, inexact=inexact)
+        biases = (None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:])
+        return (*promoted, *biases)
+
+    return promote
+
+
+def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
+    """`Embed.attend` has no attribute for its product."""
+
+    def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        arrays = query, module.embedding[...]
+        query, embedding = module.promote_dtype(arrays, dtype=module.dtype)
+        product = functools.partial(jnp.dot, out_sharding=out_sharding)
+        return wide_product(product, query, embedding.T, wide)
+
+    return attend
+
+
+# ---------------------------------------------------------------------------
+# Parameters in the compute dtype
+# ---------------------------------------------------------------------------
+
+
+def _viewed_names(module: Any, facts: Facts) -> frozenset[str]:
+    """Attributes that hold parameters which the module's own code does not cast."""
+    if facts.attention:
+        return frozenset({"cached_key", "cached_value"})
+    if facts.casts_params:
+        return frozenset()
+    return frozenset(name for name, value in vars(module).items() if _holds_params(value))
+
+
+def _holds_params(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=_is_param_or_module)
+    return any(isinstance(leaf, nnx.Param) for leaf in leaves)
+
+
+def _is_param_or_module(value: Any) -> bool:
+    return isinstance(value, (nnx.Variable, nnx.Module))
+
+
+class _View:
+    """An attribute that its module, while it runs under its policy, reads in the compute dtype."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        try:
+            value = vars(module)[self.name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(module).__name__!r} object has no attribute {self.name!r}"
+            ) from None
+        bound = bound_of(module)
+        if bound is None or not bound.follows or current_context().policies != bound.policies:
+            return value
+        dtype, wide = bound.plan.param_dtype(self.name), bound.plan.policy.cast_float64
+
+        def view(leaf: Any) -> Any:
+            if isinstance(leaf, (nnx.Param, nnx.Cache)):
+                return variable_view(leaf, dtype, wide)
+            return leaf
+
+        return jax.tree.map(view, value, is_leaf=_is_param_or_module)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self.name] = value
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self.name]
+
+
+def variable_view(source: Any, dtype: Any, cast_float64: bool = False) -> Any:
+    """A Variable of the same kind that reads in `dtype`; what is written to it goes to `source`."""
+    value = source.get_raw_value()
+    castable = isinstance(value, jax.Array) and is_castable(value, cast_float64)
+    if not castable or value.dtype == dtype or not _is_ordinary(source):
+        return source
+    view = object.__new__(_view_class(type(source)))
+    object.__setattr__(view, "_trace_state", nnx.tracers.TraceState())
+    object.__setattr__(view, "_var_metadata", source.get_metadata())
+    object.__setattr__(view, "_raw_value", cast(value, dtype))
+    object.__setattr__(view, "_source", source)
+    return view
+
+
+def _is_ordinary(variable: Any) -> bool:
+    """Not one that lives in a `jax.Ref` or as a hijax type."""
+    return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
+
+
+@functools.cache
+def _view_class(cls: type) -> type:
+    class View(cls):
+        __slots__ = ("_source",)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            source = _source_of(self)
+            if name != "_raw_value" or source is None:
+                super().__setattr__(name, value)
+                return
+            dtype = source.get_raw_value().dtype
+            source.set_raw_value(cast(value, dtype) if is_castable(value, True) else value)
+            mine = object.__getattribute__(self, "_raw_value").dtype
+            object.__setattr__(self, name, cast(value, mine))
+
+        def set_value(self, value: Any, **index: Any) -> None:
+            source = _source_of(self)
+            if source is None:
+                super().set_value(value, **index)
+                return
+            dtype = source.get_raw_value().dtype
+            source.set_value(cast_tree(value, dtype, True), **index)
+            mine = object.__getattribute__(self, "_raw_value").dtype
+            object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), mine))
+
+    View.__name__ = View.__qualname__ = cls.__name__
+    View.__module__ = cls.__module__
+    return View
+
+
+def _source_of(view: Any) -> Any:
+    """What a view writes to; a view that a transformation rebuilt writes to itself."""
+    try:
+        return object.__getattribute__(view, "_source")
+    except AttributeError:
+        return None
+
+
+# ---------------------------------------------------------------------------
+# Policied classes
+# ---------------------------------------------------------------------------
+
+_classes: dict[tuple[type, frozenset[str]], type] = {}
+_classes_lock = threading.Lock()
+
+
+def policied_class(cls: type, viewed: frozenset[str]) -> type:
+    """The one subclass of `cls` whose methods run under the policy of their module."""
+    with _classes_lock:
+        found = _classes.get((cls, viewed))
+        if found is None:
+            found = _classes[cls, viewed] = _make_class(cls, viewed)
+        return found
+
+
+def _make_class(cls: Any, viewed: frozenset[str]) -> type:
+    members: dict[str, Any] = {name: _View(name) for name in sorted(viewed)}
+    members |= {name: _under_policy(name, member) for name, member in _methods(cls).items()}
+    if issubclass(cls, nnx.MultiHeadAttention):
+        members["init_cache"] = _make_init_cache(cls.init_cache)
+    members |= {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce__": _reduce,
+        "_jaxmp_class": cls,
+    }
+    return type(cls)(cls.__name__, (cls,), members, pytree=cls._pytree__is_pytree)
+
+
+def _methods(cls: type) -> dict[str, Any]:
+    """What is called on a module: all methods of a user's class, the computing ones of Flax's."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base in nnx.Module.__mro__:
+            continue
+        for name, member in vars(base).items():
+            computes = name in ("__call__", "attend") or not (_is_flax(base) or name[:2] == "__")
+            is_method = callable(member) and hasattr(member, "__get__")
+            if computes and is_method and not isinstance(member, type):
+                found[name] = member
+            else:
+                found.pop(name, None)
+    return found
+
+
+def _under_policy(name: str, inherited: Any) -> Callable[..., Any]:
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = inherited.__get__(self, type(self))
+        bound = bound_of(self)
+        if bound is None:
+            return call(*args, **kwargs)
+        return _call(bound, self, name, call, args, kwargs)
+
+    return method
+
+
+def _make_init_cache(inherited: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(inherited)
+    def init_cache(self: Any, input_shape: Any, dtype: Any = None) -> None:
+        """As Flax's; without `dtype` the cache is kept in the compute dtype."""
+        bound = bound_of(self)
+        if dtype is None:
+            dtype = jnp.float32 if bound is None else bound.plan.policy.compute_dtype
+        inherited(self, input_shape, dtype)
+
+    return init_cache
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    viewed = frozenset(name for name, member in vars(type(self)).items() if type(member) is _View)
+    return _rebuild, (type(self)._jaxmp_class, viewed), self.__getstate__()
+
+
+def _rebuild(cls: type, viewed: frozenset[str]) -> Any:
+    return object.__new__(policied_class(cls, viewed))
+
+
+# ---------------------------------------------------------------------------
+# One call
+# ---------------------------------------------------------------------------
+
+
+class _Frames(threading.local):
+    """The policied calls that this thread is in: `(bound, precision)`, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Bound, str | None]] = []
+        # The precision of products outside of all of them.
+        self.ambient: str | None = None
+
+
+_frames = _Frames()
+
+# Modules and what they are split into are pytrees, and nothing to cast.
+_OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
+
+
+def _is_opaque(value: Any) -> bool:
+    return isinstance(value, _OPAQUE)
+
+
+def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+    plan = bound.plan
+    crosses = not _is_inside(bound)
+    incoming = args, kwargs
+    if crosses and bound.follows:
+        args, kwargs = cast_inputs(plan, name, args, kwargs, _is_opaque)
+    if crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
+        call = _wide_attend(module, plan.wide)
+    with _entered(bound, name):
+        out = call(*args, **kwargs)
+    out, carry = split_carry(plan.facts, module, name, out, *incoming)
+    if crosses and (bound.follows or plan.asks_output):
+        out = cast_tree(out, plan.output, plan.policy.cast_float64, _is_opaque)
+    return carry(out)
+
+
+def _is_flax_attend(cls: Any) -> bool:
+    return getattr(cls, "attend", None) is nnx.Embed.attend
+
+
+def _is_inside(bound: Bound) -> bool:
+    """Whether a module calls its own method: no boundary is crossed."""
+    if not _frames.stack:
+        return False
+    caller = _frames.stack[-1][0]
+    return caller is bound or (caller.path == bound.path and caller.cls is bound.cls)
+
+
+@contextlib.contextmanager
+def _entered(bound: Bound, method: str) -> Iterator[None]:
+    """Runs one method under its policies, precision and name scope."""
+    stack = _frames.stack
+    if not stack:
+        _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
+    outer = stack[-1][1] if stack else _frames.ambient
+    precision = matmul_precision(bound.plan.policy, _frames.ambient)
+    active = current_context().policies == bound.policies
+    policies = contextlib.nullcontext() if active else context(policies=bound.policies)
+    scope = _named(bound, method)
+    stack.append((bound, precision))
+    try:
+        with policies, precision_scope(precision, outer), scope:
+            yield
+    finally:
+        stack.pop()
+
+
+def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
+    """The module's path below its caller as a name scope, as Linen names its modules."""
+    caller = _frames.stack[-1][0] if _frames.stack else None
+    names = bound.path or (bound.cls.__name__,)
+    if caller is not None and caller.policies == bound.policies:
+        if caller.path == bound.path:
+            return contextlib.nullcontext()
+        depth = len(caller.path)
+        if bound.path[:depth] == caller.path:
+            names = bound.path[depth:]
+    suffix = "" if method == "__call__" else f".{method}"
+    return jax.named_scope("/".join(names) + suffix)
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+
+def fp32_softmax_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Any = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`softmax(q k^T / sqrt(H) + bias) v`, a drop-in for `flax.nnx.dot_product_attention`.
+
+    Args:
+      query: `[B..., T, N, H]`.
+      key, value: `[B..., S, K, H]`; each of the K heads serves N / K heads of `query`.
+      bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision: as
+        in Linen's.
+      module: an NNX module that sows the weights as an `nnx.Intermediate` `attention_weights`.
+      promote_dtype: casts `(query, key, value)`, as in Flax; None: all to `dtype`.
+      is_causal: position t attends to positions up to t.
+
+    Returns:
+      `[B..., T, N, H]` in the compute dtype.
+
+    Example:
+      >>> q, k = jnp.ones((1, 4, 4, 8), jnp.bfloat16), jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+      >>> fp32_softmax_attention(q, k, k, is_causal=True).shape
+      (1, 4, 4, 8)
+
+    Raises:
+      ValueError: if N is no multiple of K.
+    """
+    if promote_dtype is None:
+        promoted = operands(query, key, value, dtype=dtype)
+    else:
+        promoted = promote_dtype((query, key, value), dtype=dtype)
+    if is_causal:
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
+    elif mask is not None:
+        mask = mask.astype(bool)
+
+    sow = None if module is None else functools.partial(module.sow, nnx.Intermediate)
+    return attend(
+        *promoted,
+        bias=bias,
+        mask=mask,
+        dropout=weight_dropout(deterministic, dropout_rate, dropout_rng, broadcast_dropout),
+        sow=None if sow is None else functools.partial(sow, "attention_weights"),
+        precision=precision,
+    )
