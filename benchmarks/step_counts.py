@@ -10,6 +10,7 @@ two programs of a ratio. jmp, MPX and Flax `DynamicScale` are measured where the
 """
 
 import argparse
+import cProfile
 import dataclasses
 import functools
 import gc
@@ -17,6 +18,7 @@ import importlib
 import json
 import os
 import platform
+import pstats
 import re
 import statistics
 import sys
@@ -290,28 +292,45 @@ def count(make):
     }
 
 
-def paired_lowering(make, base, pairs):
-    """Ratios of tracing and lowering times, the two programs in turn."""
-    ratios = []
+def timed(make, base, pairs, seconds):
+    """`{ratio, paired, ...}` of CPU seconds, the two programs in turn.
+
+    A shared machine changes its speed from one minute to the next, so neighbours are compared:
+    `paired` has the least, the median and the largest of their ratios, and the median counts.
+    """
+    seconds_of = {id(make): [], id(base): []}
     for pair in range(pairs):
-        order = (make, base) if pair % 2 else (base, make)
-        times = {id(one): lower(one)[1] for one in order}
-        ratios.append(times[id(make)] / times[id(base)])
-    return ratios
+        for one in (make, base) if pair % 2 else (base, make):
+            seconds_of[id(one)].append(seconds(one))
+    ours, theirs = (seconds_of[id(one)] for one in (make, base))
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        "paired": [min(ratios), statistics.median(ratios), max(ratios)],
+        "seconds": [statistics.median(ours), statistics.median(theirs)],
+        "pairs": pairs,
+    }
 
 
-def paired_compiling(make, base, pairs):
-    """Ratios of compile times, the two programs in turn."""
-    ratios = []
-    for _ in range(pairs):
-        seconds = {}
-        for one in (base, make):
-            lowered, _ = lower(one)
-            start = time.process_time()
-            lowered.compile()
-            seconds[id(one)] = time.process_time() - start
-        ratios.append(seconds[id(make)] / seconds[id(base)])
-    return ratios
+def python_calls(make):
+    """Calls of Python functions while a step is traced and lowered: the same on any machine."""
+    step, state = make()
+    jax.clear_caches()
+    gc.collect()
+    profile = cProfile.Profile()
+    profile.runcall(jax.jit(step, donate_argnums=0).lower, state, TOKENS)
+    return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def lowering_seconds(make):
+    return lower(make)[1]
+
+
+def compiling_seconds(make):
+    lowered, _ = lower(make)
+    start = time.process_time()
+    lowered.compile()
+    return time.process_time() - start
 
 
 LIMITS = {
@@ -350,7 +369,7 @@ COMPARISONS = [
 
 
 def compare(limits, make, base, pairs, counted):
-    """Ratios of one comparison: {metric: ratio, or [low, median, high] for times}."""
+    """Ratios of one comparison: {metric: ratio, or what `timed` returns}."""
     for one in (make, base):
         counted.setdefault(one, None)
         counted[one] = counted[one] or count(one)
@@ -358,11 +377,11 @@ def compare(limits, make, base, pairs, counted):
         key: counted[make][key] / counted[base][key]
         for key in ("flops", "bytes", "temp_bytes", "stablehlo_ops", "hlo_ops")
     }
-    spread = lambda values: [min(values), statistics.median(values), max(values)]
     if "trace_lower" in limits:
-        ratios["trace_lower"] = spread(paired_lowering(make, base, pairs))
+        ratios["python_calls"] = python_calls(make) / python_calls(base)
+        ratios["trace_lower"] = timed(make, base, pairs, lowering_seconds)
     if "compile" in limits:
-        ratios["compile"] = spread(paired_compiling(make, base, max(2, pairs // 4)))
+        ratios["compile"] = timed(make, base, max(2, pairs // 4), compiling_seconds)
     return ratios
 
 
@@ -387,15 +406,13 @@ def main():
         ours = name.startswith("recipe")
         print(f"\n({kind}) {name} / {base_name}")
         for metric, value in ratios.items():
-            middle = value[1] if isinstance(value, list) else value
+            ratio = value["ratio"] if isinstance(value, dict) else value
             limit = LIMITS[kind].get(metric) if ours else None
-            over = limit is not None and middle > limit
+            over = limit is not None and ratio > limit
             failed |= over
-            text = (
-                f"{value[1]:.3f} ({value[0]:.3f} .. {value[2]:.3f})"
-                if isinstance(value, list)
-                else f"{value:.3f}"
-            )
+            text = f"{ratio:.3f}"
+            if isinstance(value, dict):
+                text += " (paired {:.3f}, {:.3f}, {:.3f})".format(*value["paired"])
             mark = "" if limit is None else f"  limit {limit:g}{'  OVER' if over else ''}"
             print(f"    {metric:14s} {text}{mark}")
         rows.append({"kind": kind, "program": name, "base": base_name, "ratios": ratios})

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmp import errors as errors
 from jaxmp import optim as optim
+from jaxmp._autocast import autocast as autocast
+from jaxmp._autocast import full_precision as full_precision
 from jaxmp._dtypes import canonical_dtype as canonical_dtype
 from jaxmp._gradients import HalfLossWarning as HalfLossWarning
 from jaxmp._gradients import grad as grad
@@ -14,6 +16,9 @@ from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
 from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
+from jaxmp._ops import OPS as OPS
+from jaxmp._ops import Op as Op
+from jaxmp._ops import OpTable as OpTable
 from jaxmp._policy import Policy as Policy
 from jaxmp._policy import get_policy as get_policy
 from jaxmp._recipe import Recipe as Recipe
@@ -28,6 +33,7 @@ from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.errors import LossScaleError as LossScaleError
 from jaxmp.errors import MasterOverflow as MasterOverflow
 from jaxmp.errors import MissingDependencyError as MissingDependencyError
+from jaxmp.errors import OpError as OpError
 from jaxmp.errors import PolicyError as PolicyError
 from jaxmp.errors import RecipeError as RecipeError
 from jaxmp.errors import RuleError as RuleError

@@ -75,3 +75,27 @@ def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 def plain_array(leaf: Any) -> Any:
     """The array inside a Flax NNX Variable; any other leaf as it is."""
     return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+
+
+def jaxpr_body(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """`(jaxpr with equations, its constants)` of an open or a closed jaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def jaxpr_like(new: Any, old: Any) -> Any:
+    """A traced jaxpr in the form, open or closed, of the one whose place it takes."""
+    # JAX 0.12 has one class for both.
+    if type(old) is type(new):
+        return new
+    if new.consts:
+        raise ValueError("a jaxpr with constants cannot take the place of an open one")
+    return new.jaxpr
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a `scan` equation are constants, and how many are its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.12: a tree of (constants, carry, scanned over).
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -99,7 +99,9 @@ def _is_explicit(module: Any, dtype: Any) -> bool:
 # Bound: which policies, and where; kept on every module as a static attribute
 # ---------------------------------------------------------------------------
 
-ATTRIBUTE = "_jaxmp"
+# Flax leaves attributes of this prefix out where it lists those of a user: the items of an
+# `nnx.Dict`, the variables of a `ToNNX`, a `repr`.
+ATTRIBUTE = "_pytree__jaxmp"
 
 
 class Bound:
@@ -231,6 +233,8 @@ def _widening(module: Any, wide: np.dtype) -> dict[str, Any]:
             if attributes.get(f"{name}_cls") is not None:
                 return {}
             return {name: wide_operator(product, wide), "promote_dtype": _wide_promote(wide)}
+    if attributes.get("einsum_op") is jnp.einsum:
+        return {"einsum_op": _wide_einsum(wide), "promote_dtype": _wide_promote(wide)}
     if "preferred_element_type" in attributes:
         return {"preferred_element_type": wide, "promote_dtype": _wide_promote(wide)}
     return {}
@@ -246,6 +250,14 @@ def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
         return (*promoted, *biases)
 
     return promote
+
+
+@functools.cache
+def _wide_einsum(wide: np.dtype) -> Callable[..., jax.Array]:
+    def einsum(equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
+        return wide_product(functools.partial(jnp.einsum, equation, **options), lhs, rhs, wide)
+
+    return einsum
 
 
 def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
@@ -266,11 +278,9 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
 
 
 def _viewed_names(module: Any, facts: Facts) -> frozenset[str]:
-    """Attributes that hold parameters which the module's own code does not cast."""
+    """Attributes that hold parameters, which user code, of this module or another, may read."""
     if facts.attention:
         return frozenset({"cached_key", "cached_value"})
-    if facts.casts_params:
-        return frozenset()
     return frozenset(name for name, value in vars(module).items() if _holds_params(value))
 
 
@@ -320,13 +330,10 @@ class _View:
 def variable_view(source: Any, dtype: Any, cast_float64: bool = False) -> Any:
     """A Variable of the same kind that reads in `dtype`; what is written to it goes to `source`."""
     value = source.get_raw_value()
-    castable = isinstance(value, jax.Array) and is_castable(value, cast_float64)
+    castable = isinstance(value, (jax.Array, np.ndarray)) and is_castable(value, cast_float64)
     if not castable or value.dtype == dtype or not _is_ordinary(source):
         return source
-    view = object.__new__(_view_class(type(source)))
-    object.__setattr__(view, "_trace_state", nnx.tracers.TraceState())
-    object.__setattr__(view, "_var_metadata", source.get_metadata())
-    object.__setattr__(view, "_raw_value", cast(value, dtype))
+    view = _view_class(type(source)).from_metadata(cast(value, dtype), source.get_metadata())
     object.__setattr__(view, "_source", source)
     return view
 
@@ -337,7 +344,7 @@ def _is_ordinary(variable: Any) -> bool:
 
 
 @functools.cache
-def _view_class(cls: type) -> type:
+def _view_class(cls: type) -> Any:
     class View(cls):
         __slots__ = ("_source",)
 
@@ -346,24 +353,38 @@ def _view_class(cls: type) -> type:
             if name != "_raw_value" or source is None:
                 super().__setattr__(name, value)
                 return
-            dtype = source.get_raw_value().dtype
-            source.set_raw_value(cast(value, dtype) if is_castable(value, True) else value)
-            mine = object.__getattribute__(self, "_raw_value").dtype
-            object.__setattr__(self, name, cast(value, mine))
+            read = object.__getattribute__(self, "_raw_value")
+            source.set_raw_value(_written(value, read, source.get_raw_value()))
+            object.__setattr__(self, name, cast(value, read.dtype))
 
         def set_value(self, value: Any, **index: Any) -> None:
             source = _source_of(self)
             if source is None:
                 super().set_value(value, **index)
                 return
-            dtype = source.get_raw_value().dtype
-            source.set_value(cast_tree(value, dtype, True), **index)
-            mine = object.__getattribute__(self, "_raw_value").dtype
-            object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), mine))
+            read, kept = object.__getattribute__(self, "_raw_value"), source.get_raw_value()
+            whole = index.get("index", ...) is ...
+            value = _written(value, read, kept) if whole else cast_tree(value, kept.dtype, True)
+            source.set_value(value, **index)
+            object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), read.dtype))
 
     View.__name__ = View.__qualname__ = cls.__name__
     View.__module__ = cls.__module__
     return View
+
+
+def _written(value: Any, read: Any, kept: Any) -> Any:
+    """What `kept`, which was read as `read`, becomes when `value` is written.
+
+    NNX transformations write back all that they were given. What was not changed meanwhile keeps
+    the digits that `read` does not have.
+    """
+    if not is_castable(value, True):
+        return value
+    wide = cast(value, kept.dtype)
+    if value.dtype != read.dtype or value.shape != read.shape:
+        return wide
+    return jnp.where(value == read, kept, wide)
 
 
 def _source_of(view: Any) -> Any:
@@ -403,7 +424,10 @@ def _make_class(cls: Any, viewed: frozenset[str]) -> type:
         "__reduce__": _reduce,
         "_jaxmp_class": cls,
     }
-    return type(cls)(cls.__name__, (cls,), members, pytree=cls._pytree__is_pytree)
+    is_pytree = cls._pytree__is_pytree
+    options = {} if is_pytree == nnx.Module._pytree__is_pytree else {"pytree": is_pytree}
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), members, **options)
 
 
 def _methods(cls: type) -> dict[str, Any]:
@@ -415,7 +439,7 @@ def _methods(cls: type) -> dict[str, Any]:
         for name, member in vars(base).items():
             computes = name in ("__call__", "attend") or not (_is_flax(base) or name[:2] == "__")
             is_method = callable(member) and hasattr(member, "__get__")
-            if computes and is_method and not isinstance(member, type):
+            if computes and is_method and not isinstance(member, (type, staticmethod)):
                 found[name] = member
             else:
                 found.pop(name, None)
@@ -503,8 +527,7 @@ def _is_inside(bound: Bound) -> bool:
     """Whether a module calls its own method: no boundary is crossed."""
     if not _frames.stack:
         return False
-    caller = _frames.stack[-1][0]
-    return caller is bound or (caller.path == bound.path and caller.cls is bound.cls)
+    return _frames.stack[-1][0] == bound
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import optax
 
 from jaxmp import optim
 from jaxmp._loss_scale import LossScale
+from jaxmp._ops import OpTable
 from jaxmp._recipe_data import RecipeData, changed, recipe_data, recipe_names
 from jaxmp._recipe_text import recipe_text
 from jaxmp._rules import PolicyMap
@@ -96,6 +97,11 @@ class Recipe:
         """Name of the dtype in which gradients are added up over devices."""
         return self.data.reduce_dtype
 
+    @property
+    def ops(self) -> OpTable:
+        """What `autocast` does with each operation: the default table, and this recipe's edits."""
+        return self.data.ops
+
     # ------------------------------------------------------------------ What it does
 
     def wrap(self, model: M) -> M:
@@ -171,8 +177,9 @@ class Recipe:
 
         Args:
           **changes: `policies` (anything that names policies), `loss_scale` (a loss scale, a
-            number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `master`,
-            `skip`, `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
+            number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
+            dict, laid over the recipe's own table, or an `OpTable` in its place), `master`, `skip`,
+            `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that was automatic is decided anew for other policies.

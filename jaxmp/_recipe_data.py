@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxmp import _toml
 from jaxmp._dtypes import canonical_dtype
+from jaxmp._ops import OpTable
 from jaxmp._policy import get_policy
 from jaxmp._recipe_scale import (
     LossScaleData,
@@ -55,6 +56,8 @@ class RecipeData:
     # The dtypes in which gradients are added up, over microbatches and over devices.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    # What autocast does with each operation.
+    ops: OpTable = dataclasses.field(default_factory=OpTable)
 
 
 # ---------------------------------------------------------------------------
@@ -93,6 +96,25 @@ def as_policy_map(policies: Any) -> PolicyMap:
     return PolicyMap(get_policy(policies))
 
 
+def as_op_table(policies: Any) -> OpTable:
+    """The table of operations that comes with any `policies=` argument.
+
+    Args:
+      policies: what `as_policy_map` takes.
+
+    Returns:
+      The recipe's table where `policies` is a recipe, its name or its file; else the default one.
+
+    Raises:
+      RecipeError, PolicyError: as `as_policy_map`.
+
+    Example:
+      >>> as_op_table("bf16") == OpTable()
+      True
+    """
+    return OpTable() if isinstance(policies, PolicyMap) else recipe_data(policies).ops
+
+
 def recipe_data(recipe: Any) -> RecipeData:
     """The plain data of a recipe.
 
@@ -124,6 +146,7 @@ def changed(
     *,
     policies: Any = None,
     loss_scale: Any = None,
+    ops: Any = None,
     name: str | None = None,
     summary: str | None = None,
     **settings: Any,
@@ -136,12 +159,14 @@ def changed(
       data: the recipe to start from.
       policies: anything that `as_policy_map` takes.
       loss_scale: anything that `loss_scale_data` takes.
+      ops: operation -> category, laid over the recipe's own table; or an `OpTable`, in its place.
       name: what to call it.
       summary: one line about it.
       **settings: `master`, `skip`, `accumulate_dtype` or `reduce_dtype`.
 
     Raises:
       RecipeError: if a value is not allowed, or contradicts another.
+      OpError: if an operation is unknown, or cannot have the category.
     """
     rules = data.policies if policies is None else as_policy_map(policies)
     if loss_scale is None:
@@ -150,7 +175,21 @@ def changed(
     given = {"name": name, "summary": summary, **settings}
     changes = {key: _change(key, value) for key, value in given.items() if value is not None}
     scale = loss_scale_data(loss_scale, rules)
-    return checked(dataclasses.replace(data, policies=rules, loss_scale=scale, **changes))
+    table = data.ops if ops is None else _only_edits(ops, data.ops)
+    return checked(
+        dataclasses.replace(data, policies=rules, loss_scale=scale, ops=table, **changes)
+    )
+
+
+def _only_edits(ops: Any, base: OpTable) -> OpTable:
+    table = ops if isinstance(ops, OpTable) else base.replace(ops)
+    if table.added:
+        raise RecipeError(
+            f"{table.added[0]!r} cannot be part of a recipe: its file holds edits of the known "
+            "operations only. Give the row where it is used:\n"
+            f"    autocast(fn, recipe, ops=OpTable(added={list(table.added)!r}))"
+        )
+    return table
 
 
 _CHANGEABLE = {
@@ -163,7 +202,7 @@ _CHANGEABLE = {
 def _change(key: str, value: Any) -> Any:
     """A value given in Python, held to what a file may say."""
     if key not in _CHANGEABLE:
-        names = ["policies", "loss_scale", *_CHANGEABLE]
+        names = ["policies", "loss_scale", "ops", *_CHANGEABLE]
         raise RecipeError(
             f"A recipe has no {key!r} to replace.{did_you_mean(key, names)} Allowed: "
             f"{', '.join(names)}; for example recipe.replace(master='fp32')."
@@ -349,6 +388,7 @@ def _build(layers: _Layers) -> RecipeData:
         loss_scale=read_loss_scale(tables.get("loss_scale", {}), policies),
         **_values(tables.get("optimizer", {})),
         **_values(tables.get("gradients", {})),
+        ops=OpTable(_values(tables.get("ops", {}))),
     )
     return checked(data, lambda *key: layers.settings[key].where)
 

@@ -10,9 +10,10 @@ import numpy as np
 from jaxmp import _toml
 from jaxmp._dtypes import bits, canonical_dtype
 from jaxmp._loss_scale import LARGEST_SCALE
+from jaxmp._ops import OPS, Op, OpTable
 from jaxmp._policy import FIELD_KEYS, MATMUL_PRECISIONS
 from jaxmp._rules import Rule
-from jaxmp.errors import JaxmpError, RecipeError, RuleError, did_you_mean
+from jaxmp.errors import JaxmpError, OpError, RecipeError, RuleError, did_you_mean
 
 KINDS = ("auto", "none", "static", "dynamic")
 PRESETS = ("torch", "deepspeed", "megatron", "keras", "tensorflow")
@@ -79,6 +80,19 @@ def _choice(*options: str) -> Field:
     return Field(f"one of {words}", _toml.quoted(options[0]), lambda value: value in options)
 
 
+def _category(op: Op) -> Field:
+    def convert(category: Any) -> Any:
+        op.check(category)
+        return category
+
+    return Field(
+        f"a category: one of {', '.join(map(_toml.quoted, op.allowed))}",
+        _toml.quoted(op.example),
+        _is_text,
+        convert,
+    )
+
+
 def _or_none(field: Field) -> Field:
     """A bound that may be lifted: "none" stands for Python's None."""
     return field._replace(
@@ -136,6 +150,7 @@ TABLES = {
     },
     "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
     "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
+    "ops": {name: _category(op) for name, op in OPS.items()},
 }
 RULE = {
     "path": Field("a string", '"**/lm_head"', _is_text),
@@ -293,6 +308,8 @@ def _read_value(document: _toml.Document, key: _toml.Key, field: Field, value: A
 def _unknown_key(document: _toml.Document, key: _toml.Key) -> RecipeError:
     word, table = str(key[-1]), str(key[0]) if len(key) > 1 else ""
     allowed: Iterable[str] = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
+    if table == "ops":
+        return _unknown_op(document, key)
     home = next((name for name, fields in TABLES.items() if word in fields), "")
     if home and not table:
         hint, shown_key = f" It belongs into [{home}].", (home, word)
@@ -303,6 +320,14 @@ def _unknown_key(document: _toml.Document, key: _toml.Key) -> RecipeError:
         f"{document.where(*key)}: {word!r} is not known here.{hint} Allowed: "
         f"{', '.join(allowed)}. For example:\n{example(shown_key[0], shown_key[1] or first)}"
     )
+
+
+def _unknown_op(document: _toml.Document, key: _toml.Key) -> RecipeError:
+    try:
+        OpTable().op(str(key[-1]))
+    except OpError as error:
+        return RecipeError(f"{document.where(*key)}: {error} In TOML:\n{example('ops', error.fix)}")
+    raise AssertionError(key)
 
 
 def shown(value: Any) -> str:

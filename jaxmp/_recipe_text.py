@@ -20,6 +20,7 @@ _LOSS_SCALE = {
 }
 _OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a step that is not finite is left out."
 _GRADIENTS = "# What gradients are added up in, over microbatches and over devices."
+_OPS = "# What autocast does otherwise than by its default table."
 _RULES = "# The first rule that matches a module decides alone; the rest comes from [policy]."
 
 
@@ -42,6 +43,7 @@ def recipe_text(data: RecipeData) -> str:
         [_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", *_settings(_scale(data.loss_scale))],
         [_OPTIMIZER, "[optimizer]", *_settings({"master": data.master, "skip": data.skip})],
         [_GRADIENTS, "[gradients]", *_settings(_gradients(data))],
+        *[[_OPS, "[ops]", *_settings(dict(data.ops.edits))]] * bool(data.ops.edits),
         *[[_RULES]] * bool(data.policies.rules),
         *[["[[rules]]", *_settings(_rule_fields(rule))] for rule in data.policies.rules],
     ]

@@ -15,6 +15,7 @@ import jax
 import jaxmp
 from jaxmp._dtypes import is_half
 from jaxmp._loss_scale import DynamicLossScale
+from jaxmp._ops import CATEGORIES, OpTable
 from jaxmp._policy import Policy
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
@@ -44,7 +45,8 @@ _RecipeArgument = Annotated[
 _ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="module.path:factory; the factory returns a Linen model and example inputs."
+        help="module.path:factory; the factory returns a Linen model and example inputs, or an NNX"
+        " model."
     ),
 ]
 
@@ -102,12 +104,17 @@ def _recipes() -> None:
 
 
 @app.command("show")
-def _show(recipe: _RecipeArgument) -> None:
+def _show(
+    recipe: _RecipeArgument,
+    ops: Annotated[
+        bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
+    ] = False,
+) -> None:
     """Print everything that a recipe does, with reasons."""
     loaded = load_recipe(recipe)
     console = _console()
     console.print(_text(loaded.name, "bold"), _text(loaded.summary, "dim"), sep="  ")
-    for title, rows in _sections(loaded):
+    for title, rows in _all_operations(loaded.ops) if ops else _sections(loaded):
         console.print()
         console.print(Text(title, style="bold cyan"))
         console.print(Padding(_pairs(rows), (0, 0, 0, 2)))
@@ -118,7 +125,7 @@ def _explain(recipe: _RecipeArgument, model: _ModelArgument) -> None:
     """Print which rule decides for each module of a model, and which rules decide nothing."""
     policies = load_recipe(recipe).policies
     paths = _module_paths(model)
-    _print_explanation(policies, policies.explain(paths))
+    _print_explanation(policies, policies.explain_modules(paths))
     try:
         policies.check_required(paths)
     except RuleError as error:
@@ -183,6 +190,7 @@ def _sections(recipe: Recipe) -> list[tuple[str, _Rows]]:
             "In FP32 whatever the recipe says, unless a rule says otherwise",
             [*_ALWAYS_FP32, ("elsewhere", _RAW_CODE)],
         ),
+        ("Operations (autocast)", _operation_rows(recipe.ops)),
     ]
 
 
@@ -285,6 +293,32 @@ def _optimizer_rows(recipe: Recipe) -> _Rows:
     ]
 
 
+def _operation_rows(table: OpTable) -> _Rows:
+    """How many operations each category has, and each that the recipe moved."""
+    counts = [
+        (category, f"{len(table.names(category))} operations; {meaning}")
+        for category, meaning in CATEGORIES.items()
+    ]
+    moved = [
+        (name, f"{category}, moved from {table.op(name).category}: {table.op(name).reason}")
+        for name, category in table.differs().items()
+    ]
+    return [*counts, *(moved or [("moved", "none: this is the default table")])]
+
+
+def _all_operations(table: OpTable) -> list[tuple[str, _Rows]]:
+    return [
+        (f"{category}: {meaning}", [(n, _operation_words(table, n)) for n in table.names(category)])
+        for category, meaning in CATEGORIES.items()
+    ]
+
+
+def _operation_words(table: OpTable, name: str) -> str:
+    op = table.op(name)
+    moved = table.category(name) != op.category
+    return f"moved from {op.category}: {op.reason}" if moved else op.reason
+
+
 # ---------------------------------------------------------------------------
 # Explaining a model
 # ---------------------------------------------------------------------------
@@ -305,19 +339,27 @@ def _call_factory(target: str) -> tuple[Any, ...]:
             f"    def {name}():\n        return model, example_input"
         )
     made = _run(f"{target}()", getattr(module, name))
-    if not isinstance(made, (tuple, list)) or len(made) < 2:
+    parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    if len(parts) < 2 and not any(map(_is_nnx, parts)):
         raise JaxmpError(
             f"{target}() returned {type(made).__name__}, not a model and its example inputs. "
             "Return both:\n    return model, example_input"
         )
-    return tuple(made)
+    return parts
 
 
 def _module_paths(target: str) -> dict[str, Any]:
     """The classes by path, and the parameters, of the model that a factory makes."""
     model, *inputs = _call_factory(target)
-    linen = jaxmp.linen
-    return _run(f"the model of {target}", lambda: linen.module_paths(model, *inputs))
+    where = f"the model of {target}"
+    if _is_nnx(model):
+        return _run(where, lambda: jaxmp.nnx.module_paths(model))
+    return _run(where, lambda: jaxmp.linen.module_paths(model, *inputs))
+
+
+def _is_nnx(model: Any) -> bool:
+    """Whether `model` is an NNX module; Flax is imported by whoever made one."""
+    return any(cls.__module__ == "flax.nnx.module" for cls in type(model).__mro__)
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
@@ -342,9 +384,6 @@ def _print_explanation(policies: PolicyMap, explanation: Explanation) -> None:
     console = _console()
     table = _table("path", "type", "policy", "rule")
     for row in explanation.rows:
-        rule = None if row.rule is None else policies.rules[row.rule]
-        if ":" in row.path and (rule is None or not rule.addresses_parameter):
-            continue  # its module's policy decides
         number = "default" if row.rule is None else str(row.rule + 1)
         path = _text(row.path or "(root)")
         table.add_row(path, _text(row.module_type), _policy_words(row.policy), number)

@@ -21,12 +21,23 @@ class RuleError(JaxmpError):
     fix: str = ""
 
 
+class OpError(JaxmpError):
+    """The table of operations is asked for an operation or a category that it cannot have."""
+
+    # The operation to write instead, where the error is about its name.
+    fix: str = ""
+
+
 class RecipeError(JaxmpError):
     """A recipe file or name cannot be loaded."""
 
 
 class LossScaleError(JaxmpError):
     """A loss scale was given values it cannot hold."""
+
+
+class AuditError(JaxmpError):
+    """A program cannot be audited, or does not hold what it should."""
 
 
 class CompositionError(JaxmpError):

@@ -66,7 +66,7 @@ def apply_policy(model: M, policies: Any) -> M:
       >>> model(jnp.ones((2, 3))).dtype, model.kernel[...].dtype
       (dtype(bfloat16), dtype('float32'))
     """
-    _check_model(model)
+    _check_model(model, "apply_policy")
     policies = as_policy_map(policies)
     check_module_dtypes(policies)
     places = _places(model)
@@ -75,7 +75,8 @@ def apply_policy(model: M, policies: Any) -> M:
     _check_shared(places, policies)
     copy = nnx.clone(model, variables=False)
     for place in _places(copy):
-        _nnx_calls.unbind(place.module)
+        if not place.inner:
+            _nnx_calls.unbind(place.module)
     bound = [place for place in _places(copy) if not place.inner]
     _store_apart(bound, policies)
     for place in bound:
@@ -98,7 +99,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
       >>> list(module_paths(nnx.Linear(3, 4, rngs=nnx.Rngs(0))))
       ['', ':bias', ':kernel']
     """
-    _check_model(model)
+    _check_model(model, "module_paths")
     return _paths(_places(model))
 
 
@@ -222,7 +223,7 @@ def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
                 "/".join(path): policies.resolve("/".join(path), cls, _ancestors(path, paths))
                 for path in place.paths
             }
-            _check_one(f"The {cls.__name__}", resolved)
+            _check_one(f"The {cls.__name__}", resolved, "c=f32")
         for _, param in place.params:
             owners.setdefault(id(param), [])
     for place in places:
@@ -231,10 +232,10 @@ def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
     for names in owners.values():
         stored = {_trees.parameter_path(path): policies.storage_dtype(path, None) for path in names}
         if len(set(stored.values())) > 1:
-            _check_one("The parameter", stored)
+            _check_one("The parameter", stored, "p=f32")
 
 
-def _check_one(what: str, resolved: dict[str, Any]) -> None:
+def _check_one(what: str, resolved: dict[str, Any], fix: str) -> None:
     if len(set(resolved.values())) < 2:
         return
     listed = ", ".join(f"{path!r}: {value}" for path, value in resolved.items())
@@ -242,7 +243,7 @@ def _check_one(what: str, resolved: dict[str, Any]) -> None:
     raise RuleError(
         f"{what} that several paths lead to would need several policies ({listed}). It is one "
         f"object and can have only one: give all its paths the same rule, such as "
-        f"Rule('re:{'|'.join(map(re.escape, resolved))}', 'c=f32'), or leave {first!r} out."
+        f"Rule('re:{'|'.join(map(re.escape, resolved))}', {fix!r}), or leave {first!r} out."
     )
 
 
@@ -271,18 +272,18 @@ def _replace_members(module: Any, name: str, value: Any, own: dict[int, Any]) ->
         vars(module)[name] = replaced
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, function: str) -> None:
     if isinstance(model, type) and issubclass(model, nnx.Module):
         raise CompositionError(
-            f"apply_policy was given the class {model.__name__}, not a model. Give an instance: "
-            f"apply_policy({model.__name__}(..., rngs=nnx.Rngs(0)), policies)."
+            f"{function} was given the class {model.__name__}, not a model. Give an instance: "
+            f"{model.__name__}(..., rngs=nnx.Rngs(0))."
         )
     if not isinstance(model, nnx.Module):
         kind = type(model)
         linen = any(base.__module__.startswith("flax.linen") for base in inspect.getmro(kind))
-        fix = "jaxmp.linen.apply_policy(model, policies)" if linen else "a flax.nnx.Module"
+        fix = f"jaxmp.linen.{function}" if linen else "a flax.nnx.Module"
         raise CompositionError(
-            f"apply_policy was given a {kind.__module__}.{kind.__qualname__}, which is not a "
+            f"{function} was given a {kind.__module__}.{kind.__qualname__}, which is not a "
             f"flax.nnx.Module. {'Use' if linen else 'Give'} {fix}."
         )
 

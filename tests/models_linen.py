@@ -1,21 +1,12 @@
-"""A zoo of small Linen models, and what tests ask of the programs they trace to."""
+"""The networks of the battery in Linen; `models_nnx` has their twins."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from jaxmp._rules import PolicyMap, Rule
-
-# ---------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -48,11 +39,11 @@ class TiedLM(nn.Module):
 class CNN(nn.Module):
     @nn.compact
     def __call__(self, images, train=True):
-        x = nn.Conv(8, (3, 3))(images)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+        x = nn.Conv(8, (3, 3), name="conv")(images)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, name="batch_norm")(x))
         x = nn.avg_pool(x, (2, 2), (2, 2))
-        x = nn.ConvTranspose(4, (3, 3))(x)
-        x = nn.relu(nn.GroupNorm(num_groups=2)(x))
+        x = nn.ConvTranspose(4, (3, 3), name="up")(x)
+        x = nn.relu(nn.GroupNorm(num_groups=2, name="group_norm")(x))
         return nn.Dense(4, name="head")(x.mean(axis=(1, 2)))
 
 
@@ -61,7 +52,7 @@ class Recurrent(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4)(nn.RNN(self.cell(8), name="rnn")(x))
+        return nn.Dense(4, name="head")(nn.RNN(self.cell(8, name="cell"), name="rnn")(x))
 
 
 class Bidirectional(nn.Module):
@@ -89,10 +80,13 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Causal where no mask is given; the second result is what a scan stacks."""
+
     @nn.compact
-    def __call__(self, x, _=None):
+    def __call__(self, x, mask=None):
         y = nn.LayerNorm()(x)
-        mask = nn.make_causal_mask(jnp.zeros(x.shape[:2]))
+        if mask is None:
+            mask = nn.make_causal_mask(jnp.zeros(x.shape[:2]))
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=mask)
         y = nn.Dense(32, name="up")(nn.LayerNorm()(x))
         return x + nn.Dense(x.shape[-1], name="down")(nn.gelu(y)), None
@@ -119,6 +113,65 @@ class Transformer(nn.Module):
             for layer in range(self.layers):
                 x, _ = Block(name=f"block_{layer}")(x)
         return nn.Dense(32, name="lm_head")(nn.LayerNorm()(x))
+
+
+class EncoderDecoder(nn.Module):
+    """Token 0 is padding, which the decoder does not see."""
+
+    @nn.compact
+    def __call__(self, source, target):
+        embed = nn.Embed(32, 16, name="embed")
+        seen = nn.make_attention_mask(source > 0, source > 0, dtype=bool)
+        context, _ = Block(name="encoder")(embed(source), seen)
+        seen = nn.make_attention_mask(jnp.ones(target.shape, bool), source > 0, dtype=bool)
+        x = DecoderBlock(name="decoder")(embed(target), context, seen)
+        return nn.Dense(32, name="lm_head")(nn.LayerNorm(name="norm")(x))
+
+
+class DecoderBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, context, mask):
+        causal = nn.make_causal_mask(x[..., 0], dtype=bool)
+        attend = nn.MultiHeadDotProductAttention(num_heads=2, name="self_attention")
+        x = x + attend(nn.LayerNorm(name="self_norm")(x), mask=causal)
+        attend = nn.MultiHeadDotProductAttention(num_heads=2, name="cross_attention")
+        x = x + attend(nn.LayerNorm(name="cross_norm")(x), context, mask=mask)
+        return x + nn.Dense(16, name="out")(nn.relu(nn.Dense(32, name="up")(x)))
+
+
+class ViT(nn.Module):
+    """Patches of 4 x 4, a class token, learned positions."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Conv(16, (4, 4), strides=4, name="patchify")(images)
+        x = x.reshape(x.shape[0], -1, 16)
+        token = self.param("token", nn.initializers.normal(), (1, 1, 16))
+        positions = self.param("positions", nn.initializers.normal(), (1, 1 + x.shape[1], 16))
+        x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, 16)), x], axis=1) + positions
+        x, _ = Block(name="block")(x, jnp.ones((1, 1, 1, x.shape[1]), bool))
+        return nn.Dense(4, name="head")(nn.LayerNorm(name="norm")(x[:, 0]))
+
+
+class UNet(nn.Module):
+    """One level down and up again, with a skip; the time step is an integer."""
+
+    @nn.compact
+    def __call__(self, images, step):
+        time = nn.Dense(16, name="time")(sinusoids(step, 8))
+        skip = nn.silu(nn.GroupNorm(4, name="norm")(nn.Conv(8, (3, 3), name="conv")(images)))
+        x = nn.Conv(16, (3, 3), strides=2, name="down")(skip) + time[:, None, None]
+        x = nn.silu(nn.GroupNorm(4, name="bottom_norm")(x))
+        attend = nn.MultiHeadDotProductAttention(num_heads=2, name="attention")
+        x = x + attend(x.reshape(x.shape[0], -1, 16)).reshape(x.shape)
+        x = nn.ConvTranspose(8, (3, 3), strides=(2, 2), name="up")(x)
+        return nn.Conv(1, (3, 3), name="out")(jnp.concatenate([x, skip], axis=-1))
+
+
+def sinusoids(step, size):
+    """`[B]` -> `[B, size]`, computed in FP32 from integers."""
+    angles = step[:, None].astype(jnp.float32) * jnp.exp(-jnp.arange(size // 2.0))[None]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 class Ensemble(nn.Module):
@@ -172,6 +225,13 @@ class RawParam(nn.Module):
         return x @ w @ v
 
 
+class Einsum(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Einsum((8, 2, 4), "bi,ihd->bhd", name="split")(x)
+        return nn.Einsum((2, 4, 8), "bhd,hdo->bo", name="merge")(nn.relu(x))
+
+
 class MoE(nn.Module):
     """Two experts; the router's softmax is raw user code."""
 
@@ -186,169 +246,3 @@ class Router(nn.Module):
     @nn.compact
     def __call__(self, x):
         return jax.nn.softmax(nn.Dense(2)(x))
-
-
-# ---------------------------------------------------------------------------
-# Cases
-# ---------------------------------------------------------------------------
-
-MIXED = "p=f32,c=bf16,o=f32"
-
-
-def floats(*shape: int) -> jax.Array:
-    """Repeatable numbers of order one."""
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-
-
-def tokens(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).integers(0, 32, size=shape), jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model, what it is called with, and what is special about it."""
-
-    name: str
-    model: nn.Module
-    args: Callable[[], tuple[Any, ...]]
-    rules: tuple[Rule, ...] = ()
-    # Who breaks strict promotion, Flax or the model's author; "": nobody.
-    promotes: str = ""
-
-    def policies(self, default: str = MIXED) -> PolicyMap:
-        return PolicyMap(default, self.rules)
-
-    def promotion(self) -> Any:
-        return jax.numpy_dtype_promotion("standard" if self.promotes else "strict")
-
-    def variables(self) -> Any:
-        """Numbers of order one over the square root of the fan-in, in the model's own dtypes."""
-        random = np.random.default_rng(1)
-
-        def fill(path: Any, leaf: Any) -> jax.Array:
-            if path[0].key == "batch_stats":
-                return jnp.ones(leaf.shape, leaf.dtype)
-            scale = max(leaf.size // leaf.shape[-1], 1) ** -0.5
-            return jnp.asarray(random.normal(size=leaf.shape) * scale, leaf.dtype)
-
-        with self.promotion():
-            shapes = jax.eval_shape(self.model.init, jax.random.key(0), *self.args())
-        return jax.tree_util.tree_map_with_path(fill, nn.meta.unbox(shapes))
-
-    def run(self, model: nn.Module, variables: Any) -> Any:
-        """`(output, changed collections, gradients of the mean square of the output)`, jitted."""
-        state = {name: value for name, value in variables.items() if name != "params"}
-
-        def loss(params: Any) -> Any:
-            out, new_state = model.apply(
-                {"params": params, **state}, *self.args(), mutable=list(state)
-            )
-            return jnp.square(out.astype(jnp.float32)).mean(), (out, new_state)
-
-        with self.promotion():
-            gradients, (out, new_state) = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
-        return out, new_state, gradients
-
-    def trace_gradient(self, model: nn.Module, variables: Any) -> list[Any]:
-        """The equations of the gradient of the output's sum, forward pass included."""
-        state = {name: value for name, value in variables.items() if name != "params"}
-
-        def loss(params: Any) -> jax.Array:
-            out, _ = model.apply({"params": params, **state}, *self.args(), mutable=list(state))
-            return out.sum()
-
-        with self.promotion():
-            return trace(jax.grad(loss), variables["params"])
-
-    def __str__(self) -> str:
-        return self.name
-
-
-_ROUTER = Rule("**/router/**", "c=f32", why="routing is a discrete decision")
-_HEAD = Rule("lm_head", "o=f32", why="the loss reads FP32 logits")
-_POOL = "nn.avg_pool divides by an int"
-_GATES = "Flax's gated cells multiply the FP32 state with a bfloat16 gate"
-
-CASES = [
-    Case("mlp", MLP(), lambda: (floats(4, 8),)),
-    Case("mlp_wide_head", MLP(), lambda: (floats(4, 8),), (Rule("head", "o=f32"),)),
-    Case("tied", TiedLM(), lambda: (tokens(2, 6),)),
-    Case(
-        "tied_wide",
-        TiedLM(),
-        lambda: (tokens(2, 6),),
-        (Rule("embed", "o=f32"),),
-        promotes="TiedLM adds the FP32 embedding to its bfloat16 body",
-    ),
-    Case("cnn", CNN(), lambda: (floats(2, 8, 8, 3),), promotes=_POOL),
-    Case("cnn_wide", CNN(), lambda: (floats(2, 8, 8, 3),), (Rule("Conv_*", "o=f32"),), _POOL),
-    Case("lstm", Recurrent(nn.LSTMCell), lambda: (floats(2, 5, 3),), promotes=_GATES),
-    Case("fast_lstm", Recurrent(nn.OptimizedLSTMCell), lambda: (floats(2, 5, 3),), promotes=_GATES),
-    Case("gru", Recurrent(nn.GRUCell), lambda: (floats(2, 5, 3),), promotes=_GATES),
-    Case("mgu", Recurrent(nn.MGUCell), lambda: (floats(2, 5, 3),), promotes=_GATES),
-    Case("simple_cell", Recurrent(nn.SimpleCell), lambda: (floats(2, 5, 3),)),
-    Case("bidirectional", Bidirectional(), lambda: (floats(2, 5, 3),), promotes=_GATES),
-    Case("conv_lstm", ConvRecurrent(), lambda: (floats(2, 3, 8, 8, 1),), promotes=_GATES),
-    Case("attention", Attention(), lambda: (floats(2, 6, 8),)),
-    Case("qk_norm", Attention(normalize_qk=True), lambda: (floats(2, 6, 8),)),
-    Case("transformer", Transformer(), lambda: (tokens(2, 6),), (_HEAD,)),
-    Case("scanned", Transformer(scanned=True), lambda: (tokens(2, 6),), (_HEAD,)),
-    Case("ensemble", Ensemble(), lambda: (floats(4, 8),)),
-    Case("shared", Shared(), lambda: (floats(4, 8),)),
-    Case("hard_coded", HardCoded(), lambda: (floats(4, 8),)),
-    Case("raw_param", RawParam(), lambda: (floats(4, 8),)),
-    Case("moe", MoE(), lambda: (floats(4, 8),), (_ROUTER,)),
-]
-
-
-# ---------------------------------------------------------------------------
-# What a jaxpr does
-# ---------------------------------------------------------------------------
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of its sub-jaxprs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def trace(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return list(equations(jax.make_jaxpr(fn)(*args).jaxpr))
-
-
-def module_path(equation: Any) -> str:
-    """The modules that emitted an equation, within the scopes that Flax and autodiff leave."""
-    return str(equation.source_info.name_stack)
-
-
-def dtypes(equation: Any) -> tuple[str, ...]:
-    """`("bfloat16", "bfloat16", "float32")`: operands, then the result."""
-    return tuple(str(v.aval.dtype) for v in (*equation.invars[:2], equation.outvars[0]))
-
-
-def products(traced: list[Any]) -> list[Any]:
-    return [e for e in traced if e.primitive.name in ("dot_general", "conv_general_dilated")]
-
-
-def named(traced: list[Any], *primitives: str) -> list[Any]:
-    return [e for e in traced if e.primitive.name in primitives]
-
-
-def leaf_dtypes(tree: Any) -> Any:
-    """The tree with the name of its dtype in every leaf's place."""
-    return jax.tree.map(lambda leaf: str(leaf.dtype), tree)
-
-
-def relative_error(value: Any, reference: Any) -> float:
-    """|value - reference| / |reference| in the 2-norm, over all leaves."""
-    flat = [
-        np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
-        for tree in (value, reference)
-    ]
-    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))

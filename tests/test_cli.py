@@ -191,6 +191,23 @@ def test_explain_knows_subtrees_by_type(run, folder):
     assert re.search(r"^ embed +Embed +p=f32,c=bf16,o=f32 +default", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("returned", ["model", "(model, None)", "[model]"])
+def test_explain_takes_nnx_models(run, folder, returned):
+    (folder / "nnx_model.py").write_text(
+        "from flax import nnx\n\ndef make():\n"
+        "    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)\n"
+        f"    return {returned}\n"
+    )
+    (folder / "my.toml").write_text(
+        'extends = "bf16"\n[[rules]]\npath = "layers/0"\ncompute_dtype = "float32"\n'
+        'why = "first layer"\n'
+    )
+    code, out, _ = run("explain", "my.toml", "nnx_model:make")
+    sys.modules.pop("nnx_model")
+    assert code == 0
+    assert re.search(r"^ layers/0 +Linear +p=f32,c=f32,o=f32 +1 ", out, re.MULTILINE)
+
+
 def test_explain_names_an_unmatched_required_rule(run, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
     code, out, err = run("explain", "my.toml", "my_model:make")

@@ -11,7 +11,9 @@ import pytest
 
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.linen import apply_policy, module_paths
-from models_linen import MIXED, MLP, Block, dtypes, floats, module_path, named, products, trace
+from models import MIXED, floats
+from models_linen import MLP, Block
+from programs import dtypes, module_path, named, products, trace
 
 KEY = jax.random.key(0)
 
@@ -89,9 +91,9 @@ def test_a_rule_by_path_reaches_one_of_several_equal_jitted_modules(path):
     variables = model.init(KEY, x)
     policied = apply_policy(model, PolicyMap("bf16-true", [Rule(path, "c=f32")]))
     found = {module_path(e): dtypes(e)[0] for e in products(trace(policied.apply, variables, x))}
-    names = ["field", "fields_0", "fields_1", "made", "a", "b"]
+    paths = ["field", "fields_0", "fields_1", "made", "nested/a", "nested/b"]
     assert found == {
-        name: "float32" if name == path.rsplit("/")[-1] else "bfloat16" for name in names
+        f"Siblings/{other}": "float32" if other == path else "bfloat16" for other in paths
     }
 
 

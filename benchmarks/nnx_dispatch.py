@@ -1,0 +1,156 @@
+"""What a call of a compiled NNX step costs before any arithmetic, and after `apply_policy`.
+
+    python benchmarks/nnx_dispatch.py                        # prints the table
+    python benchmarks/nnx_dispatch.py --out dispatch.json    # and writes it
+
+Workload: 75 `nnx.Linear(1, 1)` (150 parameters) under Adam, 450 arrays in all and next to no
+arithmetic. Times are wall seconds of one call until its result is there. The programs of a ratio
+run in turn, in blocks of calls; other work on the machine only ever adds time, so a program's time
+is that of its fastest block.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jaxmp
+
+LAYERS, POLICY, LIMIT = 75, "p=f32,c=bf16,o=f32", 1.05
+
+
+class Chain(nnx.Module):
+    """Layers that are there to be taken apart and put together."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(1, 1, rngs=rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def shrink(model, optimizer, x):
+    """A step with one product per array."""
+    for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        param[...] = param[...] * 0.5
+    for _, moment in nnx.to_flat_state(nnx.state(optimizer.opt_state)):
+        moment[...] = moment[...] * jnp.ones((), moment[...].dtype)
+    return x * 0.5
+
+
+def arrays_of(nodes):
+    """The state of NNX objects as a flat dict of arrays."""
+    flat = nnx.to_flat_state(nnx.state(nodes))
+    return {"/".join(map(str, path)): variable[...] for path, variable in flat}
+
+
+def on_a_dict():
+    """The same step as a plain function of a dict."""
+    model = Chain(nnx.Rngs(0))
+    nodes = model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    graphdef, state = nnx.split(nodes)
+    names = list(arrays_of(nodes))
+    leaves, structure = jax.tree.flatten(state)
+
+    @jax.jit
+    def step(values, x):
+        nodes = nnx.merge(graphdef, structure.unflatten([values[name] for name in names]))
+        out = shrink(*nodes, x)
+        return out, dict(zip(names, jax.tree.leaves(nnx.state(nodes)), strict=True))
+
+    values = dict(zip(names, leaves, strict=True))
+
+    def call(x):
+        nonlocal values
+        out, values = step(values, x)
+        return out
+
+    return call
+
+
+def compiled():
+    model = Chain(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return jaxmp.nnx.compile_step(shrink, model, optimizer, donate=False)
+
+
+def jitted(policied):
+    def make():
+        model = Chain(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        model = jaxmp.nnx.apply_policy(model, POLICY) if policied else model
+        step = nnx.jit(shrink)
+        return lambda x: step(model, optimizer, x)
+
+    return make
+
+
+COMPARISONS = [
+    ("compile_step", compiled, "jax.jit on a dict", on_a_dict),
+    ("nnx.jit, policied model", jitted(policied=True), "nnx.jit, plain model", jitted(False)),
+    ("nnx.jit, plain model", jitted(policied=False), "jax.jit on a dict", on_a_dict),
+]
+
+
+def timed(calls, rounds, block):
+    """Microseconds per call of each program, a list with one figure per round."""
+    x = jnp.ones(())
+    for call in calls:
+        for _ in range(3):
+            jax.block_until_ready(call(x))
+    times = [[] for _ in calls]
+    for index in itertools.islice(itertools.cycle(range(len(calls))), rounds * len(calls)):
+        start = time.perf_counter()
+        for _ in range(block):
+            jax.block_until_ready(calls[index](x))
+        times[index].append((time.perf_counter() - start) / block * 1e6)
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=60, help="blocks per program")
+    parser.add_argument("--block", type=int, default=20, help="calls per block")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    versions = {"jax": jax.__version__, "flax": flax.__version__, "jaxmp": jaxmp.__version__}
+    arrays = len(jax.tree.leaves(nnx.state(Chain(nnx.Rngs(0))))) * 3
+    print(f"{arrays} arrays and two counters; {versions}, {jax.default_backend()}")
+    rows = []
+    for name, make, base_name, base in COMPARISONS:
+        ours, theirs = timed([make(), base()], options.rounds, options.block)
+        ratio = min(ours) / min(theirs)
+        paired = [a / b for a, b in zip(ours, theirs, strict=True)]
+        spread = [min(paired), statistics.median(paired), max(paired)]
+        print(f"{name} / {base_name}: {ratio:.3f}   ({min(ours):.0f} / {min(theirs):.0f} us;", end="")
+        print(" paired {:.3f}, {:.3f}, {:.3f})".format(*spread))
+        micros = [min(ours), min(theirs)]
+        rows.append(dict(program=name, base=base_name, ratio=ratio, micros=micros, paired=spread))
+    if options.out:
+        report = {
+            "command": "python " + " ".join(sys.argv),
+            "hardware": {"machine": platform.machine(), "cpus": os.cpu_count()},
+            "versions": {**versions, "python": platform.python_version()},
+            "comparisons": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row["ratio"] > LIMIT for row in rows[:2]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""Every network of the battery under a policy, in both frameworks.
+
+Judged by the program that it traces to, and by its numbers.
+"""
+
+import collections
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp.linen
+import jaxmp.nnx
+from jaxmp._nnx_calls import fp32_softmax_attention
+from models import BUILDS, CASES, MIXED, LinenBuild, NNXBuild, tokens
+from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
+
+FLOAT16 = "p=f32,c=f16,o=f32"
+HALF_PARAMS = "p=bf16,c=bf16,o=f32"
+
+# |bf16 - fp32| / |fp32| in the 2-norm over the battery; measured: results 0.002 to 0.010.
+RESULT_BUDGET = 0.02
+GRADIENT_BUDGET = 0.04
+# float16 has 3 more bits of mantissa.
+F16_BUDGET = RESULT_BUDGET / 8
+
+every_build = pytest.mark.parametrize("build", BUILDS, ids=str)
+every_linen_build, every_nnx_build = (
+    pytest.mark.parametrize("build", [b for b in BUILDS if isinstance(b, kind)], ids=str)
+    for kind in (LinenBuild, NNXBuild)
+)
+BY_NAME = {str(build): build for build in BUILDS}
+every_twin = pytest.mark.parametrize(
+    "twins",
+    [(BY_NAME[f"{case}-linen"], BY_NAME[f"{case}-nnx"]) for case in CASES if case.is_twin],
+    ids=lambda twins: str(twins[0].case),
+)
+
+
+# ---------------------------------------------------------------------------
+# What a policy leaves as it is
+# ---------------------------------------------------------------------------
+
+
+@every_linen_build
+def test_init_is_the_plain_models_program(build):
+    """One program, so one result, bit for bit."""
+    with build.case.promotion():
+        plain, policied = (
+            jax.make_jaxpr(model.init)(jax.random.key(0), *build.case.args())
+            for model in (build.model(), build.model(MIXED))
+        )
+    assert str(policied) == str(plain)
+
+
+@pytest.mark.parametrize("name", ["mlp-linen", "raw_param-linen"])
+def test_init_is_bit_identical(name):
+    build = BY_NAME[name]
+    with build.case.promotion():
+        plain, policied = (
+            jax.jit(model.init)(jax.random.key(0), *build.case.args())
+            for model in (build.model(), build.model(MIXED))
+        )
+    assert jax.tree.structure(plain) == jax.tree.structure(policied)
+    for mine, theirs in zip(jax.tree.leaves(policied), jax.tree.leaves(plain), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@every_nnx_build
+def test_the_original_is_untouched_and_its_variables_are_shared(build):
+    plain = build.model()
+    before = nnx.graphdef(plain), nnx.to_flat_state(nnx.state(plain))
+    policied = build.model(MIXED)
+    after = nnx.graphdef(plain), nnx.to_flat_state(nnx.state(policied))
+    assert after[0] == before[0] != nnx.graphdef(policied)
+    assert [path for path, _ in after[1]] == [path for path, _ in before[1]]
+    assert all(a is b for (_, a), (_, b) in zip(after[1], before[1], strict=True))
+
+
+@every_build
+def test_fp32_policies_change_nothing(build):
+    """The same program, equation by equation, as the plain model's."""
+    plain, policied = build.program(None), build.program("f32")
+    assert list(map(signature, policied)) == list(map(signature, plain))
+
+
+def signature(equation):
+    return equation.primitive.name, *(str(v.aval) for v in (*equation.invars, *equation.outvars))
+
+
+@every_build
+def test_a_jaxmp_free_program_would_be_caught(build):
+    """The plain model fails the test of operands: its products are in FP32."""
+    assert {dtypes(e)[0] for e in products(build.program(None))} == {"float32"}
+
+
+# ---------------------------------------------------------------------------
+# What a policy sets
+# ---------------------------------------------------------------------------
+
+
+@every_build
+def test_every_product_has_the_operands_that_the_rules_say(build):
+    traced = products(build.program(MIXED))
+    assert len(traced) >= 3
+    for equation in traced:
+        expected = "float32" if "/router" in module_path(equation) else "bfloat16"
+        assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
+
+
+@every_build
+def test_products_are_wide_only_where_a_rule_or_a_softmax_asks(build):
+    """And in the modules that a rule puts in FP32."""
+    asked = [rule.path.strip("*/") for rule in build.case.rules]
+    traced = products(build.forward(MIXED)[0])
+    wide = {module_path(e) for e in traced if dtypes(e)[2] == "float32"}
+    for equation in traced:
+        path = module_path(equation)
+        expected = is_attention_logits(path) or any(f"/{name}" in path for name in asked)
+        assert dtypes(equation)[2] == ("float32" if expected else "bfloat16"), path
+    assert all(any(f"/{name}" in path for path in wide) for name in asked)
+
+
+def is_attention_logits(path):
+    """Q K^T is emitted by the attention module itself; its other products have a scope each."""
+    return re.search(r"attention\w*$", path, re.IGNORECASE)
+
+
+NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
+
+
+@every_build
+def test_statistics_and_softmax_are_in_fp32(build):
+    traced, classes = build.program(MIXED), " ".join(build.classes())
+    roots, exponentials = named(traced, "rsqrt"), named(traced, "exp")
+    arithmetic = named(traced, "reduce_sum", "mul", "add", "sub", "div")
+    in_norms = [equation for equation in arithmetic if NORM.search(module_path(equation))]
+    assert bool(roots) == bool(in_norms) == ("Norm" in classes or build.case.name == "qk_norm")
+    assert bool(exponentials) >= bool(re.search("Attention|Router", classes))
+    for equation in roots + exponentials + named(traced, "sin", "cos") + in_norms:
+        assert equation.invars[0].aval.dtype == jnp.float32, module_path(equation)
+
+
+@every_build
+def test_parameters_stored_in_half_trace_the_same_products(build):
+    """Statistics stay in FP32, and so does what is handed out."""
+    mixed, *_ = build.forward(MIXED)
+    half, out, state = build.forward(HALF_PARAMS)
+    assert list(map(signature, products(half))) == list(map(signature, products(mixed)))
+    assert out.dtype == jnp.float32
+    floating = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert all(leaf.dtype == jnp.float32 for leaf in floating)
+    assert bool(floating) == ("BatchNorm" in build.classes())
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------
+
+
+@every_build
+def test_result_and_gradients_are_close_to_fp32(build):
+    reference, state, reference_gradients = build.run(None)
+    out, new_state, gradients = build.run(MIXED)
+    assert out.dtype == jnp.float32
+    assert leaf_dtypes(new_state) == leaf_dtypes(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {np.dtype("float32")}
+    assert 0 < relative_error(out, reference) < RESULT_BUDGET
+    assert 0 < relative_error(gradients, reference_gradients) < GRADIENT_BUDGET
+
+
+CLOSER = ["mlp_wide_head", "cnn", "attention", "grouped_queries"]
+
+
+@pytest.mark.parametrize("build", [b for b in BUILDS if b.case.name in CLOSER], ids=str)
+def test_float16_is_closer(build):
+    assert 0 < relative_error(build.run(FLOAT16)[0], build.run(None)[0]) < F16_BUDGET
+
+
+# ---------------------------------------------------------------------------
+# Both frameworks
+# ---------------------------------------------------------------------------
+
+
+@every_twin
+def test_twins_have_the_same_parameters(twins):
+    linen, nnx_build = twins
+    paths = nnx.to_flat_state(nnx.state(nnx_build.model(), (nnx.Param, nnx.BatchStat)))
+    assert {linen.case.linen_path(path) for path, _ in paths} == set(linen.numbers)
+
+
+@every_twin
+@pytest.mark.parametrize("policies", [MIXED, FLOAT16, "f32"])
+def test_twins_trace_to_the_same_products(twins, policies):
+    first, second = (collections.Counter(map(kind, products(b.program(policies)))) for b in twins)
+    assert first == second
+
+
+def kind(product):
+    return product.primitive.name, *dtypes(product)
+
+
+# Two orders of the same FP32 operations; measured: at most 2e-7.
+SAME = 1e-6
+
+
+@every_twin
+def test_twins_have_the_same_numbers(twins):
+    first, second = (build.run(None)[0] for build in twins)
+    assert relative_error(second, first) < SAME
+    first, second = (build.run(MIXED)[0] for build in twins)
+    assert relative_error(second, first) < RESULT_BUDGET
+
+
+# ---------------------------------------------------------------------------
+# Against what a careful author writes by hand
+# ---------------------------------------------------------------------------
+
+
+class ByHand(nn.Module):
+    """`dtype` in every layer, softmax and statistics in FP32."""
+
+    layers: int
+    dtype: Any = None
+    attention_fn: Any = nn.dot_product_attention
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16, dtype=self.dtype)(tokens)
+        mask = nn.make_causal_mask(tokens, dtype=bool)
+        for _ in range(self.layers):
+            attention = nn.MultiHeadDotProductAttention(
+                num_heads=2, dtype=self.dtype, attention_fn=self.attention_fn
+            )
+            x = x + attention(nn.LayerNorm(dtype=self.dtype)(x), mask=mask)
+            y = nn.Dense(64, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+            x = x + nn.Dense(16, dtype=self.dtype)(nn.gelu(y))
+        return nn.Dense(32, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+def test_linen_takes_no_more_operations_than_by_hand():
+    plain = ByHand(layers=4)
+    by_hand = plain.clone(
+        dtype=jnp.bfloat16,
+        attention_fn=functools.partial(nn.dot_product_attention, force_fp32_for_softmax=True),
+    )
+    variables = jax.eval_shape(plain.init, jax.random.key(0), tokens(2, 6))
+    policied = jaxmp.linen.apply_policy(plain, MIXED)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
+        ours, theirs = (
+            operations(lambda v, model=model: model.apply(v, tokens(2, 6)), variables)
+            for model in (policied, by_hand)
+        )
+    assert ours <= 1.02 * theirs
+
+
+def operations(fn, params):
+    """How many operations the gradient of the sum of `fn(params)` is lowered to."""
+    loss = lambda params: fn(params).astype(jnp.float32).sum()
+    return jax.jit(jax.grad(loss)).lower(params).as_text().count(" = stablehlo.")
+
+
+def test_nnx_takes_no_more_operations_than_by_hand():
+    build = BY_NAME["transformer-nnx"]
+    by_hand = nnx.clone(build.model())
+    by_hand.set_attributes(dtype=jnp.bfloat16)
+    by_hand.set_attributes(attention_fn=fp32_softmax_attention)
+
+    def count(model):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        return operations(lambda p: nnx.merge(graphdef, p, rest)(tokens(2, 6)), params)
+
+    policied = jaxmp.nnx.apply_policy(build.model(), MIXED)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
+        assert count(policied) <= 1.02 * count(by_hand)
