@@ -1,0 +1,263 @@
+"""Models written elsewhere, unedited, under each recipe: how far from FP32, and in which dtypes.
+
+    python benchmarks/compatibility.py                                # the installed packages'
+    python benchmarks/compatibility.py --flax-examples ~/src/flax     # and the Flax repository's
+    python benchmarks/compatibility.py --out table.json               # written as JSON too
+    python benchmarks/compatibility.py --markdown table.json          # that JSON as Markdown
+
+The Flax repository's graph network needs `pip install jraph`.
+
+Toy sizes and random weights, on the CPU; nothing is timed. Differences are |x - x32| / |x32|, x32
+being what the model gives as its author wrote it, in the 2-norm, computed in FP64: of the outputs
+in evaluation mode (the largest of all outputs) and of the gradients in training mode (the largest
+of all parameters, and that of all taken together). Products are the matmuls and convolutions of
+that gradient, forward pass included. The loss is the mean squared distance of the outputs to fixed
+random numbers, scaled by 1024 under every recipe. A parameter whose FP32 gradient is smaller than
+1e-5 of the whole one has none but for rounding, as the bias of attention keys: its relative
+difference means nothing, and it is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+from rich import progress
+from rich.table import Table
+
+import jaxmp
+from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
+
+RECIPES = ("bf16", "fp16", "bf16_params")
+# In the place of a recipe: the model as its author wrote it.
+AUTHOR = SimpleNamespace(wrap=lambda model: model, cast_params=lambda params: params)
+LOSS_SCALE = 1024.0
+NOISE = 1e-5  # of the norm of the whole gradient
+
+# ---------------------------------------------------------------------------
+# One model under one recipe
+# ---------------------------------------------------------------------------
+
+
+# Nothing is timed, so nothing need be fast; and no rounding that a program asks for is left out.
+COMPILER = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+
+
+def run(built: Linen | Nnx, recipe: Any) -> tuple[Any, Any]:
+    """`(outputs, gradients)` of a model under a recipe."""
+    params, outputs = built.bind(recipe)
+    both = lambda params: (outputs(params, False), gradient(outputs)(params))
+    return jax.jit(both, compiler_options=COMPILER)(params)
+
+
+def gradient(outputs: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
+    """The gradient of the mean squared distance of outputs to fixed random numbers."""
+
+    def loss(params: Any) -> jax.Array:
+        random = np.random.default_rng(0)
+        distances = [
+            jnp.square(out.astype(jnp.float32) - random.normal(size=out.shape).astype("f4")).mean()
+            for out in jax.tree.leaves(outputs(params, True))
+        ]
+        return jnp.stack(distances).mean()
+
+    scale = jaxmp.StaticLossScale(LOSS_SCALE)
+    return lambda params: jaxmp.value_and_grad(loss, loss_scale=scale)(params)[1]
+
+
+def products(built: Linen | Nnx, recipe: Any) -> list[tuple[str, str, str]]:
+    """`(module path, dtype, dtype)` of each matmul and convolution of the gradient."""
+    params, outputs = built.bind(recipe)
+    jaxpr = jax.make_jaxpr(gradient(outputs))(params)
+    return list(_products(jaxpr.jaxpr, ""))
+
+
+def _products(jaxpr: Any, outer: str) -> Iterator[tuple[str, str, str]]:
+    for equation in jaxpr.eqns:
+        path = f"{outer}/{equation.source_info.name_stack}".strip("/")
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            lhs, rhs = (str(operand.aval.dtype) for operand in equation.invars[:2])
+            yield path, lhs, rhs
+        params = list(equation.params.values())
+        for inner in jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _products(inner, path)
+
+
+def is_16_bit(product: tuple[str, str, str]) -> bool:
+    return set(product[1:]) in ({"bfloat16"}, {"float16"})
+
+
+# ---------------------------------------------------------------------------
+# Differences
+# ---------------------------------------------------------------------------
+
+
+def norm(*leaves: Any) -> float:
+    return float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in leaves)))
+
+
+def difference(value: Any, reference: Any) -> float:
+    value, reference = (np.asarray(x, np.float64) for x in (value, reference))
+    return norm(value - reference) / norm(reference)
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def compare(built: Linen | Nnx, recipe: Any, reference: tuple[Any, Any]) -> dict[str, Any]:
+    """Differences of outputs and gradients to `reference`, and the dtypes of products."""
+    logits, grads = run(built, recipe)
+    exact, structure = jax.tree.flatten_with_path(reference[1])
+    smallest = NOISE * norm(*(leaf for _, leaf in exact))
+    by_parameter = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): difference(grad, leaf)
+        for (path, leaf), grad in zip(exact, structure.flatten_up_to(grads), strict=True)
+        if norm(leaf) > smallest
+    }
+    worst = max(by_parameter, key=by_parameter.__getitem__)
+    made = products(built, recipe)
+    return {
+        "logits": max(jax.tree.leaves(jax.tree.map(difference, logits, reference[0]))),
+        "gradients": by_parameter[worst],
+        "worst_parameter": worst,
+        "gradients_together": difference(flat(grads), flat(reference[1])),
+        "gradients_of_rounding": len(exact) - len(by_parameter),
+        "products": len(made),
+        "products_16_bit": sum(map(is_16_bit, made)),
+        "other_products": dict(Counter(" ".join(p) for p in made if not is_16_bit(p))),
+    }
+
+
+def measure(model: Model, built: Linen | Nnx) -> dict[str, Any]:
+    reference = run(built, AUTHOR)
+    recipes = {name: compare(built, jaxmp.load_recipe(name), reference) for name in RECIPES}
+    row = {
+        "model": model.name,
+        "source": model.source,
+        "framework": model.framework,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(reference[1])),
+        "recipes": recipes,
+    }
+    if built.typed is not None:
+        typed = built._replace(module=built.typed(jnp.bfloat16))
+        row["author_bf16"] = compare(typed, AUTHOR, reference)
+        row["author_bf16_and_recipe"] = compare(typed, jaxmp.load_recipe("bf16"), reference)
+    return row
+
+
+# ---------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------
+
+
+def versions(examples: Path | None) -> dict[str, str]:
+    """What was measured, and with what."""
+    found = {"python": platform.python_version(), "jax": jax.__version__, "flax": flax.__version__}
+    for source in sorted({model.source for model in INSTALLED}):
+        found[source] = importlib.metadata.version(source)
+    if examples is not None:
+        log = ["git", "-C", str(examples), "log", "-1", "--format=%h of %cs"]
+        found["flax examples"] = subprocess.check_output(log, text=True).strip()
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Relative differences to FP32: outputs / gradients")
+    for column in HEADER:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*cells(row))
+    rich.print(table)
+
+
+HEADER = ("model", "source", "framework", *RECIPES, "16-bit products")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    measured = row["recipes"]
+    differences = [f"{r['logits']:.1e} / {r['gradients']:.1e}" for r in measured.values()]
+    products = f"{measured['bf16']['products_16_bit']} of {measured['bf16']['products']}"
+    return [row["model"], row["source"], row["framework"], *differences, products]
+
+
+AUTHORS_HEADER = (
+    "model",
+    "bf16",
+    "author's dtype",
+    "both",
+    "16-bit products: bf16",
+    "author's dtype",
+    "both",
+)
+
+
+def authors_cells(row: dict[str, Any]) -> list[str]:
+    """The recipe `bf16` beside the dtype argument that the model's author offers, and both."""
+    ways = row["recipes"]["bf16"], row["author_bf16"], row["author_bf16_and_recipe"]
+    differences = [f"{way['logits']:.1e} / {way['gradients_together']:.1e}" for way in ways]
+    products = [f"{way['products_16_bit']} of {way['products']}" for way in ways]
+    return [row["model"], *differences, *products]
+
+
+def markdown(header: Sequence[str], rows: Iterable[list[str]]) -> str:
+    lines = [list(header), ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables(report: dict[str, Any]) -> tuple[str, str]:
+    """The two tables of docs/compatibility.md."""
+    rows = report["models"]
+    typed = [row for row in rows if "author_bf16" in row]
+    return markdown(HEADER, map(cells, rows)), markdown(AUTHORS_HEADER, map(authors_cells, typed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Models written elsewhere under each recipe.")
+    parser.add_argument("--flax-examples", type=Path, help="a checkout of the Flax repository")
+    parser.add_argument("--only", default="", help="models whose name or source contains this")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
+    args = parser.parse_args()
+    if args.markdown:
+        print("\n\n".join(tables(json.loads(args.markdown.read_text()))))
+        return
+    makers = [(model, model.make) for model in INSTALLED]
+    if args.flax_examples:
+        folder = args.flax_examples / "examples"
+        makers += [(model, lambda make=model.make: make(folder)) for model in FLAX_EXAMPLES]
+    chosen = [pair for pair in makers if args.only in pair[0].name + pair[0].source]
+    report = {
+        "command": "compatibility.py" + " --flax-examples FLAX" * bool(args.flax_examples),
+        "versions": versions(args.flax_examples),
+        "device": "CPU",
+        "loss_scale": LOSS_SCALE,
+        "models": [],
+    }
+    for model, make in progress.track(chosen):
+        report["models"].append(measure(model, make()))
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    show(report["models"])
+
+
+if __name__ == "__main__":
+    main()

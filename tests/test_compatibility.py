@@ -1,0 +1,122 @@
+"""Models written elsewhere, unedited: those that packages ship."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import compatibility
+import jaxmp
+from compatibility import AUTHOR, COMPILER, is_16_bit
+from compatibility_models import INSTALLED, tokens
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
+
+# Results, with room for another machine's sums. One rounding is at most 2**-9 and 2**-12.
+OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
+
+# Gradients jump where a rounding decides: which expert a token goes to, which pixel is the largest.
+JUMPS = {"NanoMoE, language model": 10, "ResNet, classifier": 20}
+
+# The fast ones have their like among the others: text, images, sound.
+SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
+
+MODELS = {model.name: model for model in INSTALLED}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in MODELS]
+
+
+@pytest.fixture(autouse=True)
+def authors_promotion():
+    """The authors of these models rely on JAX's own promotion of dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@functools.cache
+def build(name):
+    return MODELS[name].make()
+
+
+@functools.cache
+def reference(name):
+    return compatibility.run(build(name), AUTHOR)
+
+
+def wide_products(built, recipe):
+    """`(module path, dtype, dtype)` of the products that have an FP32 operand."""
+    made = compatibility.products(built, jaxmp.load_recipe(recipe))
+    return [product for product in made if not is_16_bit(product)]
+
+
+@pytest.mark.parametrize("recipe", OUTPUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_stay_near_those_of_fp32(name, recipe):
+    measured = compatibility.compare(build(name), jaxmp.load_recipe(recipe), reference(name))
+    rounding = OUTPUTS[recipe]
+    assert 0 < measured["logits"] < rounding
+    assert 0 < measured["gradients_together"] < rounding * JUMPS.get(name, 1)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_matmuls_have_16_bit_operands_but_where_the_author_says_otherwise(name, recipe):
+    paths = [path for path, *_ in wide_products(build(name), recipe)]
+    if MODELS[name].source != "transformers" or name.startswith("ResNet"):
+        assert paths == []
+    elif not name.startswith("GPT-2"):
+        assert paths and all("attention" in path or "attn" in path for path in paths)
+
+
+def test_the_authors_own_dtype_reaches_what_he_casts_himself():
+    gpt2 = build("GPT-2, language model")
+    assert any("c_fc" in path for path, *_ in wide_products(gpt2, "bf16"))
+    typed = gpt2._replace(module=gpt2.typed(jnp.bfloat16))
+    assert wide_products(typed, "bf16") == []
+
+
+def test_a_rule_puts_a_router_into_fp32():
+    recipe = jaxmp.load_recipe("bf16")
+    router = jaxmp.Rule("**/Router_*/**", "c=f32", why="routing is a discrete decision")
+    routed = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies.default, (router,)))
+    paths = [path for path, *_ in wide_products(build("NanoMoE, language model"), routed)]
+    assert len(paths) == 3 and all("/Router_0/Dense_0" in path for path in paths)
+
+
+@pytest.mark.parametrize("name", ["GPT-2, language model", "Mamba-2, language model"])
+def test_fp32_gives_what_the_author_gives(name):
+    ours = compatibility.run(build(name), jaxmp.load_recipe("fp32"))
+    jax.tree.map(np.testing.assert_array_equal, ours, reference(name))
+
+
+def test_an_nnx_model_trains():
+    model = jaxmp.load_recipe("bf16_params").wrap(build("Mamba-2, language model").module)
+    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.adam(1e-2))
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    ids = tokens(2, 16)
+
+    def train(model, optimizer):
+        loss, grads = optimizer.value_and_grad(lambda model, ids: model(ids, labels=ids)["loss"])(
+            model, ids
+        )
+        optimizer.update(model, grads)
+        return loss
+
+    with jaxmp.nnx.compile_step(train, model, optimizer, compiler_options=COMPILER) as step:
+        losses = [float(step()) for _ in range(4)]
+    assert losses[3] < losses[0]
+    assert model.backbone.embedder.embedding[...].dtype == jnp.bfloat16
+
+
+def test_the_page_shows_what_was_measured_and_its_example_runs():
+    page = (ROOT / "docs/compatibility.md").read_text("utf-8")
+    for table in compatibility.tables(json.loads(MEASURED.read_text())):
+        assert table in page
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/compatibility.md", "exec"), {})
