@@ -1,7 +1,8 @@
-"""A byte-level GPT in plain Flax, and the real text that it reads.
+"""A byte-level GPT in plain Flax, Linen and NNX, and the real text that it reads.
 
-Nothing here knows about precision: `train_lm.py` applies that from outside. The text is the source
-code of Python's standard library, which every machine with Python has.
+Nothing here knows about precision: `train_lm.py` applies that from outside. Both models give their
+parts the same names, so one recipe's rules reach both. The text is the source code of Python's
+standard library, which every machine with Python has.
 
 Shape suffixes: B batch, T position, D width, F hidden, V byte value.
 """
@@ -10,17 +11,18 @@ import functools
 import hashlib
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 VOCABULARY = 256  # a token is a byte
 
 # ---------------------------------------------------------------------------
-# Model
+# Linen
 # ---------------------------------------------------------------------------
 
 
@@ -61,6 +63,61 @@ class GPT(nn.Module):
             x_BTD = Block(self.heads, name=f"block_{layer}")(x_BTD, mask_B1TT)
         x_BTD = nn.LayerNorm(name="final_norm")(x_BTD)
         return nn.Dense(VOCABULARY, use_bias=False, name="lm_head")(x_BTD)
+
+
+# ---------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------
+
+
+class NnxBlock(nnx.Module):
+    """`Block` in NNX."""
+
+    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs) -> None:
+        """Layers for vectors of `width`."""
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.mlp_down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, mask_B1TT: jax.Array) -> jax.Array:
+        """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), mask=mask_B1TT)
+        h_BTF = nnx.gelu(self.mlp_up(self.mlp_norm(x_BTD)))
+        return x_BTD + self.mlp_down(h_BTF)
+
+
+class NnxGPT(nnx.Module):
+    """`GPT` in NNX."""
+
+    def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
+        """Layers of the sizes of `gpt`."""
+        self.token_embedding = nnx.Embed(VOCABULARY, gpt.width, rngs=rngs)
+        self.position_embedding = nnx.Embed(gpt.max_length, gpt.width, rngs=rngs)
+        self.layers = gpt.layers
+        for layer in range(gpt.layers):
+            setattr(self, f"block_{layer}", NnxBlock(gpt.width, gpt.heads, rngs=rngs))
+        self.final_norm = nnx.LayerNorm(gpt.width, rngs=rngs)
+        self.lm_head = nnx.Linear(gpt.width, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns logits_BTV for int tokens_BT, at most `max_length` long."""
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+        positions_1TD = self.position_embedding(positions_1T)
+        x_BTD = self.token_embedding(tokens_BT)
+        x_BTD = x_BTD + jnp.broadcast_to(positions_1TD, x_BTD.shape)
+        mask_B1TT = nnx.make_causal_mask(tokens_BT, dtype=bool)
+        for layer in range(self.layers):
+            x_BTD = getattr(self, f"block_{layer}")(x_BTD, mask_B1TT)
+        return self.lm_head(self.final_norm(x_BTD))
+
+
+def in_nnx(gpt: GPT, params: Any) -> NnxGPT:
+    """The same network in NNX, with the numbers of Linen's `params`."""
+    model = NnxGPT(gpt, rngs=nnx.Rngs(0))
+    nnx.update(model, params)
+    return model
 
 
 # ---------------------------------------------------------------------------

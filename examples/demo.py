@@ -7,7 +7,6 @@ The same initial weights and the same batches in fp32, bf16, fp16 and bf16_param
 and writes OUT/losses.png; exits with 1 if a final held-out loss is over 0.5 % from that of fp32.
 """
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,17 +22,18 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxmp
+from pictures import BLACK, BLUE, GREEN, VERMILION, save_png
 from train_lm import Run, train
 
 RECIPES = ("fp32", "bf16", "fp16", "bf16_params")
 BUDGET_PERCENT = 0.5
 
-# Okabe and Ito's palette: told apart with any colour vision, and by line style in grey.
+# In grey, line styles and markers tell them apart.
 STYLES = {
-    "fp32": dict(color="#000000", linestyle="-", marker="o"),
-    "bf16": dict(color="#0072B2", linestyle="--", marker="s"),
-    "fp16": dict(color="#D55E00", linestyle="-.", marker="^"),
-    "bf16_params": dict(color="#009E73", linestyle=":", marker="D"),
+    "fp32": dict(color=BLACK, linestyle="-", marker="o"),
+    "bf16": dict(color=BLUE, linestyle="--", marker="s"),
+    "fp16": dict(color=VERMILION, linestyle="-.", marker="^"),
+    "bf16_params": dict(color=GREEN, linestyle=":", marker="D"),
 }
 
 
@@ -120,11 +120,7 @@ def draw(runs: dict[str, Run], path: Path) -> Path:
     draw_losses(losses, runs)
     draw_distances(distances, runs)
     figure.suptitle("One model, one order of batches, four precisions", fontsize=13)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half_written = path.with_suffix(".png.tmp")
-    figure.savefig(half_written, format="png")
-    os.replace(half_written, path)
-    return path
+    return save_png(figure, path)
 
 
 def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
@@ -144,7 +140,7 @@ def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
 def draw_distances(axes: Axes, runs: dict[str, Run]) -> None:
     """Held-out loss of each 16-bit recipe over that of fp32, with the budget as a band."""
     steps, reference = _xy(runs["fp32"].held_out_losses)
-    axes.axhspan(-BUDGET_PERCENT, BUDGET_PERCENT, color="#000000", alpha=0.07, linewidth=0)
+    axes.axhspan(-BUDGET_PERCENT, BUDGET_PERCENT, color=BLACK, alpha=0.07, linewidth=0)
     axes.annotate(
         f"budget for the last step: ±{BUDGET_PERCENT} %",
         (steps[-1], BUDGET_PERCENT),

@@ -545,7 +545,8 @@ def compile_step(
     """Compiles a training step of NNX objects so that a call costs what a call on arrays costs.
 
     `nnx.jit` takes the objects apart and puts them together again at every call. Here that is done
-    once, and their arrays go from one call to the next as a flat tuple.
+    once, and their arrays go from one call to the next as a flat tuple. Make it once: each new one
+    is compiled anew.
 
     Args:
       fn: `fn(*nodes, *args, **kwargs)` changes the nodes in place and returns what it likes.
