@@ -5,8 +5,8 @@
 
 Workload: 75 `nnx.Linear(1, 1)` (150 parameters) under Adam, 450 arrays in all and next to no
 arithmetic. Times are wall seconds of one call until its result is there. The programs of a ratio
-run in turn, in blocks of calls; other work on the machine only ever adds time, so a program's time
-is that of its fastest block.
+run in turn, in short blocks of calls. A shared machine changes its speed from one minute to the
+next, so neighbouring blocks are compared, and the median of their ratios counts.
 """
 
 import argparse
@@ -124,8 +124,8 @@ def timed(calls, rounds, block):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=60, help="blocks per program")
-    parser.add_argument("--block", type=int, default=20, help="calls per block")
+    parser.add_argument("--rounds", type=int, default=100, help="blocks per program")
+    parser.add_argument("--block", type=int, default=5, help="calls per block")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     versions = {"jax": jax.__version__, "flax": flax.__version__, "jaxmp": jaxmp.__version__}
@@ -134,13 +134,15 @@ def main():
     rows = []
     for name, make, base_name, base in COMPARISONS:
         ours, theirs = timed([make(), base()], options.rounds, options.block)
-        ratio = min(ours) / min(theirs)
         paired = [a / b for a, b in zip(ours, theirs, strict=True)]
-        spread = [min(paired), statistics.median(paired), max(paired)]
-        print(f"{name} / {base_name}: {ratio:.3f}   ({min(ours):.0f} / {min(theirs):.0f} us;", end="")
-        print(" paired {:.3f}, {:.3f}, {:.3f})".format(*spread))
-        micros = [min(ours), min(theirs)]
-        rows.append(dict(program=name, base=base_name, ratio=ratio, micros=micros, paired=spread))
+        quartiles = statistics.quantiles(paired, n=4)
+        ratio, micros = quartiles[1], [statistics.median(ours), statistics.median(theirs)]
+        print(
+            f"{name} / {base_name}: {ratio:.3f}  (quartiles {quartiles[0]:.3f}, "
+            f"{quartiles[2]:.3f}; {micros[0]:.0f} and {micros[1]:.0f} us)"
+        )
+        row = dict(program=name, base=base_name, ratio=ratio, quartiles=quartiles, micros=micros)
+        rows.append(row)
     if options.out:
         report = {
             "command": "python " + " ".join(sys.argv),

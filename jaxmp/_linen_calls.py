@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -160,11 +161,22 @@ def _wide_attend(module: Any, wide: np.dtype, call: Callable[..., Any]) -> Any:
 # ---------------------------------------------------------------------------
 
 
-class Root(NamedTuple):
-    """Which policies are applied below which module; part of the jit cache key."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Root:
+    """Which policies are applied below which module; part of the jit cache key.
+
+    JAX hashes its keys at every call of a jitted function: equal roots are one object, so that its
+    identity will do.
+    """
 
     policies: PolicyMap
     path: Path
+
+
+@functools.cache
+def root_of(policies: PolicyMap, path: Path) -> Root:
+    """The one root of these policies at this path."""
+    return Root(policies, path)
 
 
 class Plain(NamedTuple):
@@ -321,8 +333,11 @@ def key_scopes(module: Any) -> None:
 
 
 def modules_in(value: Any) -> list[nn.Module]:
-    if isinstance(value, nn.Module):
-        return [value]
-    if isinstance(value, (tuple, list, Mapping)):
-        return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
-    return []
+    if not _may_hold_modules(type(value)):
+        return []
+    return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
+
+
+@functools.cache
+def _may_hold_modules(kind: type) -> bool:
+    return issubclass(kind, (nn.Module, tuple, list, Mapping))

@@ -67,6 +67,8 @@ def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
 def dtype_of(leaf: Any) -> np.dtype | None:
     """The NumPy dtype of an array-like leaf; None for keys, strings, None, Python numbers."""
     dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     return np.dtype(dtype)

@@ -22,6 +22,7 @@ from jaxmp._linen_calls import (
     is_by_path,
     key_scopes,
     modules_in,
+    root_of,
 )
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
@@ -121,7 +122,7 @@ def _entered(module: Any) -> Iterator[None]:
 
 def _root_of(module: Any) -> Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
-    return Root(type(module)._jaxmp_policies, path)
+    return root_of(type(module)._jaxmp_policies, path)
 
 
 def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
