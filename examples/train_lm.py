@@ -6,6 +6,7 @@
     python examples/train_lm.py --recipe "p=bf16,c=bf16,o=f32" --checkpoint-dir checkpoints
     python examples/train_lm.py --recipe my.toml --width 256 --layers 6 --heads 8
     python examples/train_lm.py --help
+    jaxmp audit examples/train_lm.py:make_step --recipe bf16
 
 With --checkpoint-dir, a run that was stopped goes on where it was: run the same command again.
 Install first: pip install "jaxmp[examples]".
@@ -59,6 +60,12 @@ def prepare(
         return state.apply_gradients(grads=grads), loss
 
     return state, train_step, jax.jit(loss_fn)
+
+
+def make_step(recipe: str = "bf16") -> tuple[Any, ...]:
+    """The train step and its arguments, for `jaxmp audit`; of the batch the shape will do."""
+    state, train_step, _ = prepare(recipe, GPT(), optax.adamw(3e-3))
+    return train_step, state, jax.ShapeDtypeStruct((16, GPT.max_length + 1), jnp.int32)
 
 
 def first_params(model: GPT, seed: int) -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmp import errors as errors
 from jaxmp import optim as optim
+from jaxmp._audit import AuditReport as AuditReport
+from jaxmp._audit import audit as audit
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import full_precision as full_precision
 from jaxmp._dtypes import canonical_dtype as canonical_dtype
@@ -28,6 +30,8 @@ from jaxmp._rules import PolicyMap as PolicyMap
 from jaxmp._rules import Rule as Rule
 from jaxmp._trees import all_finite as all_finite
 from jaxmp._trees import cast_floating as cast_floating
+from jaxmp.errors import AuditError as AuditError
+from jaxmp.errors import AuditFailed as AuditFailed
 from jaxmp.errors import CompositionError as CompositionError
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.errors import LossScaleError as LossScaleError

@@ -6,6 +6,7 @@ Shape suffixes: B any batch dimensions, T query positions, S key positions, N he
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,12 @@ def fp32_softmax_attention(
         qk_einsum=qk_attn_weights_einsum,
         value_einsum=attn_weights_value_einsum,
     )
+
+
+# Flax asks for the signature a dozen times in each call of an attention layer.
+fp32_softmax_attention.__signature__ = inspect.signature(  # pyright: ignore[reportFunctionMemberAccess]
+    fp32_softmax_attention
+)
 
 
 def operands(*arrays: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from jaxmp._ops import CATEGORIES, OpTable
 from jaxmp._policy import Policy
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
-from jaxmp.errors import JaxmpError, RuleError, missing_dependency
+from jaxmp.errors import AuditFailed, JaxmpError, RuleError, missing_dependency
 
 try:
     import rich.box
@@ -58,13 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: what follows `jaxmp` on the command line. None: what the shell gave.
 
     Raises:
-      SystemExit: always; 0 if all is well, 1 if a required rule matched nothing, 2 for an error.
+      SystemExit: always; 0 if all is well, 1 if a required rule matched nothing or an audit failed,
+        2 for an error.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
     except JaxmpError as error:
         _print_error(error)
-        raise SystemExit(1 if isinstance(error, _UnmatchedRule) else 2) from None
+        raise SystemExit(1 if isinstance(error, (_UnmatchedRule, AuditFailed)) else 2) from None
 
 
 class _UnmatchedRule(RuleError):
@@ -130,6 +132,55 @@ def _explain(recipe: _RecipeArgument, model: _ModelArgument) -> None:
         policies.check_required(paths)
     except RuleError as error:
         raise _UnmatchedRule(str(error)) from None
+
+
+_StepArgument = Annotated[
+    str,
+    typer.Argument(
+        help="module.path:make_step, or file.py:make_step; make_step(recipe), or make_step(),"
+        " returns a function and its arguments, which may be shapes."
+    ),
+]
+
+
+@app.command("audit")
+def _audit(
+    step: _StepArgument,
+    recipe: Annotated[
+        str | None, typer.Option(help="What the step is meant to follow; make_step is given it.")
+    ] = None,
+    fail_on: Annotated[
+        str, typer.Option(help="Kinds of findings that fail, by commas; any: every fault; none.")
+    ] = "any",
+    baseline: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON; fail on more faults than it has.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page.")] = None,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all numbers.")] = None,
+) -> None:
+    """Print what a training step runs in which dtype, and what is wrong with it."""
+    policies = None if recipe is None else load_recipe(recipe)
+    fn, *args = _call_make_step(step, recipe)
+    report = _run(f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies))
+    _console().print(report)
+    views = {html: report.to_html, markdown: report.to_markdown, json: report.to_json}
+    for file, view in views.items():
+        if file is not None:
+            _write(file, view())
+    kinds = None if fail_on == "any" else [kind for kind in fail_on.split(",") if kind != "none"]
+    report.check(kinds, baseline=baseline)
+
+
+def _write(file: str, text: str) -> None:
+    """Writes a file, or leaves the old one as it was."""
+    partial = f"{file}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(partial, file)
+    except OSError as error:
+        raise JaxmpError(f"{file!r} cannot be written: {error}") from None
 
 
 # ---------------------------------------------------------------------------
@@ -325,20 +376,9 @@ def _operation_words(table: OpTable, name: str) -> str:
 
 
 def _call_factory(target: str) -> tuple[Any, ...]:
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name.isidentifier():
-        raise JaxmpError(
-            f"{target!r} is not module.path:factory; for example:\n"
-            "    jaxmp explain bf16 my_package.model:make"
-        )
-    sys.path.insert(0, os.getcwd())
-    module = _run(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
-    if not callable(getattr(module, name, None)):
-        raise JaxmpError(
-            f"{module_name!r} has no function {name!r}. Write one:\n"
-            f"    def {name}():\n        return model, example_input"
-        )
-    made = _run(f"{target}()", getattr(module, name))
+    example = "jaxmp explain bf16 my_package.model:make"
+    factory = _named_function(target, "factory", example, "return model, example_input")
+    made = _run(f"{target}()", factory)
     parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
     if len(parts) < 2 and not any(map(_is_nnx, parts)):
         raise JaxmpError(
@@ -346,6 +386,46 @@ def _call_factory(target: str) -> tuple[Any, ...]:
             "Return both:\n    return model, example_input"
         )
     return parts
+
+
+def _named_function(target: str, word: str, command: str, result: str) -> Callable[..., Any]:
+    """The function `module.path:name`; the other arguments are shown where there is none."""
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name.isidentifier():
+        raise JaxmpError(f"{target!r} is not module.path:{word}; for example:\n    {command}")
+    folder, module_name = _importable(module_name)
+    sys.path.insert(0, folder)
+    module = _run(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
+    if not callable(getattr(module, name, None)):
+        raise JaxmpError(
+            f"{module_name!r} has no function {name!r}. Write one:\n"
+            f"    def {name}():\n        {result}"
+        )
+    return getattr(module, name)
+
+
+def _importable(name: str) -> tuple[str, str]:
+    """`(folder, module)` of `package.module` from here, or of `folder/module.py` from there."""
+    if not name.endswith(".py"):
+        return os.getcwd(), name
+    folder, file = os.path.split(os.path.abspath(name))
+    return folder, file.removesuffix(".py")
+
+
+def _call_make_step(target: str, recipe: str | None) -> tuple[Any, ...]:
+    """`(function, *arguments)` of `make_step(recipe)`, or of `make_step()` if it takes none."""
+    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+    result = "return train_step, state, batch"
+    make = _named_function(target, "make_step", example, result)
+    takes = inspect.signature(make).parameters
+    given = (recipe,) if takes and recipe is not None else ()
+    made = _run(f"{target}({', '.join(map(repr, given))})", lambda: make(*given))
+    if not isinstance(made, (tuple, list)) or not made or not callable(made[0]):
+        raise JaxmpError(
+            f"{target} returned {type(made).__name__}, not a function and its arguments. Return "
+            "them:\n    return train_step, state, batch"
+        )
+    return tuple(made)
 
 
 def _module_paths(target: str) -> dict[str, Any]:

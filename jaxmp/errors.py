@@ -37,7 +37,11 @@ class LossScaleError(JaxmpError):
 
 
 class AuditError(JaxmpError):
-    """A program cannot be audited, or does not hold what it should."""
+    """A program cannot be audited, or an audit cannot be read."""
+
+
+class AuditFailed(JaxmpError):
+    """A program does not hold what it should."""
 
 
 class CompositionError(JaxmpError):

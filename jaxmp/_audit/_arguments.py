@@ -1,0 +1,160 @@
+"""Tracing, and judges of what goes in and comes out: optimizer state, loss scales, results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._report import Finding
+from jaxmp._compat import jaxpr_body
+from jaxmp._dtypes import HALF
+from jaxmp._loss_scale import DynamicLossScale
+from jaxmp._trees import dtype_of
+
+# ---------------------------------------------------------------------------
+# Tracing
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced program, and the trees that it takes and returns."""
+
+    jaxpr: Any
+    arguments: Any
+    # Leaf number among the arguments -> the variable that it became.
+    variables: dict[int, Any]
+    # (key path, array) of each result.
+    results: list[tuple[Any, Any]]
+
+    def scales(self) -> list[tuple[str, Any]]:
+        """(where it stands, its variable) of each dynamic loss scale that is an array."""
+        places = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))
+        return [(place, var) for place, var in places if var is not None]
+
+
+def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """The program that `fn` is for arguments of these shapes and dtypes; nothing is computed."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+    results: list[tuple[Any, Any]] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        filled = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        args, kwargs = structure.unflatten(filled)
+        out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
+        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if _is_array(leaf)]
+        return [leaf for _, leaf in out if _is_array(leaf)]
+
+    jaxpr = jaxpr_body(jax.make_jaxpr(flat)(*(leaves[n] for n in positions)))[0]
+    variables = dict(zip(positions, jaxpr.invars, strict=True))
+    return Traced(jaxpr, (args, kwargs), variables, results)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+# ---------------------------------------------------------------------------
+# Loss scales
+# ---------------------------------------------------------------------------
+
+
+def scale_findings(auditor: Auditor, scales: list[tuple[str, Any]]) -> list[Finding]:
+    """Dynamic loss scales that no backward pass depends on; none where there is no such pass."""
+    if not scales or not auditor.has_backward or auditor.flow.scale_used:
+        return []
+    kind = "unused_loss_scale"
+    return [
+        Finding(
+            kind=kind,
+            message=f"the dynamic loss scale at {place} scales no loss: gradients underflow as if"
+            " there were none.",
+            fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
+        )
+        for place, _ in scales
+    ]
+
+
+def _scales(tree: Any) -> list[tuple[Any, int]]:
+    """(path, leaf number of the scale itself) of each dynamic loss scale, jaxmp's and Flax's."""
+    found, number = [], 0
+    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=_is_scale)[0]:
+        names = [jtu.keystr(below) for below, _ in jtu.tree_flatten_with_path(node)[0]]
+        if _is_scale(node):
+            offset = next(n for n, name in enumerate(names) if name.startswith(".scale"))
+            found.append((path, number + offset))
+        number += len(names)
+    return found
+
+
+def _is_scale(node: Any) -> bool:
+    cls = type(node)
+    flax = (cls.__module__, cls.__name__) == ("flax.training.dynamic_scale", "DynamicScale")
+    return isinstance(node, DynamicLossScale) or flax
+
+
+# ---------------------------------------------------------------------------
+# Optimizer state, results
+# ---------------------------------------------------------------------------
+
+
+def state_findings(traced: Traced) -> list[Finding]:
+    """Optimizer states with 16-bit leaves; one finding for each state and dtype."""
+    found: dict[tuple[Any, str], list[str]] = {}
+    for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=_is_optax_state)[0]:
+        if _is_optax_state(node) or _names_optimizer(path):
+            for below, leaf in jtu.tree_flatten_with_path(node)[0]:
+                dtype = dtype_of(leaf)
+                if dtype is not None and dtype in HALF:
+                    holder = path if _is_optax_state(node) else ()
+                    where = jtu.keystr((*path, *below))
+                    found.setdefault((holder, dtype.name), []).append(where)
+    kind = "half_optimizer_state"
+    return [
+        Finding(
+            kind=kind,
+            message=f"{len(places)} arrays are {dtype}, such as {_short(places[0])}: small updates"
+            " are rounded away, second moments underflow.",
+            fix=KINDS[kind].fix,
+            count=len(places),
+        )
+        for (_, dtype), places in found.items()
+    ]
+
+
+def _short(place: str) -> str:
+    """`[0][1].opt_state[0].mu['w']` without what says that it is an argument."""
+    return place.removeprefix("[0]").removeprefix("[1]")
+
+
+def _is_optax_state(node: Any) -> bool:
+    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
+
+
+def _names_optimizer(path: Any) -> bool:
+    return any(getattr(key, "name", None) in ("opt_state", "optimizer_state") for key in path)
+
+
+def half_results(traced: Traced) -> list[Finding]:
+    """Scalars in 16 bits that are returned by themselves or in tuples: losses."""
+    kind = "half_loss"
+    return [
+        Finding(
+            kind=kind,
+            message=f"result{jtu.keystr(path)} is a scalar of {aval.dtype.name}.",
+            fix=KINDS[kind].fix,
+        )
+        for path, aval in traced.results
+        if aval.shape == ()
+        and aval.dtype in HALF
+        and all(isinstance(key, jtu.SequenceKey) for key in path)
+    ]

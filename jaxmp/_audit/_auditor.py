@@ -1,0 +1,250 @@
+"""One walk over a program: each equation is placed, counted and judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from jaxmp._audit._context import FULL_PRECISION, Body, Drafts, Judge, Site, dtype_of, named
+from jaxmp._audit._kinds import FAULT, NOTE
+from jaxmp._audit._labels import (
+    WAS_HALF,
+    Flow,
+    Logits,
+    attention_logits,
+    logits_bytes,
+    why_unfused,
+)
+from jaxmp._audit._operations import judge_carry, judge_half, judge_promotion, judge_root
+from jaxmp._audit._places import Place, Places
+from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, padded, product_of
+from jaxmp._audit._sections import bytes_words
+from jaxmp._compat import scan_counts
+from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
+from jaxmp._jaxprs import Path, inners, is_literal, sub_jaxprs
+
+# Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
+_ENTERED = named(
+    "jit pjit call closed_call core_call scan while cond remat2 checkpoint shard_map"
+    " custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call linear_call"
+    " custom_lin run_state xla_metadata_call compute_on composite"
+)
+_KERNELS = named(
+    "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
+    " scaled_dot scaled_matmul scaled_matmul_wrapper"
+)
+_FLOATS = CASTABLE | {FLOAT64}
+_FUSED = "dot_product_attention_"
+
+
+class Auditor:
+    """Findings and counts of one program."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.drafts, self.places = judge, Drafts(), Places()
+        self.flow = Flow(judge.ops)
+        self.equations = 0
+        self.has_backward = False
+        # (names, phase, lhs, rhs) -> [FLOPs, count].
+        self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
+        # (names, phase, source, target) -> [bytes, count].
+        self.casts: dict[tuple[Path, str, str, str], list[int]] = {}
+        self.aligned: Counter[int] = Counter()
+        self.notes: dict[str, None] = {}
+        self._flops: dict[int, tuple[Any, int]] = {}
+
+    def run(self, jaxpr: Any, outer: Place, times: int, around: tuple[Any, ...] = ()) -> None:
+        """Walks one jaxpr, and all inside of it.
+
+        Args:
+          jaxpr: without constants.
+          outer: the place of the equation that holds it.
+          times: how often it runs in all; 0 for a branch that is not counted.
+          around: the equations that hold it, the innermost first.
+        """
+        body = Body(jaxpr)
+        for equation in jaxpr.eqns:
+            self.equations += 1
+            place = self.places.of(equation, outer)
+            self.has_backward |= place.phase != "forward"
+            site = Site(equation, place, times, body, around)
+            name = equation.primitive.name
+            if name in _ENTERED:
+                self.flow.step(equation, place.phase)
+                self._enter(site)
+                continue
+            special = _JUDGES.get(name)
+            if special is not None:
+                special(self, site)
+            elif name in _KERNELS or name.startswith(_FUSED):
+                self._note_kernel(site)
+            judge_half(site, self.judge, self.drafts)
+            self.flow.step(equation, place.phase)
+            if name == "dot_general" and place.phase == "forward":
+                self.flow.mark(equation.outvars[0], Logits(site))
+
+    # -- jaxprs inside ----------------------------------------------------------------------
+
+    def _enter(self, site: Site) -> None:
+        equation, name = site.equation, site.name
+        inside = inners(equation)
+        largest = self._largest(inside) if name == "cond" else None
+        if name == "while":
+            self.notes[f"the loop at {self._where(site)} ends by a test: it is counted once"] = None
+        for inner in inside:
+            times = site.times * inner.times * (largest is None or inner is largest)
+            self.flow.enter(inner)
+            self.run(inner.jaxpr, site.place, times, (equation, *site.around))
+            self.flow.leave(inner)
+        if name == "scan":
+            consts, carried = scan_counts(equation.params)
+            self._judge_loop(site, inside[0].jaxpr, consts, carried)
+        elif name == "while":
+            consts = equation.params["body_nconsts"]
+            self._judge_loop(site, inside[1].jaxpr, consts, len(equation.outvars))
+
+    def _largest(self, branches: list[Any]) -> Any:
+        """The branch of the most FLOPs; of those that have none, the longest."""
+        return max(branches, key=lambda b: (self._flops_of(b.jaxpr), len(b.jaxpr.eqns)))
+
+    def _flops_of(self, jaxpr: Any) -> int:
+        found = self._flops.get(id(jaxpr))
+        if found is None:
+            # The jaxpr is kept beside its FLOPs, so that its id stays its own.
+            found = self._flops[id(jaxpr)] = jaxpr, sum(map(self._flops_in, jaxpr.eqns))
+        return found[1]
+
+    def _flops_in(self, equation: Any) -> int:
+        name = equation.primitive.name
+        if name in PRODUCTS:
+            return product_of(equation).flops
+        if name not in _ENTERED:
+            return 0
+        counts = [inner.times * self._flops_of(inner.jaxpr) for inner in inners(equation)]
+        return max(counts, default=0) if name == "cond" else sum(counts)
+
+    def _judge_loop(self, site: Site, loop: Any, consts: int, carried: int) -> None:
+        incoming = loop.invars[consts : consts + carried]
+        pairs = list(zip(incoming, loop.outvars[:carried], strict=True))
+        if any(is_half(dtype_of(var)) for var in incoming if dtype_of(var) in _FLOATS):
+            judge_carry(site, Body(loop), pairs, self.drafts)
+
+    # -- products ---------------------------------------------------------------------------
+
+    def product(self, site: Site) -> None:
+        """A matmul or convolution."""
+        found = product_of(site.equation)
+        flops = found.flops * site.times
+        key = (site.place.names, site.place.phase, found.lhs.name, found.rhs.name)
+        row = self.matmuls.setdefault(key, [0, 0])
+        row[0] += flops
+        row[1] += 1
+        for multiple in MULTIPLES:
+            if all(size % multiple == 0 for size in found.widths.values()):
+                self.aligned[multiple] += flops
+        if found.contracts and found.lhs in _FLOATS | {found.rhs}:
+            self._judge_dtypes(site, found, flops)
+            self._judge_sizes(site, found, flops)
+        logits = attention_logits(site, self.flow)
+        if logits is not None:
+            self._judge_attention(logits, flops)
+
+    def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
+        lhs, rhs = found.lhs, found.rhs
+        if lhs != rhs:
+            if lhs in _FLOATS or rhs in _FLOATS:
+                message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
+                narrow = min((lhs, rhs), key=lambda dtype: dtype.itemsize).name
+                fix = f"cast the other operand: y.astype(jnp.{narrow})"
+                self.drafts.add("mixed_operands", site, message, fix, flops=flops)
+            return
+        wanted = self.judge.wanted(site.place)
+        if lhs in wanted or lhs not in CASTABLE:
+            return
+        if not wanted:
+            self._judge_unasked(site, flops)
+        elif lhs == FLOAT32:
+            self._judge_fp32(site, min(dtype.name for dtype in wanted), flops)
+        else:
+            names = " or ".join(sorted(dtype.name for dtype in wanted))
+            message = f"{site.name} of {lhs.name} where the policies say {names}."
+            self.drafts.add("off_policy_matmul", site, message, flops=flops)
+
+    def _judge_fp32(self, site: Site, wanted: str, flops: int) -> None:
+        highest = "HIGHEST" in str(site.equation.params.get("precision"))
+        asked = "; its author asks for precision=HIGHEST" if highest else ""
+        message = f"{site.name} of float32 where the policies say {wanted}{asked}."
+        module = "/".join(site.place.names[-1:]) or "module"
+        fix = f"remove dtype=jnp.float32 or .astype; or say so: Rule('**/{module}', 'c=f32')"
+        self.drafts.add(
+            "fp32_matmul", site, message, fix, level=NOTE if highest else FAULT, flops=flops
+        )
+
+    def _judge_unasked(self, site: Site, flops: int) -> None:
+        operands = site.equation.invars[:2]
+        if dtype_of(operands[0]) != FLOAT32 or FULL_PRECISION in site.place.names:
+            return
+        if any(WAS_HALF in self.flow.of(var) for var in operands):
+            message = f"{site.name} of float32 whose operand was 16 bits before."
+            fix = "cast operands down before the product, or name a policy that wants FP32 here"
+            self.drafts.add("fp32_matmul", site, message, fix, flops=flops)
+
+    def _judge_sizes(self, site: Site, found: Product, flops: int) -> None:
+        multiple = multiple_of(found.lhs) if found.lhs != FLOAT64 else 1
+        odd = {role: size for role, size in found.widths.items() if size % multiple}
+        if not odd:
+            return
+        pads = {role: padded(size, multiple) for role, size in odd.items()}
+        words = ", ".join(f"{role} = {size} -> {pads[role]}" for role, size in odd.items())
+        cost = max(pads[role] / size for role, size in odd.items()) - 1
+        worth = any(pads[role] <= 1.25 * size for role, size in odd.items())
+        message = f"no multiple of {multiple}: {words}; padding costs {cost:.1%}."
+        fix = f"make the width {', '.join(map(str, sorted(set(pads.values()))))}"
+        level = FAULT if worth else NOTE
+        self.drafts.add("misaligned_matmul", site, message, fix, level=level, flops=flops)
+
+    def _judge_attention(self, logits: Site, flops: int) -> None:
+        shape = logits.equation.outvars[0].aval.shape
+        message = (
+            f"{why_unfused(logits)}; its logits {list(shape)} are "
+            f"{bytes_words(logits_bytes(logits))} in memory."
+        )
+        fix = "jax.nn.dot_product_attention(query, key, value, implementation='cudnn')"
+        self.drafts.add("unfused_attention", logits, message, fix, level=NOTE, flops=2 * flops)
+
+    # -- the rest ---------------------------------------------------------------------------
+
+    def cast(self, site: Site) -> None:
+        """A change of dtype."""
+        (operand,), (result,) = site.equation.invars, site.equation.outvars
+        source, target = dtype_of(operand), dtype_of(result)
+        if source == target or not {source, target} <= _FLOATS or is_literal(operand):
+            return
+        key = (site.place.names, site.place.phase, source.name, target.name)
+        row = self.casts.setdefault(key, [0, 0])
+        row[0] += result.aval.size * (source.itemsize + target.itemsize) * site.times
+        row[1] += 1
+        judge_promotion(site, self.judge, self.drafts)
+
+    def root(self, site: Site) -> None:
+        """A square root."""
+        judge_root(site, self.drafts)
+
+    def _note_kernel(self, site: Site) -> None:
+        inside = "" if not sub_jaxprs(site.equation) else ", as is all inside of it"
+        self.notes[f"FLOPs of {site.name} at {self._where(site)} are not counted{inside}"] = None
+
+    def _where(self, site: Site) -> str:
+        file, line = self.drafts.line_of(site)
+        return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
+
+
+def _wider(lhs: Any, rhs: Any) -> str:
+    return max((lhs, rhs), key=lambda dtype: dtype.itemsize).name
+
+
+_JUDGES: dict[str, Any] = {
+    **dict.fromkeys(PRODUCTS, Auditor.product),
+    "convert_element_type": Auditor.cast,
+    "sqrt": Auditor.root,
+}

@@ -1,0 +1,189 @@
+"""What every judge of an audit sees: the program around an equation, the policies, the findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp._audit._kinds import FAULT, KINDS
+from jaxmp._audit._places import Lines, Place
+from jaxmp._dtypes import FLOAT32, HALF
+from jaxmp._jaxprs import Path, consumers, is_literal, module_paths_of
+from jaxmp._ops import OpTable
+from jaxmp._rules import PolicyMap
+
+FULL_PRECISION = "jaxmp_full_precision"
+
+
+def named(words: str) -> frozenset[str]:
+    """The names of primitives, which are separated by blanks."""
+    return frozenset(words.split())
+
+
+class Body:
+    """One jaxpr, and who makes and who reads its variables."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+
+    @functools.cached_property
+    def consumers(self) -> dict[Any, list[Any]]:
+        """Variable -> the equations that read it; None stands for the jaxpr's result."""
+        return consumers(self.jaxpr)
+
+    @functools.cached_property
+    def producers(self) -> dict[Any, Any]:
+        """Variable -> the equation that makes it."""
+        return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
+
+    def readers(self, var: Any) -> list[Any]:
+        """The equations that read a variable."""
+        return [reader for reader in self.consumers.get(var, ()) if reader is not None]
+
+    def maker(self, var: Any) -> Any:
+        """The equation that makes a variable; None for an argument or a constant."""
+        return None if is_literal(var) else self.producers.get(var)
+
+
+class Site(NamedTuple):
+    """An equation, and where and how often it runs."""
+
+    equation: Any
+    place: Place
+    times: int
+    body: Body
+    # The equations around it, the innermost first.
+    around: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
+# ---------------------------------------------------------------------------
+# Policies
+# ---------------------------------------------------------------------------
+
+
+class Judge:
+    """What policies say of a place."""
+
+    def __init__(self, policies: PolicyMap | None, ops: OpTable) -> None:
+        self.policies, self.ops = policies, ops
+        self._wanted: dict[Path, frozenset[Any]] = {}
+
+    def wanted(self, place: Place) -> frozenset[Any]:
+        """The dtypes in which matmuls at a place may compute; empty without policies.
+
+        A program names no module types: what a rule by type asks for is allowed wherever a
+        rule behind it, or the default, decides by path.
+        """
+        found = self._wanted.get(place.names)
+        if found is None:
+            found = self._wanted[place.names] = self._search(place.names)
+        return found
+
+    def _search(self, names: Path) -> frozenset[Any]:
+        if self.policies is None:
+            return frozenset()
+        if FULL_PRECISION in names:
+            return frozenset({FLOAT32})
+        path, rule = self.decide(names)
+        wanted = {self.policies.resolve(path).compute_dtype}
+        for other in self.policies.rules:
+            if other is rule:
+                break
+            if other.module_type is not None and other.compute_dtype is not None:
+                wanted.add(other.compute_dtype)
+        return frozenset(wanted)
+
+    def decide(self, names: Path) -> tuple[str, Any]:
+        """The module path that some scopes stand for, and the rule that decides for it."""
+        assert self.policies is not None
+        paths = module_paths_of(names)
+        for path in paths:
+            rule = self.policies.deciding_rule(path)
+            if rule is not None:
+                return path, rule
+        return paths[0], None
+
+
+# ---------------------------------------------------------------------------
+# Findings, while they are being counted
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Draft:
+    """A finding whose module path and level are not settled yet."""
+
+    kind: str
+    level: str
+    names: Path
+    primitive: str
+    line: tuple[str, int]
+    message: str
+    fix: str
+    count: int = 0
+    flops: int = 0
+    # Dropped where the program has a backward pass: it is the optimizer's.
+    outside: bool = False
+
+
+class Drafts:
+    """Findings, one for each kind, module and line."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Draft] = {}
+        self._lines = Lines()
+
+    def add(
+        self,
+        kind: str,
+        site: Site,
+        message: str,
+        fix: str = "",
+        *,
+        level: str = FAULT,
+        flops: int = 0,
+    ) -> None:
+        """Counts one operation."""
+        line = self._lines.of((site.equation, *site.around))
+        outside = site.place.is_outside
+        key = kind, level, site.place.names, line, outside
+        draft = self._found.get(key)
+        if draft is None:
+            names, fix = site.place.names, fix or KINDS[kind].fix
+            draft = Draft(kind, level, names, site.name, line, message, fix, outside=outside)
+            self._found[key] = draft
+        draft.count += 1
+        draft.flops += flops
+
+    def line_of(self, site: Site) -> tuple[str, int]:
+        """The user's own line of an operation."""
+        return self._lines.of((site.equation, *site.around))
+
+    def __iter__(self) -> Any:
+        return iter(self._found.values())
+
+
+# ---------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------
+
+
+def dtype_of(var: Any) -> Any:
+    """The dtype of a variable; None where it has none."""
+    return getattr(var.aval, "dtype", None)
+
+
+def half_of(variables: Any) -> np.dtype | None:
+    """The 16-bit floating dtype among some variables, if any."""
+    for var in variables:
+        dtype = dtype_of(var)
+        if dtype in HALF:
+            return dtype
+    return None

@@ -1,0 +1,153 @@
+"""What values carry through a program: that they were 16 bits, attention's logits, a loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxmp._audit._context import Site, dtype_of, named
+from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, is_literal
+
+# An FP32 value that was computed from 16 bits, element by element.
+WAS_HALF = "was 16 bits"
+# A value that depends on the loss scale.
+SCALED = "depends on the loss scale"
+
+
+class Logits(NamedTuple):
+    """The result of a product, scaled, masked or biased since; attention's if a softmax follows."""
+
+    site: Site
+    normalised: bool = False
+
+
+Labels = frozenset[Any]
+_NONE: Labels = frozenset()
+# What keeps logits logits, besides everything that the op table lets follow or promotes.
+_KEEPS = frozenset({"convert_element_type", "exp", "exp2", "stop_gradient"})
+_BREAKS = named(
+    "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
+    " gt ge dynamic_slice"
+)
+
+
+class Flow:
+    """The labels of variables. Equations are taken in order; sub-jaxprs are bound to operands."""
+
+    def __init__(self, ops: Any) -> None:
+        self._labels: dict[Any, Labels] = {}
+        self._ops = ops
+        # Whether a value that depends on the loss scale reached a backward pass.
+        self.scale_used = False
+
+    def mark(self, var: Any, label: Any) -> None:
+        """Starts a label."""
+        self._labels[var] = self._labels.get(var, _NONE) | {label}
+
+    def of(self, var: Any) -> Labels:
+        """The labels of an operand."""
+        return _NONE if is_literal(var) else self._labels.get(var, _NONE)
+
+    def copy(self, sources: Iterable[Any], targets: Iterable[Any]) -> None:
+        """Hands labels in or out of a sub-jaxpr."""
+        for source, target in zip(sources, targets, strict=True):
+            if source is not None and target is not None:
+                found = self.of(source)
+                if found:
+                    self._labels[target] = self.of(target) | found
+
+    def enter(self, inner: Inner) -> None:
+        """Labels of operands for a sub-jaxpr, which may have been entered before for others."""
+        for var in inner.jaxpr.invars:
+            self._labels.pop(var, None)
+        self.copy(inner.operands, inner.jaxpr.invars)
+
+    def leave(self, inner: Inner) -> None:
+        """Labels of results from a sub-jaxpr."""
+        self.copy(inner.jaxpr.outvars, inner.results)
+
+    def step(self, equation: Any, phase: str) -> None:
+        """Labels of an equation's results."""
+        found = _NONE
+        for var in equation.invars:
+            if not is_literal(var) and var in self._labels:
+                found |= self._labels[var]
+        name = equation.primitive.name
+        if name == "convert_element_type":
+            found = _after_cast(found, equation)
+        if not found:
+            for var in equation.outvars:
+                self._labels.pop(var, None)
+            return
+        if phase == BACKWARD and SCALED in found:
+            self.scale_used = True
+        kept = self._kept(found, name)
+        for var in equation.outvars:
+            self._labels[var] = kept if dtype_of(var) == FLOAT32 else kept - {WAS_HALF}
+
+    def _kept(self, found: Labels, name: str) -> Labels:
+        if name in _BREAKS:
+            return found & {SCALED}
+        if name not in _KEEPS and self._ops.category(name) not in ("widest", "follow"):
+            return (
+                found & {SCALED, WAS_HALF}
+                if self._ops.category(name) == "fp32"
+                else found & {SCALED}
+            )
+        if name in ("exp", "exp2"):
+            return frozenset(x._replace(normalised=True) if _is_logits(x) else x for x in found)
+        return found
+
+
+def _is_logits(label: Any) -> bool:
+    return isinstance(label, Logits)
+
+
+def _after_cast(found: Labels, equation: Any) -> Labels:
+    source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+    if target == FLOAT32 and is_half(source):
+        return found | {WAS_HALF}
+    return found
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+
+def attention_logits(site: Site, flow: Flow) -> Site | None:
+    """The product q k^T, if this product multiplies the softmax of it by the values."""
+    if site.place.phase != FORWARD or site.name != "dot_general":
+        return None
+    contracted, batch = site.equation.params["dimension_numbers"]
+    for index, var in enumerate(site.equation.invars[:2]):
+        for label in flow.of(var):
+            if not _is_logits(label) or not label.normalised or len(contracted[index]) != 1:
+                continue
+            logits = label.site.equation
+            batches = logits.params["dimension_numbers"][1][0]
+            size = math.prod(logits.outvars[0].aval.shape)
+            if len(batches) == len(batch[0]) and size == math.prod(var.aval.shape):
+                return label.site
+    return None
+
+
+def why_unfused(logits: Site) -> str:
+    """Why the fused kernel does not run in its place."""
+    equation = logits.equation
+    operand = equation.invars[0].aval
+    (axes, _), _ = equation.params["dimension_numbers"]
+    head = math.prod(operand.shape[axis] for axis in axes)
+    if not is_half(operand.dtype):
+        return f"its operands are {operand.dtype.name}, and cuDNN's fused kernel takes 16 bits"
+    if head % 8 or head > 256:
+        return f"heads of {head} are no multiple of 8 up to 128, or 256 on H100 and later"
+    return "it is written as two matmuls around a softmax, and XLA keeps what is between them"
+
+
+def logits_bytes(logits: Site) -> int:
+    """Bytes of QK^T in all runs."""
+    aval = logits.equation.outvars[0].aval
+    return math.prod(aval.shape) * aval.dtype.itemsize * logits.times

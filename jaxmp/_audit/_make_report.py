@@ -1,0 +1,141 @@
+"""From what was counted on the walk to the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._context import Draft
+from jaxmp._audit._kinds import FAULT, KINDS, NOTE
+from jaxmp._audit._places import module_of, root_of
+from jaxmp._audit._products import MULTIPLES
+from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
+from jaxmp._jaxprs import Path
+from jaxmp._rules import Rule
+
+# A misaligned matmul below this share of all FLOPs is a note.
+_SHARE = 0.01
+
+
+def make_report(auditor: Auditor, others: Iterable[Finding]) -> AuditReport:
+    """The report.
+
+    Args:
+      auditor: after its walk.
+      others: findings about arguments and results.
+    """
+    root = root_of(auditor.places.names)
+    total = sum(flops for flops, _ in auditor.matmuls.values())
+    drafts = [d for d in auditor.drafts if not (d.outside and auditor.has_backward)]
+    findings = [*_joined(_finding(draft, root, total) for draft in drafts), *others]
+    modules, rules = _decisions(auditor, root)
+    findings += [_never_fired(row) for row in rules if row.required and not row.modules]
+    policies = auditor.judge.policies
+    return AuditReport(
+        findings=tuple(sorted(findings, key=_gravity)),
+        matmuls=_rows(MatmulRow, auditor.matmuls, root),
+        casts=_rows(CastRow, auditor.casts, root),
+        aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
+        modules=modules,
+        rules=rules,
+        notes=tuple(auditor.notes),
+        policies="" if policies is None else str(policies.default),
+        equations=auditor.equations,
+    )
+
+
+def _finding(draft: Draft, root: Path, total: int) -> Finding:
+    file, line = draft.line
+    small = draft.kind == "misaligned_matmul" and draft.flops < _SHARE * total
+    return Finding(
+        kind=draft.kind,
+        level=NOTE if small else draft.level,
+        module=module_of(draft.names, root),
+        primitive=draft.primitive,
+        file=file,
+        line=line,
+        message=draft.message,
+        fix=draft.fix,
+        count=draft.count,
+        flops=draft.flops,
+    )
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for what differs in its scopes and not in its module."""
+    found: dict[Any, Finding] = {}
+    for finding in findings:
+        key = finding.kind, finding.level, finding.module, finding.file, finding.line
+        same = found.get(key)
+        found[key] = finding if same is None else _added(same, finding)
+    return list(found.values())
+
+
+def _added(first: Finding, second: Finding) -> Finding:
+    count, flops = first.count + second.count, first.flops + second.flops
+    return dataclasses.replace(first, count=count, flops=flops)
+
+
+def _gravity(finding: Finding) -> Any:
+    kinds = list(KINDS)
+    return finding.level != FAULT, kinds.index(finding.kind), -finding.flops
+
+
+def _rows(cls: Any, counted: dict[Any, list[int]], root: Path) -> tuple[Any, ...]:
+    """Rows of one class, added up over scopes of the same module, the largest first."""
+    sums: dict[Any, list[int]] = {}
+    for (names, *rest), (size, count) in counted.items():
+        row = sums.setdefault((module_of(names, root), *rest), [0, 0])
+        row[0] += size
+        row[1] += count
+    fields = [field.name for field in dataclasses.fields(cls)]
+    rows = (cls(**dict(zip(fields, (*key, *row), strict=True))) for key, row in sums.items())
+    return tuple(sorted(rows, key=lambda row: -getattr(row, fields[4])))
+
+
+# ---------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------
+
+
+def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tuple[RuleRow, ...]]:
+    """Which rule decided for each module that the program names, and what each rule decided."""
+    policies = auditor.judge.policies
+    if policies is None:
+        return (), ()
+    modules: dict[str, ModuleRow] = {}
+    decided: dict[Rule, dict[str, None]] = {rule: {} for rule in policies.rules}
+    for names in auditor.places.names:
+        path, rule = auditor.judge.decide(names)
+        module = module_of(names, root)
+        if rule is not None:
+            decided[rule][module] = None
+        words = "" if rule is None else _selector(rule)
+        modules[module] = ModuleRow(module=module, policy=str(policies.resolve(path)), rule=words)
+    rules = tuple(
+        RuleRow(
+            rule=_selector(rule),
+            why=rule.why,
+            modules=tuple(found),
+            required=rule.required and rule.module_type is None and not rule.addresses_parameter,
+        )
+        for rule, found in decided.items()
+    )
+    return tuple(modules.values()), rules
+
+
+def _selector(rule: Rule) -> str:
+    parts = [] if rule.path is None else [repr(rule.path)]
+    parts += [] if rule.module_type is None else [f"type {rule.module_type}"]
+    fields = ", ".join(f"{name}={value}" for name, value in rule.fields.items())
+    return f"{' and '.join(parts)}: {fields}"
+
+
+def _never_fired(row: RuleRow) -> Finding:
+    return Finding(
+        kind="unused_rule",
+        message=f"the required rule {row.rule} decided for no module of this program.",
+        fix=KINDS["unused_rule"].fix,
+    )

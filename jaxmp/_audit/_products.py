@@ -1,0 +1,105 @@
+"""Matrix products and convolutions: their sizes, FLOPs, and whether the sizes are aligned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jaxmp._dtypes import bits
+
+# Multiples at which GEMM sizes are judged: 8 sixteen-bit numbers are the 16 bytes that a Tensor
+# Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
+MULTIPLES = (8, 16, 64, 128)
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+class Product(NamedTuple):
+    """One product, as a matmul [M, K] x [K, N]."""
+
+    lhs: Any  # dtype
+    rhs: Any  # dtype
+    out: Any  # dtype
+    flops: int
+    # Role ("M", "N" or "K") -> size, of the sizes that stand last in memory in some array.
+    widths: dict[str, int]
+    # Whether anything is summed; an outer product is no matmul.
+    contracts: bool
+
+
+def product_of(equation: Any) -> Product:
+    """What an equation of `PRODUCTS` multiplies."""
+    lhs, rhs = (var.aval for var in equation.invars[:2])
+    out = equation.outvars[0].aval
+    measure = _SIZES[equation.primitive.name]
+    flops, widths, contracts = measure(equation.params, lhs.shape, rhs.shape, out.shape)
+    return Product(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
+
+
+def _dot(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = params["dimension_numbers"]
+    roles_lhs = _roles(len(lhs), lhs_k, lhs_b, "M")
+    roles_rhs = _roles(len(rhs), rhs_k, rhs_b, "N")
+    inner = math.prod(lhs[axis] for axis in lhs_k)
+    free = [*(role for role in roles_lhs if role == "M"), *(r for r in roles_rhs if r == "N")]
+    arrays = [(lhs, roles_lhs), (rhs, roles_rhs)]
+    if free:
+        arrays.append((out[len(lhs_b) :], free))
+    sizes = {"K": inner, "M": _free(lhs, roles_lhs, "M"), "N": _free(rhs, roles_rhs, "N")}
+    widths = {}
+    for shape, roles in arrays:
+        if roles and roles[-1] != "B":
+            role = roles[-1]
+            widths[role] = min(sizes[role], _trailing(shape, roles))
+    vector = "N" not in roles_rhs or "M" not in roles_lhs or 1 in (sizes["M"], sizes["N"])
+    return 2 * math.prod(out) * inner, {} if vector else widths, bool(lhs_k)
+
+
+def _roles(rank: int, contracted: Any, batch: Any, free: str) -> list[str]:
+    return ["K" if axis in contracted else "B" if axis in batch else free for axis in range(rank)]
+
+
+def _free(shape: Any, roles: list[str], role: str) -> int:
+    return math.prod(size for size, other in zip(shape, roles, strict=True) if other == role)
+
+
+def _trailing(shape: Any, roles: list[str]) -> int:
+    """The size that the last axes of one role make up together in memory."""
+    size = 1
+    for length, role in zip(reversed(shape), reversed(roles), strict=True):
+        if role != roles[-1]:
+            break
+        size *= length
+    return size
+
+
+def _ragged(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    inner = math.prod(lhs[axis] for axis in dims[0][0])
+    return 2 * math.prod(out) * inner, {"K": inner, "N": out[-1]}, True
+
+
+def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    numbers = params["dimension_numbers"]
+    features_out, features_in, *window = numbers.rhs_spec
+    taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
+    if params.get("batch_group_count", 1) > 1:
+        taps //= params["batch_group_count"]
+    # Zeros that a dilated input is filled with are multiplied by nobody.
+    taps = taps / math.prod(params.get("lhs_dilation") or (1,))
+    widths = {"K": rhs[features_in], "N": rhs[features_out]}
+    grouped = params.get("feature_group_count", 1) > 1
+    return round(2 * math.prod(out) * taps), {} if grouped else widths, True
+
+
+_SIZES = {"dot_general": _dot, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
+
+
+def multiple_of(dtype: Any) -> int:
+    """The multiple that sizes should have at least: 16 bytes, 4 numbers in FP32 (TF32)."""
+    return max(1, 128 // bits(dtype))
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple of `multiple` from `size` on."""
+    return -(-size // multiple) * multiple

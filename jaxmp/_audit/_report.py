@@ -1,0 +1,398 @@
+"""What an audit found: findings, FLOPs and casts as plain data; every view is made from these."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmp._audit._kinds import FAULT, KINDS
+from jaxmp._audit._render import html_page, markdown, plain_text
+from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp.errors import AuditError, AuditFailed, did_you_mean
+
+# Findings that an error lists.
+_LISTED = 20
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One place where a program does not do in a dtype what it should.
+
+    Args:
+      kind: what is wrong, such as "fp32_matmul".
+      level: "fault" or "note".
+      module: the module path; "" is the root, or code outside of every module.
+      primitive: the operation, as a jaxpr prints it; "" where it is about an argument or a rule.
+      file: the user's file; "" where it is not known.
+      line: the line in it; 0 where it is not known.
+      message: what was found.
+      fix: what to do about it, as code where code will do.
+      count: how many operations at this place.
+      flops: the matmul FLOPs that they take, loops included.
+    """
+
+    kind: str
+    level: str = FAULT
+    module: str = ""
+    primitive: str = ""
+    file: str = ""
+    line: int = 0
+    message: str = ""
+    fix: str = ""
+    count: int = 1
+    flops: int = 0
+
+    @property
+    def place(self) -> str:
+        """`model.py:12`; "" where it is not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+    def __str__(self) -> str:
+        where = " at ".join(part for part in (self.module or "(root)", self.place) if part)
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.kind} in {where}{times}: {self.message} Fix: {self.fix}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulRow:
+    """The matmuls and convolutions of one module, pass, and pair of operand dtypes."""
+
+    module: str
+    phase: str  # "forward", "backward" or "recompute"
+    lhs: str
+    rhs: str
+    flops: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CastRow:
+    """The casts of one module, pass, and pair of dtypes."""
+
+    module: str
+    phase: str
+    source: str
+    target: str
+    bytes: int  # read and written, were each cast a kernel of its own
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleRow:
+    """One rule, and the modules that it decided for."""
+
+    rule: str
+    why: str
+    modules: tuple[str, ...]
+    required: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """One module that the program names, and what the policies say of it."""
+
+    module: str
+    policy: str
+    rule: str  # "" where the default policy decides
+
+
+# ---------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """What runs in which dtype, and what is wrong with it. Frozen; made of plain data.
+
+    Prints as a table; also renders itself under rich and in notebooks.
+
+    Args:
+      findings: faults first, then by FLOPs.
+      matmuls: FLOPs per module, pass and operand dtypes.
+      casts: bytes per module, pass and dtypes.
+      aligned: (multiple, FLOPs whose sizes are all multiples of it).
+      modules: which policy and rule decided each module; empty without policies.
+      rules: each rule, and what it decided; empty without policies.
+      notes: what was not counted, and why.
+      policies: the default policy, as a string; "" without policies.
+      equations: how many operations the program has.
+
+    Example:
+      >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
+      >>> report.matmul_flops, report.ok
+      ({('float32', 'float32'): 1024}, True)
+    """
+
+    findings: tuple[Finding, ...] = ()
+    matmuls: tuple[MatmulRow, ...] = ()
+    casts: tuple[CastRow, ...] = ()
+    aligned: tuple[tuple[int, int], ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    rules: tuple[RuleRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    policies: str = ""
+    equations: int = 0
+
+    # -- numbers ----------------------------------------------------------------------------
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault; notes are allowed."""
+        return not self.faults
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are no notes."""
+        return tuple(finding for finding in self.findings if finding.level == FAULT)
+
+    @property
+    def matmul_flops(self) -> dict[tuple[str, str], int]:
+        """(lhs dtype name, rhs dtype name) -> FLOPs of matmuls and convolutions, largest first."""
+        return {(lhs, rhs): flops for (lhs, rhs), flops in self.flops_by("lhs", "rhs").items()}
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all matmuls and convolutions."""
+        return sum(row.flops for row in self.matmuls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """The bytes that all casts read and write."""
+        return sum(row.bytes for row in self.casts)
+
+    def flops_by(self, *fields: str) -> dict[tuple[str, ...], int]:
+        """FLOPs by some fields of `MatmulRow`, largest first.
+
+        Args:
+          *fields: "module", "phase", "lhs", "rhs".
+
+        Example:
+          >>> report = audit(lambda x: x @ x, jnp.ones((8, 8)))
+          >>> report.flops_by("phase")
+          {('forward',): 1024}
+        """
+        sums: Counter[tuple[str, ...]] = Counter()
+        for row in self.matmuls:
+            sums[tuple(getattr(row, field) for field in fields)] += row.flops
+        return dict(sums.most_common())
+
+    def counts(self) -> dict[str, int]:
+        """Kind -> how many operations (or arguments, or rules) are faults of it; sorted."""
+        sums: Counter[str] = Counter()
+        for finding in self.faults:
+            sums[finding.kind] += finding.count
+        return dict(sorted(sums.items()))
+
+    # -- judgement --------------------------------------------------------------------------
+
+    def check(self, fail_on: Iterable[str] | str | None = None, *, baseline: Any = None) -> None:
+        """Raises if the program does not hold what it should; for a project's own tests.
+
+        Args:
+          fail_on: kinds that may not be found, notes of them included; None: no fault of any kind.
+          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only kinds
+            with more faults than it had fail.
+
+        Raises:
+          AuditFailed: listing each finding with module, line and fix.
+          AuditError: if a kind is unknown, or the baseline cannot be read.
+
+        Example:
+          >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
+        """
+        kinds = _known_kinds(fail_on)
+        failed = [f for f in self.findings if _fails(f, kinds)]
+        if baseline is not None:
+            before = _counted(as_report(baseline).findings, kinds)
+            worse = {k for k, n in _counted(self.findings, kinds).items() if n > before.get(k, 0)}
+            failed = [finding for finding in failed if finding.kind in worse]
+        if failed:
+            more = " more than the baseline allows" if baseline is not None else ""
+            lines = [f"  {finding}" for finding in failed[:_LISTED]]
+            lines += [f"  and {len(failed) - _LISTED} more"] * (len(failed) > _LISTED)
+            raise AuditFailed("\n".join([f"The audit found{more}:", *lines]))
+
+    def diff(self, other: AuditReport) -> AuditDiff:
+        """What changed from this report to `other`.
+
+        Args:
+          other: the later report.
+        """
+        return AuditDiff(before=self, after=other)
+
+    # -- views ------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return plain_text(report_sections(self))
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{kind}: {count}" for kind, count in self.counts().items()) or "ok"
+        return f"<AuditReport of {self.equations} equations; {found}>"
+
+    def to_markdown(self) -> str:
+        """The report as Markdown tables."""
+        return markdown(report_sections(self))
+
+    def to_html(self) -> str:
+        """The report as one HTML page that needs nothing else."""
+        return html_page(report_sections(self))
+
+    def __rich__(self) -> Any:
+        return importlib.import_module("jaxmp._audit._rich").renderable(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def to_json(self) -> str:
+        """All of the report as JSON; `AuditReport.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> AuditReport:
+        """Reads what `to_json` wrote.
+
+        Args:
+          text: the JSON text.
+
+        Raises:
+          AuditError: if it is no report.
+        """
+        try:
+            fields = json.loads(text)
+            rows = {name: tuple(_row(name, row) for row in fields.pop(name)) for name in _ROWS}
+            aligned = tuple((int(m), int(flops)) for m, flops in fields.pop("aligned"))
+            return cls(**rows, aligned=aligned, notes=tuple(fields.pop("notes")), **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise AuditError(
+                f"{text[:80]!r} is not the JSON of an audit ({error}). Write one with:\n"
+                "    pathlib.Path('audit.json').write_text(report.to_json())"
+            ) from None
+
+
+_ROWS: Mapping[str, Any] = {
+    "findings": Finding,
+    "matmuls": MatmulRow,
+    "casts": CastRow,
+    "modules": ModuleRow,
+    "rules": RuleRow,
+}
+
+
+def _row(name: str, fields: dict[str, Any]) -> Any:
+    """A row from JSON, whose lists are tuples."""
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    return _ROWS[name](**values)
+
+
+def as_report(baseline: Any) -> AuditReport:
+    """A report, from itself, its JSON text, or a path that ends in `.json`.
+
+    Raises:
+      AuditError: if it cannot be read.
+    """
+    if isinstance(baseline, AuditReport):
+        return baseline
+    if isinstance(baseline, str) and not baseline.endswith(".json"):
+        return AuditReport.from_json(baseline)
+    try:
+        text = Path(baseline).read_text(encoding="utf-8")
+    except (OSError, TypeError) as error:
+        raise AuditError(
+            f"The baseline {baseline!r} cannot be read ({error}). Write one with:\n"
+            "    jaxmp audit my_package.train:make_step --json audit.json"
+        ) from None
+    return AuditReport.from_json(text)
+
+
+def _known_kinds(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
+    if fail_on is None:
+        return None
+    kinds = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
+    for kind in sorted(kinds - set(KINDS)):
+        raise AuditError(
+            f"fail_on={kind!r} is no kind of finding.{did_you_mean(kind, KINDS)} Allowed: "
+            f"{', '.join(KINDS)}; for example report.check(fail_on=['fp32_matmul'])."
+        )
+    return kinds
+
+
+def _fails(finding: Finding, kinds: frozenset[str] | None) -> bool:
+    return finding.level == FAULT if kinds is None else finding.kind in kinds
+
+
+def _counted(findings: Iterable[Finding], kinds: frozenset[str] | None) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for finding in findings:
+        if _fails(finding, kinds):
+            sums[finding.kind] += finding.count
+    return sums
+
+
+# ---------------------------------------------------------------------------
+# Two reports
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditDiff:
+    """What changed from one report to another; prints as a table.
+
+    Args:
+      before: the earlier report.
+      after: the later one.
+    """
+
+    before: AuditReport
+    after: AuditReport
+
+    @property
+    def added(self) -> tuple[Finding, ...]:
+        """Findings that only the later report has; lines that moved do not count."""
+        return _without(self.after.findings, self.before.findings)
+
+    @property
+    def removed(self) -> tuple[Finding, ...]:
+        """Findings that only the earlier report has."""
+        return _without(self.before.findings, self.after.findings)
+
+    @property
+    def matmul_flops(self) -> dict[tuple[str, str], int]:
+        """Operand dtypes -> FLOPs that were added (negative: removed), where they changed."""
+        before, after = self.before.matmul_flops, self.after.matmul_flops
+        pairs = dict.fromkeys([*after, *before])
+        changes = {pair: after.get(pair, 0) - before.get(pair, 0) for pair in pairs}
+        return {pair: change for pair, change in changes.items() if change}
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of casts that were added (negative: removed)."""
+        return self.after.cast_bytes - self.before.cast_bytes
+
+    def __str__(self) -> str:
+        return plain_text(difference_sections(self))
+
+    def __rich__(self) -> Any:
+        return importlib.import_module("jaxmp._audit._rich").renderable(self)
+
+    def to_markdown(self) -> str:
+        """The changes as Markdown."""
+        return markdown(difference_sections(self))
+
+
+def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
+    known = {_identity(finding) for finding in others}
+    return tuple(finding for finding in findings if _identity(finding) not in known)
+
+
+def _identity(finding: Finding) -> tuple[str, ...]:
+    return finding.kind, finding.level, finding.module, finding.primitive, finding.file

@@ -1,0 +1,1063 @@
+"""The audit: every planted fault is found and named, and a clean program has none."""
+
+import functools
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from jax import lax
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+import jaxmp
+from byte_gpt import GPT
+from jaxmp import audit, cli
+from jaxmp._audit import KINDS
+from relaxed import relaxed
+from train_lm import prepare, prepare_nnx
+
+HERE = Path(__file__)
+BF16 = "p=f32,c=bf16,o=f32"
+SMALL = GPT(layers=2, width=32, heads=2, max_length=16)
+TOKENS = jax.ShapeDtypeStruct((4, 17), jnp.int32)
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def line_of(text):
+    """The line of this file that ends with the comment `# text`."""
+    lines = HERE.read_text().splitlines()
+    (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
+    return found
+
+
+def kinds(report):
+    return {finding.kind for finding in report.findings}
+
+
+def the_only(report, kind, level="fault"):
+    (found,) = (f for f in report.findings if (f.kind, f.level) == (kind, level))
+    return found
+
+
+def assert_named(finding, module, text):
+    """The finding names the module and the user's own line."""
+    assert (finding.module, finding.file, finding.line) == (module, str(HERE), line_of(text))
+    assert finding.message and finding.fix
+
+
+@functools.cache
+def small_step(framework, recipe="bf16", **sizes):
+    """(train step, its arguments) of the byte GPT."""
+    model = SMALL.clone(**sizes)
+    tx = relaxed(optax.adamw(1e-3))
+    if framework == "nnx":
+        model, optimizer, step, _ = prepare_nnx(recipe, model, tx)
+        return step, (model, optimizer, TOKENS)
+    state, step, _ = prepare(recipe, model, tx)
+    return step, (state, TOKENS)
+
+
+def audit_small(framework, recipe="bf16", **sizes):
+    step, args = small_step(framework, recipe, **sizes)
+    return audit(step, *args, policies=recipe)
+
+
+# ---------------------------------------------------------------------------
+# Clean programs
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "bf16_params", "fp32"])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_clean_step_has_no_fault(framework, recipe):
+    report = audit_small(framework, recipe)
+    assert report.ok, str(report)
+    assert report.counts() == {} and report.faults == ()
+    report.check()
+    wanted = jaxmp.load_recipe(recipe).policies.default.compute_dtype.name
+    assert set(report.matmul_flops) == {(wanted, wanted)}
+
+
+def test_flops_of_a_transformer_step():
+    """Counted by hand: 2 FLOPs per weight and token, attention's two products, backward twice."""
+    report = audit_small("linen")
+    tokens, width, hidden = 4 * 16, 32, 4 * 32
+    weights = 2 * (4 * width * width + 2 * width * hidden) + width * 256
+    attention = 2 * 2 * (4 * 16 * 16 * width)  # layers, products, B T S D
+    forward = 2 * (tokens * weights + attention)
+    assert report.flops_by("phase") == {("backward",): 2 * forward, ("forward",): forward}
+    assert report.flops == 3 * forward
+    (dense,) = (r for r in report.matmuls if r.module == "block_0/mlp_up" and r.phase == "forward")
+    assert (dense.flops, dense.count) == (2 * tokens * width * hidden, 1)
+
+
+def test_both_frameworks_name_their_modules_alike():
+    reports = [audit_small(framework) for framework in ("linen", "nnx")]
+    first, second = (report.flops_by("module", "phase", "lhs", "rhs") for report in reports)
+    assert first == second
+    assert {"block_0/attention/query", "block_1/mlp_down", "lm_head"} <= {key[0] for key in first}
+
+
+def test_nothing_is_computed_and_no_policy_is_applied():
+    def fn(x):
+        jax.debug.callback(lambda: pytest.fail("the program ran"))
+        return x @ x
+
+    report = audit(fn, jnp.ones((8, 8)), policies="bf16")
+    assert report.matmul_flops == {("float32", "float32"): 1024}
+
+
+def test_shapes_arrays_numbers_and_strings_are_arguments():
+    def fn(x, words, *, power):
+        assert words == "as it is" and power == 2
+        return (x @ x) ** power
+
+    for x in (shape(8, 8), jnp.ones((8, 8), jnp.bfloat16), np.ones((8, 8), np.float32)):
+        assert audit(fn, x, "as it is", power=2).flops == 1024
+
+
+@pytest.mark.parametrize("fn", [3, "train_step", None])
+def test_what_is_no_function_is_refused(fn):
+    with pytest.raises(jaxmp.AuditError, match=r"audit\(train_step, state, batch\)"):
+        audit(fn, 1)
+
+
+def test_a_compiled_nnx_step_is_refused_and_stays_whole():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    step = jaxmp.nnx.compile_step(lambda model, x: model(x), model)
+    with pytest.raises(jaxmp.AuditError, match=r"audit\(train_step, model, optimizer, batch\)"):
+        audit(step, jnp.ones((8, 8)))
+    assert step(jnp.ones((8, 8))).shape == (8, 8)
+
+
+# ---------------------------------------------------------------------------
+# Planted faults: matmuls
+# ---------------------------------------------------------------------------
+
+
+class HardCoded(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(64, name="first")(x)
+        x = x.astype(jnp.float32)
+        w = self.param("w", nn.initializers.ones, (64, 64)).astype(jnp.float32)
+        x = x @ w  # a hard-coded FP32 layer
+        return nn.Dense(64, name="last")(x)
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return HardCoded(name="stubborn")(x)
+
+
+def linen_loss(model, policies=BF16):
+    """(loss of (variables, x), the arguments) under a policy."""
+    wrapped = jaxmp.linen.apply_policy(model, policies)
+    x = shape(16, 64, dtype=jnp.float32)
+    variables = jax.eval_shape(wrapped.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return wrapped.apply(variables, x).astype(jnp.float32).sum()
+
+    return loss, (variables, x)
+
+
+@pytest.mark.parametrize("policies", ["bf16", None])
+def test_a_hard_coded_fp32_layer(policies):
+    loss, args = linen_loss(Outer())
+    report = audit(jax.grad(loss), *args, policies=policies)
+    finding = the_only(report, "fp32_matmul")
+    assert_named(finding, "stubborn", "a hard-coded FP32 layer")
+    assert finding.primitive == "dot_general"
+    # Forward, and both gradients.
+    assert (finding.count, finding.flops) == (3, 3 * 2 * 16 * 64 * 64)
+    assert not report.ok and report.counts() == {"fp32_matmul": 3}
+    assert report.matmul_flops["float32", "float32"] == finding.flops
+
+
+def test_a_rule_that_wants_fp32_makes_it_right():
+    policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("stubborn", "c=f32,o=bf16")])
+    loss, args = linen_loss(Outer(), policies)
+    assert audit(jax.grad(loss), *args, policies=policies).ok
+
+
+def test_a_rule_by_type_allows_what_it_asks_for():
+    policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule(module_type="HardCoded", compute_dtype="f32")])
+    loss, args = linen_loss(Outer(), policies)
+    assert audit(loss, *args, policies=policies).ok
+
+
+def test_full_precision_is_allowed():
+    def fn(x, w):
+        with jaxmp.full_precision():
+            return x.astype(jnp.float32) @ w
+
+    args = shape(16, 16), shape(16, 16, dtype=jnp.float32)
+    assert audit(fn, *args, policies=BF16).ok and audit(fn, *args).ok
+
+
+def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
+    x = shape(16, 16, dtype=jnp.float32)
+    assert audit(lambda x: x @ x, x).ok
+    assert kinds(audit(lambda x: x @ x, x, policies=BF16)) == {"fp32_matmul"}
+
+
+def test_the_wrong_16_bits():
+    x = shape(16, 16, dtype=jnp.float16)
+    assert kinds(audit(lambda x: x @ x, x, policies=BF16)) == {"off_policy_matmul"}
+    assert kinds(audit(lambda x: x @ x, shape(16, 16), policies="fp32")) == {"off_policy_matmul"}
+
+
+def test_precision_highest_is_the_authors_choice():
+    def fn(x):
+        return jnp.matmul(x, x, precision="highest")
+
+    report = audit(fn, shape(16, 16, dtype=jnp.float32), policies=BF16)
+    assert report.ok and the_only(report, "fp32_matmul", "note")
+
+
+def test_the_optimizers_own_matmuls_are_not_the_models():
+    def step(w, x):
+        g = jax.grad(lambda w: (x @ w).astype(jnp.float32).sum())(w)
+        g = g.astype(jnp.float32)
+        return w - ((g @ g.T) @ g).astype(w.dtype)
+
+    assert audit(step, shape(16, 16), shape(8, 16), policies="bf16_params").ok
+
+
+def test_mixed_operands():
+    def fn(x, w):
+        with jax.named_scope("head"):
+            return lax.dot(x, w)  # a mixed-operand dot
+
+    report = audit(fn, shape(16, 64), shape(64, 64, dtype=jnp.float32), policies=BF16)
+    finding = the_only(report, "mixed_operands")
+    assert_named(finding, "head", "a mixed-operand dot")
+    assert report.matmul_flops == {("bfloat16", "float32"): 2 * 16 * 64 * 64}
+    assert kinds(report) == {"mixed_operands"}
+
+
+def test_fp8_operands_may_differ():
+    args = shape(16, 16, dtype=jnp.float8_e4m3fn), shape(16, 16, dtype=jnp.float8_e5m2)
+    report = audit(lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32), *args)
+    assert report.ok and list(report.matmul_flops) == [("float8_e4m3fn", "float8_e5m2")]
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(500, name="odd")(x)  # a 500-wide layer
+        return nn.Dense(64, name="back")(x)
+
+
+def test_a_500_wide_layer():
+    loss, args = linen_loss(Wide())
+    report = audit(jax.grad(loss), *args, policies="bf16")
+    assert {f.module for f in report.faults} == {"odd", "back"}
+    finding = next(f for f in report.faults if f.module == "odd")
+    assert_named(finding, "odd", "a 500-wide layer")
+    assert finding.kind == "misaligned_matmul"
+    assert "N = 500 -> 504" in finding.message and "504" in finding.fix
+    assert dict(report.aligned)[8] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "found"),
+    [
+        (jnp.bfloat16, 504, None),
+        (jnp.bfloat16, 500, "fault"),
+        (jnp.float32, 500, None),
+        (jnp.float32, 501, "fault"),
+        (jnp.float8_e4m3fn, 504, "fault"),
+        (jnp.bfloat16, 10, "note"),  # 60% of padding
+    ],
+)
+def test_alignment_follows_the_dtype(dtype, width, found):
+    def fn(x, w):
+        return lax.dot(x, w, preferred_element_type=jnp.float32)
+
+    report = audit(fn, shape(16, 64, dtype=dtype), shape(64, width, dtype=dtype))
+    levels = [f.level for f in report.findings if f.kind == "misaligned_matmul"]
+    assert levels == ([found] if found else [])
+
+
+def test_a_small_misaligned_matmul_is_a_note():
+    def fn(x, big, odd):
+        return x @ big, x[:1].repeat(8, 0) @ odd
+
+    report = audit(fn, shape(4096, 512), shape(512, 4096), shape(512, 100))
+    assert report.ok and the_only(report, "misaligned_matmul", "note")
+
+
+def test_the_batch_is_no_width():
+    assert audit(lambda x, w: x @ w, shape(13, 64), shape(64, 64)).ok
+
+
+# ---------------------------------------------------------------------------
+# Planted faults: 16 bits where FP32 belongs
+# ---------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        gates = nn.Dense(64, name="gates")(x)
+        return jax.nn.softmax(gates)  # a bf16 softmax
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_half_softmax(gradient):
+    loss, args = linen_loss(Router())
+    report = audit(jax.grad(loss) if gradient else loss, *args, policies="bf16")
+    assert_named(the_only(report, "half_softmax"), "", "a bf16 softmax")
+    assert the_only(report, "half_softmax").primitive == "exp"
+    assert report.counts() == {"half_softmax": 1}
+
+
+def test_an_fp32_softmax_is_none():
+    def fn(x):
+        return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+
+    assert audit(fn, shape(4, 64), policies="bf16").findings == ()
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (lambda x: jax.nn.log_softmax(x), "half_loss"),
+        (lambda x: jax.nn.logsumexp(x, axis=-1), "half_loss"),
+        (
+            lambda x: optax.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(4, int)),
+            "half_loss",
+        ),
+        (lambda x: jnp.mean(x), "half_loss"),
+        (lambda x: x * lax.rsqrt(jnp.var(x, -1, keepdims=True)), "half_norm"),
+        (lambda x: x / jnp.sqrt(jnp.var(x, -1, keepdims=True)), "half_norm"),
+        (lambda x: lax.reduce_sum(x, (1,)), "half_reduction"),
+        (lambda x: jnp.cumsum(x, axis=1), "half_reduction"),
+        (lambda x: jnp.zeros(8, x.dtype).at[jnp.zeros(64, int)].add(x[0]), "half_reduction"),
+        (lambda x: jnp.exp(x), "half_exp"),
+        (lambda x: jnp.log1p(x), "half_exp"),
+        (lambda x: jnp.sin(x), "half_exp"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_belongs_in_fp32(fn, kind, dtype):
+    report = audit(fn, shape(4, 64, dtype=dtype))
+    assert set(report.counts()) == {kind}
+    assert jnp.dtype(dtype).name in report.faults[0].message
+    assert audit(fn, shape(4, 64, dtype=jnp.float32)).findings == ()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.sum(x, axis=-1),  # JAX adds up in FP32
+        lambda x: jnp.mean(x, axis=-1),
+        lambda x: x - jnp.var(x, axis=-1, keepdims=True),
+        lambda x: jnp.tanh(x) * jax.nn.sigmoid(x),
+        lambda x: jnp.max(x, axis=-1),
+        lambda x: x[:, :4].astype(jnp.float32).sum(-1),
+        lambda x: lax.reduce_sum(x[:, :4], (1,)),  # few terms
+    ],
+)
+def test_what_is_right_in_16_bits(fn):
+    assert audit(fn, shape(4, 64)).findings == ()
+
+
+def test_powers_are_notes():
+    report = audit(lambda x: x**3, shape(4, 64))
+    assert report.ok and the_only(report, "half_exp", "note").primitive == "integer_pow"
+
+
+def test_the_op_table_of_a_recipe_decides():
+    recipe = jaxmp.load_recipe("bf16").replace(ops={"exp": "low"})
+    assert audit(jnp.exp, shape(4, 64), policies="bf16").counts() == {"half_exp": 1}
+    assert audit(jnp.exp, shape(4, 64), policies=recipe).ok
+
+
+def test_a_running_sum_by_cumsum():
+    def fn(x):
+        with jax.named_scope("scores"):
+            return jnp.cumsum(x, axis=0)  # a bf16 running sum
+
+    assert_named(
+        the_only(audit(fn, shape(64, 4)), "half_reduction"), "scores", "a bf16 running sum"
+    )
+
+
+def test_a_running_sum_in_a_scan():
+    def fn(xs):
+        def body(total, x):
+            return total + x * x, None  # a running sum in a carry
+
+        return lax.scan(body, jnp.zeros(4, jnp.bfloat16), xs)[0]
+
+    finding = the_only(audit(fn, shape(64, 4)), "half_reduction")
+    assert_named(finding, "", "a running sum in a carry")
+
+
+def test_a_running_sum_in_loops_and_through_casts():
+    def looped(x):
+        return lax.fori_loop(0, 9, lambda i, total: total + x, jnp.zeros_like(x))
+
+    def tested(x):
+        state = (jnp.zeros_like(x), 0)
+        return lax.while_loop(lambda s: s[1] < 9, lambda s: (s[0] + x, s[1] + 1), state)[0]
+
+    def rounded(x):
+        def add(total, _):
+            return (total.astype(jnp.float32) + x).astype(x.dtype), None
+
+        return lax.scan(add, x, length=9)[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        for fn in (looped, tested, rounded):
+            assert audit(fn, shape(4)).counts()["half_reduction"] == 1
+            assert "half_reduction" not in kinds(audit(fn, shape(4, dtype=jnp.float32)))
+
+
+def test_a_residual_stream_is_no_running_sum():
+    def fn(x, ws):
+        return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+    def loss(x, ws):
+        return fn(x, ws).astype(jnp.float32).sum()
+
+    args = shape(16, 64), shape(3, 64, 64)
+    assert audit(fn, *args).findings == ()
+    assert audit(jax.grad(loss, argnums=(0, 1)), *args).ok
+
+
+def test_gradients_that_a_loop_adds_up_in_16_bits():
+    """A weight that all steps share: its gradient is a running sum."""
+
+    def loss(w, x):
+        def body(h, _):
+            return jnp.tanh(h @ w), None
+
+        return lax.scan(body, x, length=9)[0].astype(jnp.float32).sum()
+
+    args = shape(64, 64), shape(16, 64)
+    assert the_only(audit(jax.grad(loss), *args), "half_reduction").level == "fault"
+    in_fp32 = lambda w, x: loss(w.astype(jnp.bfloat16), x)
+    wide = shape(64, 64, dtype=jnp.float32), args[1]
+    assert "half_reduction" in audit(jax.grad(in_fp32), *wide).counts()
+
+
+def test_gradients_of_biases_are_notes_and_autocast_mends_them():
+    def loss(b, x):
+        return (x + b[None]).astype(jnp.float32).sum()
+
+    args = shape(64), shape(32, 64)
+    found = audit(jax.grad(loss), *args)
+    assert found.ok and "autocast" in the_only(found, "half_reduction", "note").fix
+    assert audit(jaxmp.autocast(jax.grad(loss), "bf16"), *args).findings == ()
+
+
+def test_silent_promotion():
+    def fn(x, y):
+        with jax.named_scope("residual"):
+            return x + y  # a silent promotion
+
+    args = shape(4, 64), shape(4, 64, dtype=jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        report = audit(fn, *args, policies="bf16")
+    assert_named(the_only(report, "silent_promotion"), "residual", "a silent promotion")
+    assert the_only(report, "silent_promotion").primitive == "add"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: x * np.float32(2),
+        lambda x, y: jnp.where(x > 0, x, y),
+        lambda x, y: x + y[0],
+    ],
+)
+def test_silent_promotions_in_other_ways(fn):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = audit(fn, shape(4, 64), shape(4, 64, dtype=jnp.float32))
+    assert kinds(report) == {"silent_promotion"}
+
+
+def test_casts_that_somebody_wrote_are_no_silent_promotion():
+    def fn(x, y):
+        return x.astype(jnp.float32) + y, 2.0 * x, jnp.var(x, axis=-1)
+
+    assert audit(fn, shape(4, 64), shape(4, 64, dtype=jnp.float32)).findings == ()
+
+
+# ---------------------------------------------------------------------------
+# Planted faults: attention
+# ---------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(2, name="attention")(x)  # unfused attention
+
+
+def test_unfused_attention():
+    loss, args = linen_loss(Attention())
+    report = audit(jax.grad(loss), args[0], shape(16, 64, dtype=jnp.float32), policies="bf16")
+    finding = the_only(report, "unfused_attention", "note")
+    assert_named(finding, "attention", "unfused attention")
+    assert "two matmuls" in finding.message and "cudnn" in finding.fix
+
+
+def attend(q, k, v):
+    logits = jnp.einsum("bqd,bkd->bqk", q, k) / 8
+    weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(q.dtype)
+    return jnp.einsum("bqk,bkd->bqd", weights, v)
+
+
+@pytest.mark.parametrize(
+    ("fn", "size", "why"),
+    [
+        (attend, 64, "two matmuls"),
+        (jax.jit(attend), 64, "two matmuls"),
+        (jax.checkpoint(attend), 64, "two matmuls"),
+        (attend, 36, "heads of 36"),
+        (
+            lambda q, k, v: jax.nn.dot_product_attention(
+                q[:, :, None], k[:, :, None], v[:, :, None]
+            ),
+            64,
+            "two matmuls",
+        ),
+    ],
+)
+def test_why_attention_is_not_fused(fn, size, why):
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention
+        report = audit(fn, *[shape(4, 128, size)] * 3)
+    assert why in the_only(report, "unfused_attention", "note").message
+
+
+def test_fp32_attention_cannot_be_fused():
+    report = audit(attend, *[shape(4, 128, 64, dtype=jnp.float32)] * 3)
+    assert "float32" in the_only(report, "unfused_attention", "note").message
+
+
+def test_a_softmax_head_is_no_attention():
+    def loss(w, x, labels):
+        logits = (x @ w).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    args = shape(64, 64), shape(16, 64), shape(16, dtype=jnp.int32)
+    assert "unfused_attention" not in kinds(audit(jax.grad(loss, (0, 1)), *args))
+
+
+def test_a_mixture_of_experts_is_no_attention():
+    def fn(x, router, experts):
+        gates = jax.nn.softmax((x @ router).astype(jnp.float32)).astype(x.dtype)
+        outs = jnp.einsum("btd,edf->btef", x, experts)
+        return jnp.einsum("bte,btef->btf", gates, outs)
+
+    args = shape(4, 16, 64), shape(64, 8), shape(8, 64, 64)
+    assert "unfused_attention" not in kinds(audit(fn, *args))
+
+
+# ---------------------------------------------------------------------------
+# Planted faults: state
+# ---------------------------------------------------------------------------
+
+
+def test_optimizer_state_in_bf16():
+    params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
+    tx = optax.adam(1e-3)
+
+    def finding_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(lambda p: (x @ p["w"]).astype(jnp.float32).sum())(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates
+            report = audit(step, params, tx.init(params), shape(8, 16))
+        return [f for f in report.faults if f.kind == "half_optimizer_state"]
+
+    (finding,) = finding_of(tx)
+    assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
+    assert "recipe.optimizer(tx)" in finding.fix
+    assert finding_of(jaxmp.load_recipe("bf16_params").optimizer(tx)) == []
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_optimizer_state_in_train_states(framework):
+    tx = relaxed(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    if framework == "nnx":
+        model, optimizer, step, _ = prepare_nnx("bf16", SMALL, tx)
+        args, parameters = (model, optimizer), nnx.state(model, nnx.Param)
+    else:
+        state, step, _ = prepare("bf16", SMALL, tx)
+        args, parameters = (state,), state.params
+    finding = the_only(audit(step, *args, TOKENS, policies="bf16"), "half_optimizer_state")
+    assert "mu" in finding.message
+    assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
+
+
+def scaled_step(state, x, *, used):
+    def loss_fn(params):
+        return (x @ params["w"]).astype(jnp.float32).sum()
+
+    if used:
+        loss, grads = state.value_and_grad(loss_fn)()
+    else:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def scaled_state():
+    tx = jaxmp.load_recipe("fp16").optimizer(relaxed(optax.sgd(0.1)))
+    params = {"w": jnp.ones((16, 16))}
+    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_dynamic_loss_scale_that_is_never_used(wrap):
+    def step(used):
+        return wrap(functools.partial(scaled_step, used=used))
+
+    x = shape(8, 16, dtype=jnp.float32)
+    finding = the_only(audit(step(False), scaled_state(), x), "unused_loss_scale")
+    assert "scale" in finding.message and "state.value_and_grad" in finding.fix
+    assert audit(step(True), scaled_state(), x).ok
+
+
+def test_a_loss_scale_by_hand_counts():
+    def step(scale, w, x):
+        value, grads = jax.value_and_grad(lambda w: scale.scale((x @ w).sum()))(w)
+        return scale.unscale(grads), scale.adjust(jnp.isfinite(value))
+
+    args = jaxmp.DynamicLossScale(), jnp.ones((16, 16)), jnp.ones((8, 16))
+    assert audit(step, *args).ok
+
+
+def test_flax_dynamic_scale():
+    def step(scale, w, x, used):
+        loss = lambda w: (x @ w).sum()
+        grads = scale.value_and_grad(loss)(w)[3] if used else jax.grad(loss)(w)
+        return w - grads
+
+    scale = jax.tree.map(jnp.asarray, DynamicScale())
+    args = scale, jnp.ones((16, 16)), jnp.ones((8, 16))
+    assert kinds(audit(step, *args, False)) == {"unused_loss_scale"}
+    assert audit(step, *args, True).ok
+
+
+def test_evaluation_needs_no_loss_scale():
+    report = audit(lambda state, x: x @ state.params["w"], scaled_state(), jnp.ones((8, 16)))
+    assert report.ok
+
+
+# ---------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------
+
+
+def test_which_rule_decided_and_which_never_fired():
+    report = audit_small("linen")
+    rules = {row.rule.partition(":")[0]: row for row in report.rules}
+    assert rules["'**/lm_head'"].modules == ("lm_head",)
+    assert rules["'**/router/**'"].modules == ()
+    decided = {row.module: row.rule for row in report.modules}
+    assert decided["lm_head"].startswith("'**/lm_head'") and decided["block_0/mlp_up"] == ""
+
+
+def test_a_required_rule_that_never_fired():
+    policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32")])
+    finding = the_only(audit(lambda x: x @ x, shape(16, 16), policies=policies), "unused_rule")
+    assert "decoder/**" in finding.message and "required=False" in finding.fix
+    optional = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32", required=False)])
+    assert audit(lambda x: x @ x, shape(16, 16), policies=optional).ok
+
+
+# ---------------------------------------------------------------------------
+# Counting
+# ---------------------------------------------------------------------------
+
+SQUARE = 2 * 16**3
+X = shape(16, 16)
+
+
+def matmul(x):
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    ("fn", "flops"),
+    [
+        (matmul, SQUARE),
+        (jax.jit(matmul), SQUARE),
+        (lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], 7 * SQUARE),
+        (lambda x: lax.fori_loop(0, 7, lambda i, c: c @ c, x), 7 * SQUARE),
+        (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, matmul, x), SQUARE),
+        (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, matmul, x), 2 * SQUARE),
+        (lambda x: jax.vmap(matmul)(jnp.stack([x] * 5)), 5 * SQUARE),
+        (jax.checkpoint(matmul), SQUARE),
+    ],
+)
+def test_flops_of_control_flow(fn, flops):
+    assert audit(fn, X).flops == flops
+
+
+def test_a_while_loop_says_that_it_is_counted_once():
+    (note,) = audit(lambda x: lax.while_loop(lambda c: c[0, 0] > 0, matmul, x), X).notes
+    assert "counted once" in note and HERE.name in note
+
+
+def test_flops_inside_shard_map_are_those_of_all_devices():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("d", None)
+    fn = jax.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    assert audit(fn, shape(16, 16), X).flops == SQUARE
+
+
+@pytest.mark.parametrize(
+    ("groups", "strides", "flops"),
+    [
+        (1, 1, 2 * 2 * 8 * 8 * 32 * 9 * 16),
+        (16, 1, 2 * 2 * 8 * 8 * 32 * 9),
+        (1, 2, 2 * 2 * 4 * 4 * 32 * 9 * 16),
+    ],
+)
+def test_flops_of_convolutions(groups, strides, flops):
+    def fn(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (strides, strides),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    report = audit(fn, shape(2, 8, 8, 16), shape(3, 3, 16 // groups, 32))
+    assert report.flops == flops
+
+
+@pytest.mark.parametrize("strides", [1, 2])
+def test_gradients_of_a_convolution_take_as_much_again_each(strides):
+    def loss(x, w):
+        y = lax.conv_general_dilated(
+            x, w, (strides, strides), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y.astype(jnp.float32).sum()
+
+    args = shape(2, 9, 9, 16), shape(3, 3, 16, 32)
+    report = audit(jax.grad(loss, (0, 1)), *args).flops_by("phase")
+    # The borders of the input's gradient, which are multiplied with zeros, count too.
+    assert 2 * report["forward",] <= report["backward",] <= 4 * report["forward",]
+
+
+def test_ragged_dot_counts_each_row_once():
+    def fn(x, w, sizes):
+        return lax.ragged_dot(x, w, sizes)
+
+    report = audit(fn, shape(64, 16), shape(4, 16, 32), shape(4, dtype=jnp.int32))
+    assert report.flops == 2 * 64 * 16 * 32
+
+
+class Rematted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Residual)
+        stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return stack(name="stack")(x, None)[0]
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.tanh(nn.Dense(64, name="dense")(x)), None
+
+
+def test_recompute_is_told_from_forward_and_backward():
+    loss, args = linen_loss(Rematted())
+    report = audit(jax.grad(loss), *args, policies="bf16")
+    once = 3 * 2 * 16 * 64 * 64
+    by_phase = report.flops_by("module", "phase")
+    name = next(iter(by_phase))[0]
+    assert name.endswith("dense")
+    assert by_phase == {
+        (name, "backward"): 2 * once,
+        (name, "forward"): once,
+        (name, "recompute"): once,
+    }
+    assert report.ok
+
+
+def test_casts_and_their_bytes():
+    report = audit(lambda x: x.astype(jnp.float32) * 2, shape(16, 16))
+    (row,) = report.casts
+    assert (row.source, row.target, row.count) == ("bfloat16", "float32", 1)
+    assert row.bytes == report.cast_bytes == 16 * 16 * (2 + 4)
+
+
+def test_kernels_are_named_as_not_counted():
+    def fn(x):
+        return jax.pure_callback(lambda x: x, x, x)
+
+    (note,) = audit(fn, X).notes
+    assert "pure_callback" in note and HERE.name in note
+
+
+# ---------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    loss, args = linen_loss(Outer())
+    return audit(jax.grad(loss), *args, policies="bf16")
+
+
+def test_every_kind_is_explained():
+    page = (HERE.parents[1] / "docs/audit.md").read_text()
+    for kind, words in KINDS.items():
+        assert f"| `{kind}` |" in page
+        assert words.meaning and words.fix and words.level in ("fault", "note")
+
+
+def test_json_round_trip(faulty):
+    again = jaxmp.AuditReport.from_json(faulty.to_json())
+    assert again == faulty and str(again) == str(faulty)
+    assert json.loads(faulty.to_json())["findings"][0]["kind"] == "fp32_matmul"
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"findings": [{"kind": 1, "x": 2}]}'])
+def test_json_that_is_no_report(text):
+    with pytest.raises(jaxmp.AuditError, match="to_json"):
+        jaxmp.AuditReport.from_json(text)
+
+
+def test_views_say_what_was_found(faulty):
+    for view in (str(faulty), faulty.to_markdown(), faulty.to_html(), faulty._repr_html_()):
+        plain = view.replace("\\", "")
+        for word in ("fp32_matmul", "stubborn", "test_audit.py:", "bfloat16 x bfloat16", "FLOP"):
+            assert word in plain
+    assert repr(faulty) == f"<AuditReport of {faulty.equations} equations; fp32_matmul: 3>"
+
+
+def test_the_page_needs_nothing_else(faulty):
+    page = faulty.to_html()
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+    assert not re.search(r"<script|src=|href=|@import|url\(", page)
+
+
+def test_user_strings_are_escaped():
+    name = "<script>alert(1)</script>|`x`\x1b[31m"
+    finding = jaxmp._audit.Finding(kind="half_exp", module=name, message=name, fix=name)
+    report = jaxmp.AuditReport(findings=(finding,))
+    assert "<script>" not in report.to_html() and "<script>" not in report.to_markdown()
+    assert "\x1b" not in str(report) + report.to_html() + report.to_markdown()
+    row = next(line for line in report.to_markdown().splitlines() if "half" in line and "|" in line)
+    assert len(re.findall(r"(?<!\\)\|", row)) == 6
+
+
+def test_check_lists_what_failed(faulty):
+    with pytest.raises(jaxmp.AuditFailed, match=r"fp32_matmul in stubborn at test_audit\.py:\d+"):
+        faulty.check()
+    faulty.check([])
+    faulty.check(["half_softmax"])
+    with pytest.raises(jaxmp.AuditFailed):
+        faulty.check("fp32_matmul")
+    with pytest.raises(jaxmp.AuditError, match="Did you mean 'fp32_matmul'"):
+        faulty.check(["fp32_matmuls"])
+
+
+def test_notes_fail_where_they_are_named():
+    report = audit(attend, *[shape(4, 128, 64)] * 3)
+    report.check()
+    with pytest.raises(jaxmp.AuditFailed, match="unfused_attention"):
+        report.check(["unfused_attention"])
+
+
+def test_a_baseline_allows_what_was_there(faulty, tmp_path):
+    file = tmp_path / "audit.json"
+    file.write_text(faulty.to_json())
+    for baseline in (faulty, faulty.to_json(), str(file), file):
+        faulty.check(baseline=baseline)
+    clean = jaxmp.AuditReport()
+    with pytest.raises(jaxmp.AuditFailed, match="more than the baseline allows"):
+        faulty.check(baseline=clean)
+    clean.check(baseline=faulty)
+    with pytest.raises(jaxmp.AuditError, match="cannot be read"):
+        faulty.check(baseline=str(tmp_path / "absent.json"))
+
+
+def test_a_long_list_is_cut():
+    findings = tuple(jaxmp._audit.Finding(kind="half_exp", line=n) for n in range(30))
+    with pytest.raises(jaxmp.AuditFailed, match=r"and 10 more$"):
+        jaxmp.AuditReport(findings=findings).check()
+
+
+def test_diff(faulty):
+    policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("stubborn", "c=f32,o=bf16")])
+    loss, args = linen_loss(Wide())
+    later = audit(jax.grad(loss), *args, policies=policies)
+    change = faulty.diff(later)
+    assert {f.kind for f in change.added if f.level == "fault"} == {
+        "misaligned_matmul",
+        "unused_rule",
+    }
+    assert {f.kind for f in change.removed if f.level == "fault"} == {"fp32_matmul"}
+    assert change.matmul_flops["float32", "float32"] < 0
+    assert "misaligned" in str(change) and "fp32" in change.to_markdown().replace("\\", "")
+    same = faulty.diff(faulty)
+    assert same.matmul_flops == {} and same.added == () and "nothing" in str(same)
+
+
+# ---------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------
+
+STEPS = """
+import jax, jax.numpy as jnp
+
+def make_step(recipe):
+    assert recipe == "bf16"
+    return train_step, jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+
+def make_fp32():
+    return train_step, jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+def make_two():
+    return train_twice, jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+def make_nothing():
+    return 3
+
+def train_step(x):
+    return x @ x
+
+def train_twice(x):
+    return x @ x @ x
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `jaxmp audit` beside `my_steps.py`; returns (exit status, output, error output)."""
+    (tmp_path / "my_steps.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["audit", *arguments])
+        return exit.value.code, *capsys.readouterr()
+
+    yield run
+    sys.modules.pop("my_steps", None)
+
+
+def test_the_command_prints_and_writes(run, tmp_path):
+    views = ["--html", "out.html", "--markdown", "out.md", "--json", "out.json"]
+    status, out, _ = run("my_steps:make_step", "--recipe", "bf16", *views)
+    assert status == 0 and "Precision audit: ok" in out and "bfloat16 x bfloat16" in out
+    report = jaxmp.AuditReport.from_json((tmp_path / "out.json").read_text())
+    assert report.ok and report.matmul_flops == {("bfloat16", "bfloat16"): SQUARE}
+    assert (tmp_path / "out.html").read_text() == report.to_html()
+    assert (tmp_path / "out.md").read_text() == report.to_markdown()
+    assert sorted(p.suffix for p in tmp_path.iterdir() if p.is_file()) == [
+        ".html",
+        ".json",
+        ".md",
+        ".py",
+    ]
+
+
+def test_the_command_fails_on_what_it_is_told(run):
+    faulty = ("my_steps:make_fp32", "--recipe", "bf16")
+    status, out, error = run(*faulty)
+    assert status == 1 and "fp32_matmul" in out and "fp32_matmul in (root) at my_steps.py" in error
+    assert run(*faulty, "--fail-on", "none")[0] == 0
+    assert run(*faulty, "--fail-on", "mixed_operands,half_softmax")[0] == 0
+    assert run(*faulty, "--fail-on", "mixed_operands,fp32_matmul")[0] == 1
+    status, _, error = run(*faulty, "--fail-on", "fp32")
+    assert status == 2 and "is no kind of finding" in error
+
+
+def test_the_command_holds_a_step_against_a_baseline(run):
+    faulty = ("my_steps:make_fp32", "--recipe", "bf16")
+    assert run(*faulty, "--json", "audit.json", "--fail-on", "none")[0] == 0
+    assert run(*faulty, "--baseline", "audit.json")[0] == 0
+    status, _, error = run("my_steps:make_two", "--recipe", "bf16", "--baseline", "audit.json")
+    assert status == 1 and "more than the baseline allows" in error
+    assert run("my_steps:make_fp32", "--baseline", "audit.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["my_steps"], "'my_steps' is not module.path:make_step"),
+        (["my_steps:absent"], "def absent():\n        return train_step, state, batch"),
+        (["my_steps:make_nothing"], "returned int, not a function and its arguments"),
+        (["my_steps:make_fp32", "--html", "no/such/folder.html"], "cannot be written"),
+        (["my_steps:make_fp32", "--baseline", "absent.json"], "cannot be read"),
+        (["my_steps:make_step", "--recipe", "bf61"], "Did you mean 'bf16'"),
+    ],
+)
+def test_the_commands_errors(run, arguments, message):
+    status, _, error = run(*arguments)
+    assert status in (1, 2) and message in error
+
+
+def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
+    console = Console(width=160, record=True, file=io.StringIO())
+    name = "[bold red]x\x1b[2J"
+    planted = jaxmp._audit.Finding(kind="half_exp", module=name, message=name)
+    for report in (faulty, faulty.diff(jaxmp.AuditReport(findings=(planted,)))):
+        console.print(report)
+    text = console.export_text()
+    assert "Precision audit: faults" in text and "fp32_matmul" in text
+    assert "[bold red]x" in text and "\x1b" not in text
+
+
+# ---------------------------------------------------------------------------
+# Speed
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_48_layer_step_is_audited_in_two_seconds():
+    model = GPT(layers=48, width=64, heads=2, max_length=16)
+    state, step, _ = prepare("bf16", model, relaxed(optax.adamw(1e-3)))
+    closed = jax.make_jaxpr(step)(state, TOKENS)
+    run = jax.core.jaxpr_as_fun(closed)
+    leaves = jax.tree.leaves((state, TOKENS))
+    audit(run, *leaves, policies="bf16")
+
+    def seconds(work):
+        start = time.process_time()
+        result = work()
+        return time.process_time() - start, result
+
+    traced, _ = seconds(lambda: jax.make_jaxpr(run)(*leaves))
+    whole, report = seconds(lambda: audit(run, *leaves, policies="bf16"))
+    print(f"\n{report.equations} equations: {whole - traced:.2f} s after {traced:.2f} s of tracing")
+    assert report.equations > 15_000 and report.ok
+    assert whole - traced < 2
