@@ -9,19 +9,24 @@ VENV   ?= .venv
 PYTHON ?= python3
 # A version such as 0.10.2, or latest: the newest that this Python can install.
 JAX    ?= latest
+# An extra of pyproject.toml that the tests get too, such as aot.
+EXTRA  ?=
 # More for the command that runs, as in: make test ARGS="-x tests/test_policy.py"
 ARGS   ?=
 
 BIN    := $(VENV)/bin
 # One file per installed extra; made anew when pyproject.toml, this file or JAX changes.
-STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)
+STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)$(EXTRA:%=-%)
 PIN    := $(if $(filter latest,$(JAX)),jax,jax==$(JAX) jaxlib==$(JAX))
 
-.PHONY: demo test test-slow test-all lint format clean
+.PHONY: env demo test test-slow test-all lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
 	$(BIN)/python examples/demo.py $(ARGS)
+
+# All that the tests need, and nothing run.
+env: $(STAMP)/dev
 
 test: $(STAMP)/dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -49,7 +54,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP)/%: pyproject.toml Makefile | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*]" $(PIN)
+	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
 	rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
 	mkdir -p $(STAMP)
 	touch $@

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 
 class Context(NamedTuple):
@@ -37,6 +38,19 @@ def target() -> str:
     """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
     backend = current_context().target or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
+
+
+def described_gpus(description: str, count: int) -> list[Any]:
+    """Devices of an NVIDIA GPU that need not be there: XLA compiles for them and runs nothing.
+
+    Args:
+      description: the card in XLA's text form.
+      count: how many, on one host.
+    """
+    topology = topologies.get_topology_desc(
+        "", "cuda", target_config=description, topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:

@@ -113,6 +113,11 @@ def is_half(dtype: Any) -> bool:
     return np.dtype(dtype) in HALF
 
 
+def is_fp8(dtype: Any) -> bool:
+    """Whether `dtype` is a float stored in 8 bits."""
+    return np.dtype(dtype).name.startswith("float8")
+
+
 def bits(dtype: Any) -> int:
     """Bits that one element takes: 8 for float8, 4 for float4."""
     return int(jnp.finfo(dtype).bits)

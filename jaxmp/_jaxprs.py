@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxmp._compat import jaxpr_body
@@ -89,10 +89,35 @@ def module_paths_of(names: Path) -> tuple[str, ...]:
     """Module paths that scopes may stand for: whole, and below the root's own scope.
 
     Flax names the root by its class; a function without a root module has no such scope. Methods
-    other than `__call__` stand behind a dot: `embed.attend`.
+    other than `__call__` stand behind a dot: `embed.attend`. Equinox names a layer by its class,
+    `eqx.nn.Linear`.
     """
-    plain = tuple(name.partition(".")[0] for name in names)
+    plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
     return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
+
+
+def with_parameters(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """A jaxpr whose equations' parameters, at any depth, went through a function.
+
+    Args:
+      jaxpr: open or closed.
+      change: parameter -> what takes its place; tuples are handed over element by element.
+    """
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return with_parameters(value, change)
+        if type(value) in (tuple, list):
+            return type(value)(map(changed, value))
+        return change(value)
+
+    body, _ = jaxpr_body(jaxpr)
+    equations = [
+        equation.replace(params={key: changed(value) for key, value in equation.params.items()})
+        for equation in body.eqns
+    ]
+    new = body.replace(eqns=equations)
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 # ---------------------------------------------------------------------------

@@ -149,6 +149,10 @@ def _audit(
     recipe: Annotated[
         str | None, typer.Option(help="What the step is meant to follow; make_step is given it.")
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Compile for a100, h100, h200 or b200 too; the card need not be there."),
+    ] = None,
     fail_on: Annotated[
         str, typer.Option(help="Kinds of findings that fail, by commas; any: every fault; none.")
     ] = "any",
@@ -162,7 +166,9 @@ def _audit(
     """Print what a training step runs in which dtype, and what is wrong with it."""
     policies = None if recipe is None else load_recipe(recipe)
     fn, *args = _call_make_step(step, recipe)
-    report = _run(f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies))
+    report = _run(
+        f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
+    )
     _console().print(report)
     views = {html: report.to_html, markdown: report.to_markdown, json: report.to_json}
     for file, view in views.items():

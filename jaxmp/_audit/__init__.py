@@ -1,12 +1,20 @@
-"""audit: what runs in which dtype, and what is wrong with it, from the traced program alone."""
+"""audit: what runs in which dtype, and what is wrong with it, as traced and as compiled."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._audit._arguments import half_results, scale_findings, state_findings, trace
+from jaxmp._audit._arguments import (
+    half_results,
+    held_arrays,
+    scale_findings,
+    state_findings,
+    trace,
+)
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import Judge
 from jaxmp._audit._kinds import KINDS as KINDS
 from jaxmp._audit._labels import SCALED
@@ -15,15 +23,23 @@ from jaxmp._audit._places import Place
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._report import Finding as Finding
+from jaxmp._compat import context
 from jaxmp._ops import OpTable
 from jaxmp._recipe_data import as_op_table, as_policy_map
 from jaxmp.errors import AuditError
 
 
-def audit(fn: Callable[..., Any], *args: Any, policies: Any = None, **kwargs: Any) -> AuditReport:
+def audit(
+    fn: Callable[..., Any],
+    *args: Any,
+    policies: Any = None,
+    target: str | None = None,
+    **kwargs: Any,
+) -> AuditReport:
     """Reports what a function runs in which dtype, and what is wrong with that.
 
-    The function is traced and never run: no policy is applied, nothing is computed.
+    The function is traced, with `target` also compiled, and never run: no policy is applied,
+    nothing is computed.
 
     Args:
       fn: any JAX function, such as a whole train step, jitted or not.
@@ -33,13 +49,18 @@ def audit(fn: Callable[..., Any], *args: Any, policies: Any = None, **kwargs: An
         a `PolicyMap` or a `Recipe`. None: an FP32 matmul is a fault where its operand was 16 bits
         before. A program names no module types, so rules by type cannot be held against it; what
         they ask for is allowed everywhere.
+      target: "a100", "h100", "h200" or "b200": the program is also compiled for that card, which
+        need not be there (`pip install "jaxmp[aot]"`), and the report says what XLA made of it:
+        `.gemms`, `.attention`, `.collectives`, `.memory`. Arguments that are sharded over a mesh,
+        of devices of any kind, are compiled for as many cards.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
       The report: `.findings`, `.matmul_flops`, `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is no function.
+      AuditError: if `fn` is no function, `target` is no card, or XLA cannot compile the program.
+      MissingDependencyError: if there is neither the card nor XLA's compiler for it.
       PolicyError, RecipeError: if the policies cannot be understood.
 
     Example:
@@ -50,17 +71,20 @@ def audit(fn: Callable[..., Any], *args: Any, policies: Any = None, **kwargs: An
       ['half_softmax']
     """
     _check_function(fn)
+    if target is not None:
+        check_target(target)
     rules = None if policies is None else as_policy_map(policies)
     ops = OpTable() if policies is None else as_op_table(policies)
-    traced = trace(fn, args, kwargs)
+    with contextlib.nullcontext() if target is None else context(target="gpu"):
+        traced = trace(fn, args, kwargs)
     auditor = Auditor(Judge(rules, ops))
     scales = traced.scales()
     for _, var in scales:
         auditor.flow.mark(var, SCALED)
     auditor.run(traced.jaxpr, Place(), 1)
-    return make_report(
-        auditor, [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
-    )
+    others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
+    compiled = None if target is None else compile_for(target, traced)
+    return make_report(auditor, others, compiled, held_arrays(traced))
 
 
 def _check_function(fn: Any) -> None:

@@ -26,12 +26,19 @@ from jaxmp._trees import dtype_of
 class Traced:
     """A traced program, and the trees that it takes and returns."""
 
-    jaxpr: Any
+    closed: Any
+    # The leaves that are arrays or their shapes, one for each variable that comes in.
+    arrays: list[Any]
     arguments: Any
     # Leaf number among the arguments -> the variable that it became.
     variables: dict[int, Any]
     # (key path, array) of each result.
     results: list[tuple[Any, Any]]
+
+    @property
+    def jaxpr(self) -> Any:
+        """The program without its constants."""
+        return jaxpr_body(self.closed)[0]
 
     def scales(self) -> list[tuple[str, Any]]:
         """(where it stands, its variable) of each dynamic loss scale that is an array."""
@@ -54,9 +61,10 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if _is_array(leaf)]
         return [leaf for _, leaf in out if _is_array(leaf)]
 
-    jaxpr = jaxpr_body(jax.make_jaxpr(flat)(*(leaves[n] for n in positions)))[0]
-    variables = dict(zip(positions, jaxpr.invars, strict=True))
-    return Traced(jaxpr, (args, kwargs), variables, results)
+    arrays = [leaves[n] for n in positions]
+    closed = jax.make_jaxpr(flat)(*arrays)
+    variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
+    return Traced(closed, arrays, (args, kwargs), variables, results)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -129,6 +137,15 @@ def state_findings(traced: Traced) -> list[Finding]:
         )
         for (_, dtype), places in found.items()
     ]
+
+
+def held_arrays(traced: Traced) -> list[bool]:
+    """For each array among the arguments: whether an optimizer state or a loss scale holds it."""
+    flags: list[bool] = []
+    for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=_is_optax_state)[0]:
+        held = _is_optax_state(node) or _names_optimizer(path)
+        flags += [held] * len(jax.tree.leaves(node))
+    return [flags[number] for number in traced.variables]
 
 
 def _short(place: str) -> str:

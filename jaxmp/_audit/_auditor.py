@@ -11,6 +11,7 @@ from jaxmp._audit._labels import (
     WAS_HALF,
     Flow,
     Logits,
+    WasFp8,
     attention_logits,
     logits_bytes,
     why_unfused,
@@ -20,7 +21,7 @@ from jaxmp._audit._places import Place, Places
 from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, padded, product_of
 from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts
-from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
+from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_fp8, is_half
 from jaxmp._jaxprs import Path, inners, is_literal, sub_jaxprs
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
@@ -49,6 +50,8 @@ class Auditor:
         self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
         # (names, phase, source, target) -> [bytes, count].
         self.casts: dict[tuple[Path, str, str, str], list[int]] = {}
+        # (names, phase, line) -> the FP8 dtype that an operand has, or had before a cast.
+        self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
         self.aligned: Counter[int] = Counter()
         self.notes: dict[str, None] = {}
         self._flops: dict[int, tuple[Any, int]] = {}
@@ -142,12 +145,21 @@ class Auditor:
         for multiple in MULTIPLES:
             if all(size % multiple == 0 for size in found.widths.values()):
                 self.aligned[multiple] += flops
+        self._note_fp8(site, found)
         if found.contracts and found.lhs in _FLOATS | {found.rhs}:
             self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
         logits = attention_logits(site, self.flow)
         if logits is not None:
             self._judge_attention(logits, flops)
+
+    def _note_fp8(self, site: Site, found: Product) -> None:
+        names = [dtype.name for dtype in (found.lhs, found.rhs) if is_fp8(dtype)]
+        labels = (label for var in site.equation.invars[:2] for label in self.flow.of(var))
+        names += [label.name for label in labels if isinstance(label, WasFp8)]
+        if names:
+            key = site.place.names, site.place.phase, self.drafts.line_of(site)
+            self.fp8[key] = names[0]
 
     def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs

@@ -82,6 +82,32 @@ KINDS: dict[str, Kind] = {
         "a dynamic loss scale is among the arguments, and no gradient was computed with it",
         "take gradients with state.value_and_grad(loss_fn)",
     ),
+    "fp32_gemm": Kind(
+        FAULT,
+        "the GPU multiplies in FP32 or TF32 where the policies say 16 bits, although the traced"
+        " program does not",
+        "keep the operands in 16 bits up to the product",
+    ),
+    "fp8_fallback": Kind(
+        FAULT,
+        "operands pass through FP8 and are multiplied in a wider dtype",
+        "hand FP8 operands to jax.lax.dot_general, on a card that multiplies FP8 (H100 or later)",
+    ),
+    "fp32_all_gather": Kind(
+        FAULT,
+        "devices gather an array in FP32 where the policies say 16 bits",
+        "cast the shard, and gather the result",
+    ),
+    "half_all_reduce": Kind(
+        NOTE,
+        "a sum over devices in 16 bits",
+        "add up in FP32: jax.lax.psum(x.astype(jnp.float32), axis)",
+    ),
+    "undonated_state": Kind(
+        NOTE,
+        "no result takes over the memory of an argument, so that the state exists twice",
+        "jax.jit(train_step, donate_argnums=0)",
+    ),
     "unused_rule": Kind(
         FAULT,
         "a required rule decided for no module that the program names",

@@ -7,13 +7,19 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._audit._context import Site, dtype_of, named
-from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._dtypes import FLOAT32, is_fp8, is_half
 from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, is_literal
 
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_HALF = "was 16 bits"
 # A value that depends on the loss scale.
 SCALED = "depends on the loss scale"
+
+
+class WasFp8(NamedTuple):
+    """A value that was cast up from FP8, and scaled since at most."""
+
+    name: str
 
 
 class Logits(NamedTuple):
@@ -77,6 +83,8 @@ class Flow:
         name = equation.primitive.name
         if name == "convert_element_type":
             found = _after_cast(found, equation)
+        elif found:
+            found = self._still_fp8(found, equation)
         if not found:
             for var in equation.outvars:
                 self._labels.pop(var, None)
@@ -86,6 +94,14 @@ class Flow:
         kept = self._kept(found, name)
         for var in equation.outvars:
             self._labels[var] = kept if dtype_of(var) == FLOAT32 else kept - {WAS_HALF}
+
+    def _still_fp8(self, found: Labels, equation: Any) -> Labels:
+        """Without FP8 labels where something else, no scalar, comes in too."""
+        fp8 = {label for label in found if isinstance(label, WasFp8)}
+        others = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
+        if fp8 and not all(fp8 & self.of(var) for var in others):
+            return found - fp8
+        return found
 
     def _kept(self, found: Labels, name: str) -> Labels:
         if name in _BREAKS:
@@ -109,6 +125,8 @@ def _after_cast(found: Labels, equation: Any) -> Labels:
     source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
     if target == FLOAT32 and is_half(source):
         return found | {WAS_HALF}
+    if is_fp8(source) and not is_fp8(target):
+        return found | {WasFp8(source.name)}
     return found
 
 

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._compile import Compiled
 from jaxmp._audit._context import Draft
+from jaxmp._audit._judge_program import program_findings
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._places import module_of, root_of
 from jaxmp._audit._products import MULTIPLES
+from jaxmp._audit._program import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._jaxprs import Path
 from jaxmp._rules import Rule
@@ -19,12 +22,16 @@ from jaxmp._rules import Rule
 _SHARE = 0.01
 
 
-def make_report(auditor: Auditor, others: Iterable[Finding]) -> AuditReport:
+def make_report(
+    auditor: Auditor, others: Iterable[Finding], compiled: Compiled | None, held: list[bool]
+) -> AuditReport:
     """The report.
 
     Args:
       auditor: after its walk.
       others: findings about arguments and results.
+      compiled: the program for a GPU, if there is one.
+      held: for each argument that is an array, whether an optimizer state or loss scale holds it.
     """
     root = root_of(auditor.places.names)
     total = sum(flops for flops, _ in auditor.matmuls.values())
@@ -33,6 +40,17 @@ def make_report(auditor: Auditor, others: Iterable[Finding]) -> AuditReport:
     modules, rules = _decisions(auditor, root)
     findings += [_never_fired(row) for row in rules if row.required and not row.modules]
     policies = auditor.judge.policies
+    gpu: dict[str, Any] = {}
+    notes = list(auditor.notes)
+    if compiled is not None:
+        found = read(compiled, auditor.places.names, root, held)
+        fp8 = {
+            (module_of(names, root), phase, *line): dtype
+            for (names, phase, line), dtype in auditor.fp8.items()
+        }
+        findings += program_findings(found, auditor.judge, root, list(findings), fp8)
+        notes += found.notes
+        gpu = found._asdict() | {"notes": tuple(notes), "gpu": _gpu_words(compiled)}
     return AuditReport(
         findings=tuple(sorted(findings, key=_gravity)),
         matmuls=_rows(MatmulRow, auditor.matmuls, root),
@@ -40,10 +58,15 @@ def make_report(auditor: Auditor, others: Iterable[Finding]) -> AuditReport:
         aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
-        notes=tuple(auditor.notes),
         policies="" if policies is None else str(policies.default),
         equations=auditor.equations,
+        **{"notes": tuple(notes), **gpu},
     )
+
+
+def _gpu_words(compiled: Compiled) -> str:
+    cards = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
+    return cards if compiled.is_real else f"{cards}, which is not there"
 
 
 def _finding(draft: Draft, root: Path, total: int) -> Finding:

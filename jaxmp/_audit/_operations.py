@@ -22,7 +22,8 @@ _SUMS = frozenset({"reduce_sum", "cumsum"})
 _REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
-_POWERS = frozenset({"integer_pow", "square"})
+# Of the last, tanh's derivative is made.
+_POWERS = frozenset({"integer_pow", "square", "one_minus_square"})
 _BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
 # Sums of fewer terms lose less than three bits.
 _FEW = 8

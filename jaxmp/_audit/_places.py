@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -93,9 +94,17 @@ class Lines:
         """
         for equation in equations:
             traceback = equation.source_info.traceback
-            for frame in () if traceback is None else traceback.frames:
-                if self._is_own(frame.file_name):
-                    return frame.file_name, frame.line_num
+            frames = () if traceback is None else traceback.frames
+            found = self.first_own((frame.file_name, frame.line_num) for frame in frames)
+            if found[0]:
+                return found
+        return "", 0
+
+    def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
+        """The first `(file, line)` that is the user's own; `("", 0)` if there is none."""
+        for file, line in frames:
+            if self._is_own(file):
+                return file, line
         return "", 0
 
     def _is_own(self, file: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._kinds import FAULT, KINDS
 from jaxmp._audit._render import html_page, markdown, plain_text
 from jaxmp._audit._sections import difference_sections, report_sections
@@ -126,6 +127,11 @@ class AuditReport:
       notes: what was not counted, and why.
       policies: the default policy, as a string; "" without policies.
       equations: how many operations the program has.
+      gpu: the cards that it was compiled for; "" without `target`, and then all below is empty.
+      gemms: what the GPU multiplies in which dtypes.
+      attention: the fused attention kernels.
+      collectives: what devices send one another.
+      memory: bytes on each device, and what the update moves.
 
     Example:
       >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
@@ -142,6 +148,11 @@ class AuditReport:
     notes: tuple[str, ...] = ()
     policies: str = ""
     equations: int = 0
+    gpu: str = ""
+    gemms: tuple[GemmRow, ...] = ()
+    attention: tuple[AttentionRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+    memory: MemoryRow | None = None
 
     # -- numbers ----------------------------------------------------------------------------
 
@@ -271,7 +282,14 @@ class AuditReport:
             fields = json.loads(text)
             rows = {name: tuple(_row(name, row) for row in fields.pop(name)) for name in _ROWS}
             aligned = tuple((int(m), int(flops)) for m, flops in fields.pop("aligned"))
-            return cls(**rows, aligned=aligned, notes=tuple(fields.pop("notes")), **fields)
+            memory = fields.pop("memory")
+            return cls(
+                **rows,
+                aligned=aligned,
+                notes=tuple(fields.pop("notes")),
+                memory=None if memory is None else MemoryRow(**memory),
+                **fields,
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise AuditError(
                 f"{text[:80]!r} is not the JSON of an audit ({error}). Write one with:\n"
@@ -285,6 +303,9 @@ _ROWS: Mapping[str, Any] = {
     "casts": CastRow,
     "modules": ModuleRow,
     "rules": RuleRow,
+    "gemms": GemmRow,
+    "attention": AttentionRow,
+    "collectives": CollectiveRow,
 }
 
 

@@ -32,6 +32,11 @@ def report_sections(report: Any) -> list[Section]:
         _alignment(report),
         _modules(report),
         _casts(report),
+        _gemms(report),
+        _gemm_lines(report),
+        _attention(report),
+        _collectives(report),
+        _memory(report),
         _rules(report),
         _notes(report),
         _uncounted(report),
@@ -72,6 +77,7 @@ def _signed(value: int, words: Any) -> str:
 def _verdict(report: Any) -> Section:
     judged = f" against {report.policies}" if report.policies else ""
     size = f"{report.equations:,} operations, {flops_words(report.flops)} in matmuls"
+    size += f"; compiled for {report.gpu}" if report.gpu else ""
     if report.ok:
         return Section("Precision audit: ok", f"No fault{judged}; {size}.", mood="good")
     counts = ", ".join(f"{kind} {count}" for kind, count in report.counts().items())
@@ -197,6 +203,92 @@ def _casts(report: Any) -> Section:
     return Section(
         "Casts, before the compiler fuses them", "", ("cast", "pass", "count", "bytes"), rows
     )
+
+
+# -- the compiled program -------------------------------------------------------------------
+
+
+def _gemms(report: Any) -> Section:
+    flops: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
+    for row in report.gemms:
+        key = (f"{row.lhs} x {row.rhs}", row.out, row.kernel)
+        flops[key] += row.flops
+        counts[key] += row.count
+    whole = sum(flops.values())
+    rows = tuple(
+        (*key, str(counts[key]), flops_words(value), _share(value, whole))
+        for key, value in flops.most_common()
+    )
+    columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
+    return Section("Matmuls as the GPU runs them", "", columns, rows)
+
+
+def _gemm_lines(report: Any) -> Section:
+    """A row for each line of the user's; modules that differ in a number alone share one."""
+    alike: dict[Any, list[Any]] = {}
+    for row in report.gemms:
+        words = " x ".join(_pair((row.lhs, row.rhs)))
+        alike.setdefault((_numberless(row.module), row.place, words), []).append(row)
+    rows = [
+        (
+            _together(sorted({row.module for row in group})),
+            place,
+            words,
+            ", ".join(dict.fromkeys(row.phase for row in group)),
+            flops_words(sum(row.flops for row in group)),
+        )
+        for (_, place, words), group in alike.items()
+    ]
+    columns = ("module", "line", "multiplied in", "passes", "FLOPs")
+    text = _left_out(rows).replace("matmuls", "gemms")
+    return Section("Matmuls of the GPU by module", text, columns, tuple(rows[:_LONGEST]))
+
+
+def _attention(report: Any) -> Section:
+    rows = tuple(
+        (module_words(row.module), row.place, row.phase, row.kernel, row.dtype, str(row.count))
+        for row in report.attention
+    )
+    columns = ("module", "line", "pass", "kernel", "dtype", "count")
+    text = "none" if report.gpu and not rows else ""
+    return Section("Fused attention kernels", text, columns if rows else (), rows)
+
+
+def _collectives(report: Any) -> Section:
+    rows = tuple(
+        (
+            row.operation,
+            row.dtype,
+            bytes_words(row.bytes),
+            str(row.count),
+            row.phase,
+            module_words(row.module),
+            row.place,
+        )
+        for row in report.collectives
+    )
+    columns = ("collective", "dtype", "bytes", "count", "pass", "module", "line")
+    return Section("Collectives, on each device", "", columns, rows[:_LONGEST])
+
+
+def _memory(report: Any) -> Section:
+    memory = report.memory
+    if memory is None:
+        return Section("")
+    rows = [
+        ("arguments", bytes_words(memory.arguments)),
+        ("results", bytes_words(memory.outputs)),
+        ("of these in the memory of arguments", bytes_words(memory.aliased)),
+        ("temporary", bytes_words(memory.temporary)),
+        ("fused kernels", f"{memory.fusions:,}"),
+    ]
+    if memory.update_bytes and memory.parameters:
+        moved = memory.update_bytes / memory.parameters
+        floor = memory.update_floor / memory.parameters
+        words = f"{moved:.1f} bytes per parameter, at least {floor:.1f}"
+        rows.append(("the update reads and writes", words))
+    return Section("Memory, on each device", "", ("what", "size"), tuple(rows))
 
 
 def _rules(report: Any) -> Section:

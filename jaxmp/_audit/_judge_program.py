@@ -1,0 +1,94 @@
+"""Judges of a program compiled for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxmp._audit._context import Judge
+from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
+from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._places import Place
+from jaxmp._audit._report import Finding
+from jaxmp._audit._sections import bytes_words
+from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._jaxprs import BACKWARD, Path
+
+# Smaller arrays, such as norms and losses, are gathered in whatever dtype they have.
+_SMALL = 4096  # bytes
+_WIDE = ("float32", "tf32")
+_HALF = ("bfloat16", "float16")
+
+
+def program_findings(
+    compilation: Compilation,
+    judge: Judge,
+    root: Path,
+    known: Iterable[Finding],
+    fp8: Mapping[tuple[str, str, str, int], str],
+) -> Iterator[Finding]:
+    """What is wrong with a compiled program.
+
+    Args:
+      compilation: its rows.
+      judge: of the policies.
+      root: the scope that is named after the root's class.
+      known: findings of the traced program, which are not said again.
+      fp8: (module, phase, file, line) of products that were traced with FP8 operands -> the dtype.
+        XLA may take a cast to FP8 and back away, so that the compiled program shows none.
+    """
+    said = {finding.module for finding in known if finding.kind == "fp32_matmul"}
+    for row in compilation.gemms:
+        was = row.was_fp8 or fp8.get((row.module, row.phase, row.file, row.line), "")
+        if was and not (row.lhs.startswith("float8") and row.rhs.startswith("float8")):
+            message = f"operands pass through {was}; the product runs in {row.lhs} x {row.rhs}."
+            yield _finding("fp8_fallback", row, message)
+        wide = row.lhs in _WIDE or row.rhs in _WIDE
+        if wide and row.module not in said and _is_half_wanted(judge, row.module, root):
+            yield _finding("fp32_gemm", row, f"the GPU multiplies in {row.lhs} x {row.rhs} here.")
+    for row in compilation.collectives:
+        yield from _judge_collective(row, judge, root)
+    if not compilation.memory.aliased:
+        kind = "undonated_state"
+        message = "no argument is donated: old and new state are in memory together."
+        yield Finding(kind=kind, level=KINDS[kind].level, message=message, fix=KINDS[kind].fix)
+
+
+def _judge_collective(row: CollectiveRow, judge: Judge, root: Path) -> Iterator[Finding]:
+    if row.bytes < _SMALL * row.count:
+        return
+    size = bytes_words(row.bytes)
+    if row.operation == "all-gather" and row.dtype == "float32":
+        if row.module and _is_half_wanted(judge, row.module, root):
+            fix = (
+                "cast the shard first: jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16),"
+                " sharding_of_w)"
+            )
+            yield _finding("fp32_all_gather", row, f"{size} are gathered in float32.", fix)
+    elif row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF:
+        what = "gradients" if row.phase == BACKWARD else "partial sums"
+        message = f"{size} of {what} are added up over devices in {row.dtype} ({row.operation})."
+        yield _finding("half_all_reduce", row, message)
+
+
+def _is_half_wanted(judge: Judge, module: str, root: Path) -> bool:
+    """Whether the policies say 16 bits, and nothing else, for a module."""
+    below = tuple(module.split("/")) if module else ()
+    wanted = judge.wanted(Place((*root, *below)))
+    return bool(wanted) and FLOAT32 not in wanted and all(map(is_half, wanted))
+
+
+def _finding(kind: str, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
+    what: Any = row
+    return Finding(
+        kind=kind,
+        level=KINDS[kind].level,
+        module=row.module,
+        primitive=getattr(what, "operation", "dot"),
+        file=row.file,
+        line=row.line,
+        message=message,
+        fix=fix or KINDS[kind].fix,
+        count=row.count,
+        flops=getattr(what, "flops", 0),
+    )

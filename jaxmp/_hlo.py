@@ -1,0 +1,289 @@
+"""Optimized HLO programs, read from XLA's text: instructions, who calls what, how often.
+
+The text is the only form that XLA gives of a program compiled for a device that is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# ---------------------------------------------------------------------------
+# Shapes
+# ---------------------------------------------------------------------------
+
+_NAMES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "pred": "bool",
+}
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([^\]]*)\]")
+_BITS = re.compile(r"(\d+)")
+
+
+class Shape(NamedTuple):
+    """One array: XLA's name of its dtype, and its sizes."""
+
+    type: str
+    sizes: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name: `bfloat16`, `float8_e4m3fn`, `int32`."""
+        if self.type.startswith(("f8", "f4", "f6")):
+            return f"float{self.type[1]}_{self.type[2:]}"
+        if self.type in _NAMES:
+            return _NAMES[self.type]
+        kinds = {"s": "int", "u": "uint", "c": "complex"}
+        return kinds.get(self.type[0], self.type[0]) + self.type[1:]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory; 4-bit types are packed."""
+        if self.type == "pred":
+            return self.elements
+        found = _BITS.search(self.type)
+        return -(-self.elements * int(found[1]) // 8) if found else 0
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays of a type, tuples flattened."""
+    found = _SHAPE.findall(text)
+    return tuple(
+        Shape(name, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()))
+        for name, sizes in found
+        if name != "token"
+    )
+
+
+# ---------------------------------------------------------------------------
+# Instructions
+# ---------------------------------------------------------------------------
+
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
+_CONFIG = re.compile(r"backend_config=(?=\{)")
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    # Everything after the operands: attributes, metadata, the backend's configuration.
+    rest: str
+    is_root: bool
+
+    def attribute(self, key: str) -> str:
+        """The value of `key=...`, without braces, quotes or `%`; "" if there is none."""
+        found = re.search(rf"[ ,]{key}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.rest)
+        return found[1].strip('{}"%') if found else ""
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """The value of `key={0,1}`."""
+        return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
+
+    @property
+    def op_name(self) -> str:
+        """The name stack and primitive that JAX wrote; "" if XLA dropped it."""
+        found = _OP_NAME.search(self.rest)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The backend's configuration; empty if there is none."""
+        found = _CONFIG.search(self.rest)
+        return json.JSONDecoder().raw_decode(self.rest, found.end())[0] if found else {}
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it calls."""
+        keys = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
+        single = [self.attribute(key) for key in keys]
+        branches = re.findall(r"%([\w.\-]+)", self.attribute("branch_computations"))
+        return (*filter(None, single), *branches)
+
+
+class Computation(NamedTuple):
+    """A named list of instructions, in the order in which they run."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        return next(one for one in self.instructions.values() if one.is_root)
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        """Number -> instruction."""
+        found = (one for one in self.instructions.values() if one.opcode == "parameter")
+        return {int(one.rest.partition(")")[0]): one for one in found}
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+
+
+class Step(NamedTuple):
+    """An instruction that runs by itself, no part of a fusion."""
+
+    instruction: Instruction
+    computation: Computation
+    # How often it runs in all; 1 for loops whose length is not known.
+    times: int
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, text: str) -> None:
+        """Reads a program.
+
+        Args:
+          text: what `jax.stages.Compiled.as_text` returns.
+        """
+        self.computations: dict[str, Computation] = {}
+        self.entry = Computation("", {})
+        self._header = text[: text.find("\n%")]
+        self._read(text)
+
+    def _read(self, text: str) -> None:
+        current: Computation | None = None
+        for line in text.splitlines():
+            if current is None:
+                head = _HEAD.match(line)
+                if head:
+                    current = Computation(head[2], {})
+                    self.computations[current.name] = current
+                    if head[1]:
+                        self.entry = current
+            elif line.startswith("}"):
+                current = None
+            else:
+                found = _instruction(line)
+                if found is not None:
+                    current.instructions[found.name] = found
+
+    @property
+    def aliased(self) -> dict[int, int]:
+        """Number of a result -> number of the donated argument whose memory it takes over."""
+        _, _, rest = self._header.partition("input_output_alias={")
+        body = rest[: rest.find(" }")] if rest else ""
+        return {
+            int(result.split(",")[0] or 0): int(argument)
+            for result, argument, _ in _ALIAS.findall(body)
+        }
+
+    def steps(self) -> Iterator[Step]:
+        """All that runs, loops and branches entered, in order."""
+        yield from self._steps(self.entry, 1)
+
+    def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
+        for one in computation.instructions.values():
+            yield Step(one, computation, times)
+            if one.opcode in ("while", "conditional", "call", "async-start"):
+                inside = times * self.trips(one)
+                for name in one.called:
+                    yield from self._steps(self.computations[name], inside)
+
+    @staticmethod
+    def trips(instruction: Instruction) -> int:
+        """How often a loop runs, where XLA knows it; else 1."""
+        if instruction.opcode != "while":
+            return 1
+        return int(instruction.config.get("known_trip_count", {}).get("n", 1))
+
+    def inside(self, instruction: Instruction) -> Computation | None:
+        """The computation of a fusion."""
+        return self.computations.get(instruction.attribute("calls"))
+
+    # -- lines ------------------------------------------------------------------------------
+
+    def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """(file, line) of the Python calls that made an instruction, the innermost first."""
+        found = _FRAME.search(instruction.rest)
+        if found is None:
+            source = _SOURCE.search(instruction.rest)
+            return [(source[1], int(source[2] or 0))] if source else []
+        frames, number = [], int(found[1])
+        while number in self._frames:
+            location, parent = self._frames[number]
+            frames.append(self._locations[location])
+            number = parent if parent < number else 0
+        return frames
+
+    @functools.cached_property
+    def _frames(self) -> dict[int, tuple[int, int]]:
+        rows = self._table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+        found = {number: (int(a), int(b or 0)) for number, (a, b) in rows.items()}
+        # Some versions of XLA count parents from 1 with 1 for none: then the first is its own.
+        shift = 1 if found.get(1, (0, 0))[1] == 1 else 0
+        return {number: (location, parent - shift) for number, (location, parent) in found.items()}
+
+    @functools.cached_property
+    def _locations(self) -> dict[int, tuple[str, int]]:
+        files = self._table("FileNames", r'"((?:[^"\\]|\\.)*)"()')
+        rows = self._table("FileLocations", r"file_name_id=(\d+).*?\bline=(\d+)")
+        return {n: (files[int(name)][0], int(line)) for n, (name, line) in rows.items()}
+
+    def _table(self, title: str, row: str) -> dict[int, tuple[str, ...]]:
+        _, _, rest = self._header.partition(f"\n{title}\n")
+        pattern = re.compile(rf"(\d+) \{{?{row}")
+        found: dict[int, tuple[str, ...]] = {}
+        for line in rest.splitlines():
+            match = pattern.match(line)
+            if match is None:
+                break
+            found[int(match[1])] = match.groups()[1:]
+        return found
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = _LINE.match(line)
+    if head is None:
+        return None
+    start = head.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : close]
+    # A parameter's number stands where others have operands; it is kept with the attributes.
+    rest = f"{inside}){line[close + 1 :]}" if opcode[1] == "parameter" else line[close + 1 :]
+    operands = () if opcode[1] == "constant" else tuple(re.findall(r"%([\w.\-]+)", inside))
+    shapes = _shapes(line[start:end])
+    return Instruction(head[2], opcode[1], shapes, operands, rest, bool(head[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        if text[index] == "(":
+            depth += 1
+        elif text[index] == ")":
+            depth -= 1
+            if not depth:
+                return index
+    return len(text)

@@ -1,0 +1,379 @@
+"""The audit of programs compiled for a GPU that is not there; XLA's GPU compiler has to be."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmp
+from byte_gpt import GPT
+from jaxmp import audit, cli
+from jaxmp._audit import _compile
+from relaxed import relaxed
+from train_lm import make_step, prepare_nnx
+
+HERE = Path(__file__)
+BF16 = "p=f32,c=bf16,o=f32"
+
+
+def has_compiler():
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+)
+
+
+def line_of(text):
+    """The line of this file that ends with the comment `# text`."""
+    lines = HERE.read_text().splitlines()
+    (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
+    return found
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def the_only(report, kind):
+    (found,) = (finding for finding in report.findings if finding.kind == kind)
+    return found
+
+
+def operands(report):
+    return {(row.lhs, row.rhs) for row in report.gemms}
+
+
+@functools.cache
+def example(recipe):
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw
+        return audit(*make_step(recipe), policies=recipe, target="h200")
+
+
+# ---------------------------------------------------------------------------
+# The example's step
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
+    report = example("bf16")
+    assert report.ok and report.gpu == "NVIDIA H200 141GB HBM3e, which is not there"
+    assert operands(report) == {("bfloat16", "bfloat16")}
+    # XLA multiplies as much as was traced, no more and no less.
+    assert sum(row.flops for row in report.gemms) == report.flops
+    assert {row.module for row in report.gemms} == {row.module for row in report.matmuls}
+    assert all(Path(row.file).name == "byte_gpt.py" and row.line for row in report.gemms)
+    # Once forwards, and backwards for either operand.
+    phases = [
+        row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)
+    ]
+    assert sorted(phases) == ["backward", "backward", "forward"]
+    assert report.attention == () and report.collectives == ()
+
+
+@needs_compiler
+def test_the_update_of_the_example_moves_what_it_must():
+    memory = example("bf16").memory
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(make_step("bf16")[1].params))
+    assert memory.parameters == parameters
+    # Reads and writes of FP32 parameters and two moments, 24 bytes, and a 16-bit gradient.
+    assert 25.5 <= memory.update_floor / parameters <= 26.5
+    assert memory.update_floor <= memory.update_bytes <= 1.02 * memory.update_floor
+    # All but the loss and the counters takes over the donated memory.
+    assert 0 <= memory.outputs - memory.aliased < 4096 < memory.temporary
+    assert memory.fusions > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(("recipe", "dtype"), [("fp32", "float32"), ("tf32", "tf32")])
+def test_fp32_products_round_to_tf32_unless_the_recipe_says_highest(recipe, dtype):
+    assert operands(example(recipe)) == {(dtype, dtype)}
+
+
+@needs_compiler
+def test_nnx_steps():
+    model, optimizer, step, _ = prepare_nnx(
+        "bf16", GPT(layers=1, width=32, heads=2, max_length=16), relaxed(optax.adamw(1e-3))
+    )
+    tokens = jax.ShapeDtypeStruct((4, 17), jnp.int32)
+    report = audit(step, model, optimizer, tokens, policies="bf16", target="h200")
+    assert operands(report) == {("bfloat16", "bfloat16")}
+    assert "block_0/mlp_up" in {row.module for row in report.gemms}
+
+
+# ---------------------------------------------------------------------------
+# FP8: real or fallen back
+# ---------------------------------------------------------------------------
+
+
+def fp8_dot(x, w):
+    with jax.named_scope("lin"):
+        dims = (((1,), (0,)), ((), ()))
+        return lax.dot_general(x, w, dims, preferred_element_type=jnp.bfloat16)  # FP8 dot
+
+
+FP8 = shape(512, 512, dtype=jnp.float8_e4m3fn)
+
+
+@needs_compiler
+def test_fp8_products_are_real_where_the_card_has_them():
+    report = audit(fp8_dot, FP8, FP8, target="h200")
+    (row,) = report.gemms
+    assert (row.lhs, row.rhs, row.kernel) == ("float8_e4m3fn", "float8_e4m3fn", "cublas fp8")
+    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+
+
+@needs_compiler
+def test_fp8_products_fall_back_where_the_card_has_none():
+    finding = the_only(audit(fp8_dot, FP8, FP8, target="a100"), "fp8_fallback")
+    assert (finding.module, finding.file, finding.line) == ("lin", str(HERE), line_of("FP8 dot"))
+    assert "float8_e4m3fn" in finding.message and "float16" in finding.message
+
+
+def quantised(x):
+    return jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("between", "falls_back"), [(lambda x: x, False), (jnp.abs, True)])
+def test_quantised_and_dequantised_dots(between, falls_back):
+    """XLA makes an FP8 product of the pattern; what stands between breaks the pattern."""
+
+    def f(x, w):
+        with jax.named_scope("lin"):
+            return between(quantised(x)) @ quantised(w)  # QDQ dot
+
+    report = audit(f, shape(512, 512), shape(512, 512), target="h200")
+    assert operands(report) == {
+        ("bfloat16", "bfloat16") if falls_back else ("float8_e4m3fn", "float8_e4m3fn")
+    }
+    kinds = {finding.kind for finding in report.faults}
+    assert ("fp8_fallback" in kinds) == falls_back
+    if falls_back:
+        finding = the_only(report, "fp8_fallback")
+        assert (finding.module, finding.line) == ("lin", line_of("QDQ dot"))
+        assert "float8_e4m3fn" in finding.message
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_attention_kernels(implementation):
+    def loss_fn(q):
+        with jax.named_scope("attend"):
+            out = jax.nn.dot_product_attention(  # attention
+                q, q, q, is_causal=True, implementation=implementation
+            )
+        return out.astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = audit(jax.grad(loss_fn), shape(2, 256, 4, 64), target="h200")
+    found = {(row.module, row.phase, row.kernel, row.dtype) for row in report.attention}
+    if implementation == "xla":
+        assert found == set()
+        assert "unfused_attention" in {finding.kind for finding in report.findings}
+    else:
+        assert found == {
+            ("attend", "forward", "__cudnn$fmhaSoftmax", "bfloat16"),
+            ("attend", "backward", "__cudnn$fmhaSoftmaxBackward", "bfloat16"),
+        }
+        assert {row.line for row in report.attention} == {line_of("attention")}
+
+
+# ---------------------------------------------------------------------------
+# Several devices
+# ---------------------------------------------------------------------------
+
+
+def sharded(mesh, *sizes, dtype=jnp.float32, over="data"):
+    spec = NamedSharding(mesh, PartitionSpec(over))
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=spec)
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def sharded_step(cast):
+    def step(w, x):
+        def loss_fn(w):
+            with jax.named_scope("Net"), jax.named_scope("lin"):
+                return ((x @ cast(w)).astype(jnp.float32) ** 2.0).mean()
+
+        return w - 0.1 * jax.grad(loss_fn)(w).astype(jnp.float32)
+
+    return step
+
+
+@needs_compiler
+def test_an_fp32_all_gather(mesh):
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def gathered_first(w):
+        w = lax.with_sharding_constraint(w, whole)  # gather
+        return lax.optimization_barrier(w).astype(jnp.bfloat16)
+
+    def cast_first(w):
+        w = lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharded_over_data)
+        return lax.with_sharding_constraint(w, whole)
+
+    sharded_over_data = NamedSharding(mesh, PartitionSpec("data"))
+    args = sharded(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
+
+    def gathers(cast):
+        report = audit(sharded_step(cast), *args, policies=BF16, target="h200")
+        assert report.gpu.startswith("4 x NVIDIA H200")
+        found = [row for row in report.collectives if row.operation == "all-gather"]
+        return report, {(row.module, row.dtype, row.bytes) for row in found}
+
+    report, found = gathers(gathered_first)
+    assert ("lin", "float32", 512 * 512 * 4) in found
+    finding = the_only(report, "fp32_all_gather")
+    assert (finding.module, finding.file) == ("lin", str(HERE))
+    assert "1.05 MB are gathered in float32" in finding.message
+    report, found = gathers(cast_first)
+    assert {dtype for _, dtype, _ in found} == {"bfloat16"}
+    assert "fp32_all_gather" not in {finding.kind for finding in report.findings}
+
+
+@needs_compiler
+def test_sums_over_devices_in_16_bits_are_notes(mesh):
+    args = sharded(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
+    report = audit(
+        sharded_step(lambda w: w.astype(jnp.bfloat16)), *args, policies=BF16, target="h200"
+    )
+    sums = [f for f in report.findings if f.kind == "half_all_reduce"]
+    assert sums and all(f.level == "note" and "bfloat16" in f.message for f in sums)
+
+
+@needs_compiler
+def test_shard_map_over_a_mesh_of_other_devices(mesh):
+    def f(x):
+        def shard(x):
+            with jax.named_scope("sum"):
+                return lax.psum(x @ x.T, "data")
+
+        spec = PartitionSpec("data")
+        return jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())(x)
+
+    report = audit(jax.jit(f), sharded(mesh, 256, 128), target="h100")
+    (row,) = report.collectives
+    assert (row.operation, row.dtype, row.module) == ("all-reduce", "float32", "sum")
+    assert row.bytes == 64 * 64 * 4 and report.gpu.startswith("4 x NVIDIA H100")
+
+
+@needs_compiler
+def test_two_meshes_are_refused(mesh):
+    other = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    args = sharded(mesh, 8, 8), sharded(other, 8, 8, over="model")
+    with pytest.raises(jaxmp.AuditError, match=r"2 meshes.*device_put"):
+        audit(lambda x, y: x @ y, *args, target="h200")
+
+
+# ---------------------------------------------------------------------------
+# Other programs
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_loops_multiply_what_is_inside():
+    def f(w, x):
+        def layer(x, w):
+            with jax.named_scope("layer"):
+                return x @ w, None
+
+        return lax.scan(layer, x, w)[0]
+
+    report = audit(f, shape(6, 64, 64), shape(128, 64), target="h200")
+    (row,) = report.gemms
+    assert (row.module, row.flops) == ("layer", 6 * 2 * 128 * 64 * 64)
+    assert row.flops == report.flops
+
+
+@needs_compiler
+def test_convolutions_and_both_their_gradients():
+    def loss_fn(x, w):
+        with jax.named_scope("conv"):
+            dims = ("NHWC", "HWIO", "NHWC")
+            y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    images, filters = shape(8, 16, 16, 64), shape(3, 3, 64, 64)
+    report = audit(jax.grad(loss_fn, (0, 1)), images, filters, target="h200")
+    flops = 2 * 8 * 16 * 16 * 64 * 64 * 9
+    assert sorted((row.phase, row.flops, row.count) for row in report.gemms) == [
+        ("backward", 2 * flops, 2),
+        ("forward", flops, 1),
+    ]
+    assert {row.kernel for row in report.gemms} == {"cudnn"} and len(operands(report)) == 1
+
+
+@needs_compiler
+def test_state_that_is_not_donated_is_a_note():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)
+
+    args = shape(64, 64, dtype=jnp.float32), shape(8, 64, dtype=jnp.float32)
+    kept = audit(step, *args, target="h200")
+    given = audit(jax.jit(step, donate_argnums=0), *args, target="h200")
+    assert the_only(kept, "undonated_state").level == "note" and kept.memory.aliased == 0
+    assert given.memory.aliased == 64 * 64 * 4
+    assert "undonated_state" not in {finding.kind for finding in given.findings}
+
+
+@needs_compiler
+def test_the_report_keeps_its_rows():
+    report = example("bf16")
+    assert jaxmp.AuditReport.from_json(report.to_json()) == report
+    for text in (str(report), report.to_markdown(), report.to_html()):
+        assert "H200" in text and "cublas" in text and "bytes per parameter" in text
+
+
+@needs_compiler
+def test_the_command_compiles(capsys):
+    step = "examples/train_lm.py:make_step"
+    with pytest.raises(SystemExit) as stop, jax.numpy_dtype_promotion("standard"):  # optax.adamw
+        cli.main(["audit", step, "--recipe", "bf16", "--target", "h200"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "Matmuls as the GPU runs them" in out and "compiled for NVIDIA H200" in out
+
+
+# ---------------------------------------------------------------------------
+# Errors, without the compiler too
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("h20", "Did you mean 'h200'"),
+        ("H200", "in lower case: 'h200'"),
+        (9, "Allowed: 'a100', 'h100', 'h200', 'b200'"),
+    ],
+)
+def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
+    with pytest.raises(jaxmp.AuditError, match=message):
+        audit(lambda x: pytest.fail("traced"), jnp.ones(2), target=target)
+
+
+def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(jaxmp.errors.MissingDependencyError, match=r'pip install "jaxmp\[aot\]"'):
+        audit(lambda x: x @ x, jnp.ones((8, 8)), target="h200")

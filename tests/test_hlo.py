@@ -1,0 +1,119 @@
+"""Optimized HLO is read as XLA prints it: types, operands, loops, fusions, source lines."""
+# ruff: noqa: E501  (lines are as XLA prints them)
+
+import pytest
+
+from jaxmp._hlo import Program, Shape
+
+TEXT = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
+
+FileNames
+1 "/home/me/a \"b\".py"
+2 "/lib/flax/linen.py"
+
+FunctionNames
+1 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=9 column=4 end_column=8}
+2 {file_name_id=2 function_name_id=1 line=30 end_line=30 column=4 end_column=8}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+%fused_computation (p0: bf16[4,8]) -> bf16[4,8] {
+  %p0 = bf16[4,8]{1,0} parameter(0)
+  ROOT %neg.1 = bf16[4,8]{1,0} negate(%p0), metadata={op_name="jit(step)/jvp(Net)/lin/neg" stack_frame_id=2}
+}
+
+%body (t: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %t = (s32[], /*index=1*/bf16[4,8]{1,0}) parameter(0)
+  %x = bf16[4,8]{1,0} get-tuple-element(%t), index=1
+  %fusion.1 = bf16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused_computation, metadata={op_name="jit(step)/it\'s"}
+  ROOT %out = (s32[], bf16[4,8]{1,0}) tuple(%x, %fusion.1)
+}
+
+%cond (t.1: (s32[], bf16[4,8])) -> pred[] {
+  ROOT %t.1 = pred[] constant(true)
+}
+
+ENTRY %main (a.1: (s32[], bf16[4,8]), b.1: f32[4,8]) -> (f32[4,8], f32[], f8e4m3fn[2,<=3]) {
+  %a.1 = (s32[], bf16[4,8]{1,0}) parameter(0)
+  %b.1 = f32[4,8]{1,0:T(8,128)} parameter(1), sharding={replicated}
+  %c.1 = f32[2]{0} constant({1, 2})
+  %loop = (s32[], bf16[4,8]{1,0}) while(%a.1), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"},"s":"}"}
+  %d = f32[4,8]{1,0} dot(%b.1, f32[8,8]{1,0} %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}, metadata={source_file="/x.py" source_line=3}
+  ROOT %r = (f32[4,8]{1,0}, f32[], f8e4m3fn[2,3]{1,0}) tuple(%d, %c.1, %b.1)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+    return Program(TEXT)
+
+
+def test_computations_and_instructions(program):
+    assert list(program.computations) == ["fused_computation", "body", "cond", "main"]
+    assert program.entry.name == "main" and program.entry.root.name == "r"
+    dot = program.entry.instructions["d"]
+    assert (dot.opcode, dot.operands) == ("dot", ("b.1", "w"))
+    assert dot.numbers("lhs_contracting_dims") == (1,) and dot.numbers("absent") == ()
+    assert dot.attribute("operand_precision") == "highest,highest"
+    assert program.entry.instructions["c.1"].operands == ()
+
+
+def test_types_with_tuples_comments_and_layouts(program):
+    assert program.computations["body"].instructions["t"].shapes == (
+        Shape("s32", ()),
+        Shape("bf16", (4, 8)),
+    )
+    assert program.entry.parameters[1].shapes == (Shape("f32", (4, 8)),)
+    assert [shape.dtype for shape in program.entry.root.shapes] == [
+        "float32",
+        "float32",
+        "float8_e4m3fn",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype", "size"),
+    [
+        ("pred", "bool", 6),
+        ("s4", "int4", 3),
+        ("u8", "uint8", 6),
+        ("f8e5m2", "float8_e5m2", 6),
+        ("f4e2m1fn", "float4_e2m1fn", 3),
+        ("bf16", "bfloat16", 12),
+        ("c64", "complex64", 48),
+    ],
+)
+def test_dtypes_and_bytes(type, dtype, size):
+    shape = Shape(type, (2, 3))
+    assert (shape.dtype, shape.bytes) == (dtype, size)
+
+
+def test_loops_run_as_often_as_xla_knows(program):
+    times = {step.instruction.name: step.times for step in program.steps()}
+    assert times["loop"] == 1 and times["fusion.1"] == 5
+    # What is inside of a fusion is no step of its own.
+    assert "neg.1" not in times
+    fusion = program.computations["body"].instructions["fusion.1"]
+    assert program.inside(fusion).root.opcode == "negate"
+
+
+def test_donated_arguments(program):
+    assert program.aliased == {0: 1, 2: 0}
+    assert Program("HloModule m\n\nENTRY %e () -> f32[] {\n}\n").aliased == {}
+
+
+def test_names_and_lines(program):
+    inner = program.computations["fused_computation"].root
+    assert inner.op_name == "jit(step)/jvp(Net)/lin/neg"
+    assert program.frames(inner) == [("/lib/flax/linen.py", 30), (r"/home/me/a \"b\".py", 7)]
+    assert program.computations["body"].instructions["fusion.1"].op_name == "jit(step)/it's"
+    # Older versions of XLA write the line itself.
+    assert program.frames(program.entry.instructions["d"]) == [("/x.py", 3)]
+    assert program.frames(program.entry.instructions["loop"]) == []
