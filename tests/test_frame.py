@@ -155,7 +155,8 @@ def test_the_machine_path_test_can_fail(folder):
 def make(*arguments: str) -> str:
     """What make would run; free of the variables of a make that runs these tests."""
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
-    outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VENV", "PYTHON", "JAX", "ARGS"}
+    outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"}
+    outer |= {"VENV", "PYTHON", "JAX", "EXTRA", "ARGS"}
     env = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
@@ -177,6 +178,7 @@ def test_make_installs_the_jax_that_is_asked_for(tmp_path):
     assert f"python3.99 -m venv {tmp_path}/venv" in lines
     assert '".[dev]" jax==0.10.2 jaxlib==0.10.2' in lines
     assert '".[dev]" jax\n' in make("test", f"VENV={tmp_path}/venv")
+    assert '".[dev,aot]" jax\n' in make("test", f"VENV={tmp_path}/venv", "EXTRA=aot")
 
 
 def test_make_installs_once(tmp_path):
@@ -229,10 +231,11 @@ def test_ci_runs_both_legs_and_the_slow_tests_and_lint_once(tmp_path):
     stubs = {"python3": OLD_PYTHON, "python3.12": BROKEN_PYTHON, "python3.13": NEW_PYTHON}
     code, output = ci(tmp_path, make=MAKE, **stubs)
     oldest = re.search(r'"jax>=([\d.]+)"', str(project()["dependencies"]).replace("'", '"'))[1]
-    first, slow, second, lint = made(output)
+    first, slow, env, second, lint = made(output)
     assert code == 0
     assert re.fullmatch(rf"test VENV=\S+ PYTHON=python3 JAX={re.escape(oldest)}", first)
-    assert re.fullmatch(r"test VENV=\S+ PYTHON=python3\.13 JAX=latest", second)
+    assert re.fullmatch(r"test VENV=\S+ PYTHON=python3\.13 JAX=latest EXTRA=aot", second)
+    assert env == second.replace("test", "env", 1)
     assert slow == first.replace("test", "test-slow", 1)
     assert lint == first.replace("test", "lint", 1)
     assert "SKIPPED" not in output
@@ -265,4 +268,15 @@ def test_ci_fails_when_a_leg_fails_and_still_runs_the_rest(tmp_path):
     code, output = ci(tmp_path, make=FAILING_MAKE, python3=NEW_PYTHON)
     assert code == 1
     assert output.count("FAILED") == 2
-    assert len(made(output)) == 4
+    commands = [line.split()[0] for line in made(output)]
+    assert commands == ["test", "test-slow", "env", "test", "lint"]
+
+
+NO_EXTRA_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != env ]\n'
+
+
+def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
+    code, output = ci(tmp_path, make=NO_EXTRA_MAKE, python3=NEW_PYTHON)
+    assert code == 0
+    assert re.search(r"^SKIPPED tests that need the extra aot", output, re.MULTILINE)
+    assert made(output)[3].endswith("JAX=latest")

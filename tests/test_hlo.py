@@ -8,7 +8,7 @@ from jaxmp._hlo import Program, Shape
 TEXT = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
 
 FileNames
-1 "/home/me/a \"b\".py"
+1 "/code/a \"b\".py"
 2 "/lib/flax/linen.py"
 
 FunctionNames
@@ -112,7 +112,7 @@ def test_donated_arguments(program):
 def test_names_and_lines(program):
     inner = program.computations["fused_computation"].root
     assert inner.op_name == "jit(step)/jvp(Net)/lin/neg"
-    assert program.frames(inner) == [("/lib/flax/linen.py", 30), (r"/home/me/a \"b\".py", 7)]
+    assert program.frames(inner) == [("/lib/flax/linen.py", 30), (r"/code/a \"b\".py", 7)]
     assert program.computations["body"].instructions["fusion.1"].op_name == "jit(step)/it's"
     # Older versions of XLA write the line itself.
     assert program.frames(program.entry.instructions["d"]) == [("/x.py", 3)]
