@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
@@ -1047,7 +1048,7 @@ def test_a_48_layer_step_is_audited_in_two_seconds():
     model = GPT(layers=48, width=64, heads=2, max_length=16)
     state, step, _ = prepare("bf16", model, relaxed(optax.adamw(1e-3)))
     closed = jax.make_jaxpr(step)(state, TOKENS)
-    run = jax.core.jaxpr_as_fun(closed)
+    run = jaxpr_as_fun(closed)
     leaves = jax.tree.leaves((state, TOKENS))
     audit(run, *leaves, policies="bf16")
 
