@@ -28,6 +28,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import jaxmp
 from digits import handwritten_digits
+from options import RecipeName
 from pictures import BLUE, VERMILION, save_png
 from vision_digits import impatient
 
@@ -248,7 +249,7 @@ def draw_players(axes: Axes, values: np.ndarray, skipped: np.ndarray | None = No
 
 
 def main(
-    recipe: Annotated[str, typer.Option(help="Name, policy string or .toml file.")] = "fp16",
+    recipe: RecipeName = "fp16",
     epochs: int = 40,
     batch_size: int = 64,
     width: int = 32,

@@ -22,7 +22,9 @@ class Meter:
         columns = (BarColumn(bar_width=8), MofNCompleteColumn(), *map(TextColumn, fields))
         self._progress = Progress(TextColumn(f"{name:<11}"), *columns)
         values = dict(loss=float("nan"), speed=0.0, scale=1.0, skipped=0)
-        self._task = self._progress.add_task(name, total=steps, completed=first, **values)
+        self._task = self._progress.add_task(
+            name, total=steps, completed=first, visible=first < steps, **values
+        )
         self._tokens_per_step = tokens_per_step
         self.restart_clock(first)
 
@@ -55,12 +57,15 @@ class Meter:
 class Checkpoints:
     """A whole run on disk: parameters, masters, moments, loss scale, skip counters."""
 
-    def __init__(self, directory: Path, recipe: str, framework: str) -> None:
-        """Keeps the latest checkpoint in `directory`, and what it was made with beside it."""
+    def __init__(self, directory: Path, recipe: str, **options: Any) -> None:
+        """Keeps the latest checkpoint in `directory`; refuses one that was made with others."""
         recipe = jaxmp.load_recipe(recipe).to_toml()
-        self._made_with = {"recipe": recipe, "framework": str(framework)}
-        options = ocp.CheckpointManagerOptions(max_to_keep=1)
-        self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
+        self._made_with = {"recipe": recipe} | {name: str(v) for name, v in options.items()}
+        latest = ocp.CheckpointManagerOptions(max_to_keep=1)
+        self._manager = ocp.CheckpointManager(directory.resolve(), options=latest)
+        if (step := self._manager.latest_step()) is not None:
+            made_with = ocp.args.Composite(made_with=ocp.args.JsonRestore())
+            self._check(self._manager.restore(step, args=made_with)["made_with"])
 
     def save(self, step: int, arrays: Any) -> None:
         """Writes the arrays of a training as they are after `step`."""
@@ -74,18 +79,16 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             return 0
-        restore_json = ocp.args.Composite(made_with=ocp.args.JsonRestore())
-        self._check(self._manager.restore(step, args=restore_json)["made_with"])
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(training.arrays()))
         training.restore(self._manager.restore(step, args=args)["arrays"])
         return step
 
     def _check(self, made_with: dict[str, str]) -> None:
         for name, value in self._made_with.items():
-            if made_with[name] != value:
+            if made_with.get(name) != value:
                 raise typer.BadParameter(
                     f"{self._manager.directory} was written with another {name}:\n"
-                    f"{made_with[name]}\n"
+                    f"{made_with.get(name)}\n"
                     "Resume with that one, or name another --checkpoint-dir."
                 )
 

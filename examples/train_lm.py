@@ -12,6 +12,7 @@ With --checkpoint-dir, a run that was stopped goes on where it was: run the same
 Install first: pip install "jaxmp[examples]".
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -28,6 +29,7 @@ from flax import nnx
 
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
+from options import RecipeName
 from run_tools import Checkpoints, Meter
 
 # ---------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Run:
 
 
 def train(
-    recipe: Annotated[str, typer.Option(help="Name, policy string or .toml file.")] = "bf16",
+    recipe: RecipeName = "bf16",
     framework: Framework = Framework.linen,
     steps: int = 400,
     seq_len: int = 64,
@@ -215,6 +217,10 @@ def train(
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Save here, and resume.")] = None,
 ) -> Run:
     """Trains a byte-level GPT on the sources of Python's standard library."""
+    # With other `steps` a run may go on: it follows the new schedule from there.
+    fixed = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width, heads=heads)
+    fixed |= dict(lr=lr, seed=seed, framework=framework)
+    checkpoints = checkpoint_dir and Checkpoints(checkpoint_dir, recipe, **fixed)
     text = standard_library_text()
     held_out = even_batches(text.held_out, eval_batches, batch_size, seq_len)
     print(f"{recipe}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
@@ -225,11 +231,14 @@ def train(
     training = TRAININGS[framework](recipe, model, tx, seed=seed, microbatches=microbatches)
 
     first = 0
-    checkpoints = checkpoint_dir and Checkpoints(checkpoint_dir, recipe, framework)
     if checkpoints:
         first = checkpoints.restore_latest(training)
+        if first >= steps:
+            print(f"{checkpoint_dir} holds step {first} of {steps}: there is nothing left to do")
     train_losses, held_out_losses = {}, {}
-    with Meter(recipe, first, steps, batch_size * seq_len) as meter:
+    # Stopped by an error, or by Ctrl-C, a run still ends the writing that it began.
+    written = contextlib.closing(checkpoints) if checkpoints else contextlib.nullcontext()
+    with written, Meter(recipe, first, steps, batch_size * seq_len) as meter:
         for step in range(first + 1, steps + 1):
             loss = training.step(random_batch(text.train, batch_size, seq_len, seed, step))
             train_losses[step] = loss
@@ -242,8 +251,6 @@ def train(
                 if checkpoints:
                     checkpoints.save(step, training.arrays())
                 meter.restart_clock(step)
-    if checkpoints:
-        checkpoints.close()
     train_losses = {step: float(loss) for step, loss in train_losses.items()}
     return Run(training.state, training.arrays(), train_losses, held_out_losses)
 

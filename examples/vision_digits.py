@@ -27,6 +27,7 @@ from rich.table import Table
 
 import jaxmp
 from digits import Digits, handwritten_digits, shuffled_batches
+from options import RecipeName
 from pictures import BLACK, BLUE, VERMILION, save_png
 
 GOAL_PERCENT = 98.0
@@ -219,7 +220,7 @@ def draw_scale(axes: Axes, run: Run) -> None:
 
 
 def main(
-    recipe: Annotated[str, typer.Option(help="Name, policy string or .toml file.")] = "fp16",
+    recipe: RecipeName = "fp16",
     every: Annotated[bool, typer.Option("--all", help="Every shipped recipe instead.")] = False,
     epochs: int = 15,
     batch_size: int = 64,

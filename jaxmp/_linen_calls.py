@@ -35,6 +35,7 @@ from jaxmp._compat import current_context
 from jaxmp._dtypes import is_half
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
+from jaxmp.errors import CompositionError
 
 Path = tuple[str, ...]
 
@@ -69,6 +70,22 @@ def _is_flax_field(cls: type, name: str) -> bool:
         if name in inspect.get_annotations(base):
             return base.__module__.partition(".")[0] == "flax"
     return False
+
+
+def _check_bridge(module: Any, path: Path) -> None:
+    """Paths and dtypes of an NNX module inside a Linen model are NNX's."""
+    is_bridge = any(
+        (base.__module__, base.__name__) == ("flax.nnx.bridge.wrappers", "ToLinen")
+        for base in type(module).__mro__
+    )
+    # A function may make a module that has policies; a class makes one that has none.
+    if is_bridge and isinstance(module.nnx_class, type):
+        name = module.nnx_class.__name__
+        raise CompositionError(
+            f"The ToLinen at {'/'.join(path)!r} holds an NNX {name}, which Linen policies do not "
+            "reach. Give it its policies inside the bridge: nnx.bridge.to_linen(lambda *args, "
+            f"**kwargs: jaxmp.nnx.apply_policy({name}(*args, **kwargs), policies), ...)."
+        )
 
 
 # ---------------------------------------------------------------------------
@@ -284,6 +301,7 @@ class Applier:
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
         key = (path, cls, ancestors)
         if key not in self.plans:
+            _check_bridge(module, path)
             self.plans[key] = make_plan(self.root.policies, path, cls, ancestors, _facts(cls))
         return self.plans[key]
 

@@ -334,7 +334,8 @@ def apply_policy(model: M, policies: Any) -> M:
       policies are equal.
 
     Raises:
-      CompositionError: if `model` is not an unbound Linen module.
+      CompositionError: if `model` is not an unbound Linen module; from `apply`, if it holds an NNX
+        module without a policy.
       PolicyError: if a policy names a float8 dtype, or cannot be understood.
 
     Example:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import weakref
 from collections.abc import Callable
@@ -14,9 +13,10 @@ import optax
 from flax import linen, nnx
 
 from jaxmp import _gradients, _nnx_calls, _trees, optim
+from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import NoLossScale
 from jaxmp._recipe_data import as_policy_map
-from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
+from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
 from jaxmp.errors import CompositionError, RuleError
 from jaxmp.optim import _find, _master, _skip
@@ -80,7 +80,7 @@ def apply_policy(model: M, policies: Any) -> M:
     bound = [place for place in _places(copy) if not place.inner]
     _store_apart(bound, policies)
     for place in bound:
-        path = place.paths[0]
+        path = _deciding_path(place, policies, paths)
         _nnx_calls.bind(place.module, policies, path, _ancestors(path, paths))
     return copy
 
@@ -121,7 +121,8 @@ def explain(model: nnx.Module, policies: Any) -> Explanation:
       >>> explain(model, "p=f32,c=bf16,o=f32").rows[0].policy
       Policy('p=f32,c=bf16,o=f32')
     """
-    policies, paths = as_policy_map(policies), module_paths(model)
+    _check_model(model, "explain")
+    policies, paths = as_policy_map(policies), _paths(_places(model))
     policies.check_required(paths)
     return policies.explain_modules(paths)
 
@@ -224,6 +225,17 @@ def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
                 for path in place.paths
             }
             _check_one(f"The {cls.__name__}", resolved, "c=f32")
+            # Equal policies are followed in two ways where a rule of one path names the output.
+            rules = {
+                "/".join(path): _output_rule(place, path, policies, paths) for path in place.paths
+            }
+            required = [rule for rule in rules.values() if rule is not None and rule.required]
+            if required:
+                output = f"o={short_name(required[0].output_dtype)}"
+                handed_on = {
+                    path: output if rule else "the compute dtype" for path, rule in rules.items()
+                }
+                _check_one(f"The {cls.__name__}", handed_on, output)
         for _, param in place.params:
             owners.setdefault(id(param), [])
     for place in places:
@@ -233,6 +245,25 @@ def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
         stored = {_trees.parameter_path(path): policies.storage_dtype(path, None) for path in names}
         if len(set(stored.values())) > 1:
             _check_one("The parameter", stored, "p=f32")
+
+
+def _output_rule(
+    place: _Place, path: Path, policies: PolicyMap, paths: dict[str, type | None]
+) -> Rule | None:
+    """The rule that names the output dtype of a module reached by `path`, if one does."""
+    cls = _nnx_calls.author_class(place.module)
+    rule = policies.deciding_rule("/".join(path), cls, _ancestors(path, paths))
+    return None if rule is None or rule.output_dtype is None else rule
+
+
+def _deciding_path(place: _Place, policies: PolicyMap, paths: dict[str, type | None]) -> Path:
+    """The path whose policy a module follows.
+
+    Of several the first for which no rule names an output dtype: an optional rule about `lm_head`
+    must not widen what an embedding hands on that is tied to it. Else they agree.
+    """
+    plain = (path for path in place.paths if _output_rule(place, path, policies, paths) is None)
+    return next(plain, place.paths[0])
 
 
 def _check_one(what: str, resolved: dict[str, Any], fix: str) -> None:
@@ -272,19 +303,32 @@ def _replace_members(module: Any, name: str, value: Any, own: dict[int, Any]) ->
         vars(module)[name] = replaced
 
 
+# What each function of this module and its twin in `jaxmp.linen` are called with.
+_CALLS = {
+    "apply_policy": ("model, policies", "model, policies"),
+    "explain": ("model, policies", "model, policies, *args"),
+    "module_paths": ("model", "model, *args"),
+}
+
+
 def _check_model(model: Any, function: str) -> None:
+    here, linen_call = _CALLS[function]
     if isinstance(model, type) and issubclass(model, nnx.Module):
+        instance = f"{model.__name__}(..., rngs=nnx.Rngs(0))"
         raise CompositionError(
             f"{function} was given the class {model.__name__}, not a model. Give an instance: "
-            f"{model.__name__}(..., rngs=nnx.Rngs(0))."
+            f"{function}({here.replace('model', instance)})."
         )
     if not isinstance(model, nnx.Module):
-        kind = type(model)
-        linen = any(base.__module__.startswith("flax.linen") for base in inspect.getmro(kind))
-        fix = f"jaxmp.linen.{function}" if linen else "a flax.nnx.Module"
+        kind = model if isinstance(model, type) else type(model)
+        fix = "Give a flax.nnx.Module"
+        if issubclass(kind, linen.Module):
+            fix = f"Use jaxmp.linen.{function}({linen_call})"
+        elif callable(model) and function == "apply_policy":
+            fix = "For a plain JAX function use jaxmp.autocast(fn, policies)"
         raise CompositionError(
             f"{function} was given a {kind.__module__}.{kind.__qualname__}, which is not a "
-            f"flax.nnx.Module. {'Use' if linen else 'Give'} {fix}."
+            f"flax.nnx.Module. {fix}."
         )
 
 

@@ -21,6 +21,7 @@ import typer
 from flax import nnx
 from flax.training.train_state import TrainState
 from matplotlib.image import imread
+from typer.testing import CliRunner
 
 import byte_gpt
 import demo
@@ -132,7 +133,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize(("framework", "other"), [("linen", "nnx"), ("nnx", "linen")])
-def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, capsys):
     straight = tiny_run("fp16_params", framework)
     batch = train_lm.random_batch
 
@@ -156,6 +157,12 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch):
         train_lm.train("bf16", framework, checkpoint_dir=tmp_path, **TINY)
     with pytest.raises(typer.BadParameter, match=f"written with another framework:\n{framework}"):
         train_lm.train("fp16_params", other, checkpoint_dir=tmp_path, **TINY)
+    with pytest.raises(typer.BadParameter, match=r"written with another lr:\n0\.003"):
+        train_lm.train("fp16_params", framework, checkpoint_dir=tmp_path, **TINY, lr=1e-3)
+    capsys.readouterr()
+    finished = train_lm.train("fp16_params", framework, checkpoint_dir=tmp_path, **TINY)
+    assert "holds step 6 of 6: there is nothing left to do" in capsys.readouterr().out
+    assert_same_bits(finished.arrays, straight.arrays)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16_params"])
@@ -202,6 +209,15 @@ def test_commands_in_docstrings_name_options_that_exist(module):
     for script, options in commands:
         assert (ROOT / script).is_file()
         assert set(re.findall(r"--([\w-]+)", options)) <= known
+
+
+@pytest.mark.parametrize("function", [train_lm.train, vision_digits.main, gan.main])
+def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
+    app = typer.Typer()
+    app.command()(function)
+    ran = CliRunner().invoke(app, ["--recipe", "fp61"])
+    assert ran.exit_code == 2 and isinstance(ran.exception, SystemExit)  # no traceback
+    assert "Did you mean 'fp16'?" in " ".join(re.sub("[│\n]", " ", ran.output).split())
 
 
 # ---------------------------------------------------------------------------
@@ -465,6 +481,7 @@ def test_gpu_smoke_without_gpu_says_so():
     assert "python benchmarks/gpu_smoke.py --toy" in done.stderr
 
 
+@pytest.mark.slow
 def test_gpu_smoke_rehearses(tmp_path):
     out = tmp_path / "smoke.json"
     done = run_gpu_smoke("--toy", "--recipes", "fp16_params", "--out", str(out))

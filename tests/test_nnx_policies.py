@@ -648,6 +648,35 @@ def test_a_shared_module_under_two_policies_is_refused_and_the_fix_works():
     assert operands(program(model, floats(2, 3))) == {F32, BF16}
 
 
+class TiedHead(nnx.Module):
+    """The head is the embedding, under a name that sorts before or after `embed`."""
+
+    def __init__(self, head, rngs):
+        self.embed, self.head = nnx.Embed(32, 4, rngs=rngs), head
+        setattr(self, head, self.embed)
+
+    def __call__(self, tokens):
+        return getattr(self, self.head).attend(self.embed(tokens))
+
+
+@pytest.mark.parametrize("head", ["lm_head", "a_head"])
+def test_a_tied_head_follows_a_rule_about_outputs_only_where_all_its_paths_do(head):
+    def dtypes_of(rule):
+        model = apply_policy(TiedHead(head, rngs()), PolicyMap(MIXED, [rule]))
+        ids = jnp.ones((2, 3), jnp.int32)
+        (product,) = products(program(model, ids))
+        return dtypes(product)[2], model.embed(ids).dtype.name
+
+    rule = Rule(head, "o=f32")
+    with pytest.raises(RuleError, match=f"Embed that .*'{head}': o=f32") as error:
+        dtypes_of(rule)
+    fix = f"Rule('re:{'|'.join(sorted(['embed', head]))}', 'o=f32')"
+    assert fix in str(error.value)
+    assert dtypes_of(eval(fix)) == ("float32", "float32")
+    # As in a shipped recipe, which must not widen what the model's layers hand to each other.
+    assert dtypes_of(dataclasses.replace(rule, required=False)) == ("bfloat16", "bfloat16")
+
+
 def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works():
     with pytest.raises(RuleError, match=r"parameter that several.*'a:kernel'.*'c:kernel'") as error:
         apply_policy(Shares(rngs()), PolicyMap("bf16-true", [Rule("c:kernel", "p=f32")]))
@@ -690,14 +719,29 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
     [
         (nn.Dense(3), r"Use jaxmp.linen.apply_policy\(model, policies\)"),
         (nnx.Linear, r"the class Linear, not a model. Give an instance"),
-        (lambda x: x, "not a flax.nnx.Module"),
-        (None, "not a flax.nnx.Module"),
+        (nn.Dense, r"Use jaxmp.linen.apply_policy\(model, policies\)"),
+        (lambda x: x, r"not a flax.nnx.Module. .* jaxmp.autocast\(fn, policies\)"),
+        (None, "not a flax.nnx.Module. Give a"),
     ],
-    ids=["linen", "class", "function", "none"],
+    ids=["linen", "class", "linen_class", "function", "none"],
 )
 def test_what_is_no_nnx_model_is_refused(model, message):
     with pytest.raises(CompositionError, match=message):
         apply_policy(model, MIXED)
+
+
+def test_each_function_names_itself_and_its_twin():
+    for run in (explain, lambda model, _: module_paths(model)):
+        with pytest.raises(
+            CompositionError, match=r"was given .* Use jaxmp\.linen\.(\w+)\(m"
+        ) as error:
+            run(nn.Dense(3), MIXED)
+        function, _, rest = str(error.value).partition(" ")
+        assert f"jaxmp.linen.{function}(model, " in rest
+    with pytest.raises(
+        CompositionError, match=r"explain\(Linear\(\.\.\., rngs=nnx.Rngs\(0\)\), po"
+    ):
+        explain(nnx.Linear, MIXED)
 
 
 @pytest.mark.parametrize("policies", ["p=f8_e4m3fn,c=f32", "int8", "nonsense", None, 3])
@@ -716,6 +760,29 @@ def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
     bridged = nnx.bridge.ToNNX(jaxmp.linen.apply_policy(nn.Dense(4), MIXED), rngs=rngs())
     bridged.lazy_init(x)
     assert operands(program(apply_policy(bridged, MIXED), x)) == {BF16}
+
+
+class HoldsNNX(nn.Module):
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nnx.bridge.to_linen(self.make, 3, 4, name="inner")(nn.Dense(3)(x))
+
+
+def test_an_nnx_module_in_a_linen_model_gets_its_policies_inside_the_bridge():
+    x = floats(2, 3)
+    plain = HoldsNNX(nnx.Linear)
+    variables = plain.init(jax.random.key(0), x)
+    with pytest.raises(
+        CompositionError, match=r"ToLinen at 'inner'.*jaxmp.nnx.apply_policy\(Linear"
+    ) as error:
+        jaxmp.linen.apply_policy(plain, MIXED).apply(variables, x)
+    fix = str(error.value).partition("to_linen(")[2].removesuffix(", ...).")
+    make = eval(fix, {"jaxmp": jaxmp, "Linear": nnx.Linear, "policies": MIXED})
+    mended = jaxmp.linen.apply_policy(HoldsNNX(make), MIXED)
+    traced = trace(mended.apply, variables, x)
+    assert [dtypes(product) for product in products(traced)] == [("bfloat16",) * 3] * 2
 
 
 # ---------------------------------------------------------------------------
