@@ -2,6 +2,7 @@
 
     python benchmarks/step_counts.py                      # prints the tables
     python benchmarks/step_counts.py --out counts.json    # and writes them
+    python benchmarks/step_counts.py --only ab --instructions     # slow; needs valgrind
 
 Workload: a byte-level GPT (12 layers, width 256, 8 heads, 128 positions, batch 4), Flax Linen,
 AdamW, FP32 parameters, bfloat16 compute. Nothing is run: counts come from the lowered and the
@@ -21,6 +22,7 @@ import platform
 import pstats
 import re
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -326,6 +328,39 @@ def python_calls(make):
     return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def instructions(make):
+    """Processor instructions of one tracing and lowering, as valgrind counts them.
+
+    They depend on no other load of the machine, as seconds do. Start-up is subtracted: a process
+    that lowers three times against one that lowers once.
+    """
+    counted = []
+    for times in (1, 3):
+        counter = "--tool=cachegrind --cache-sim=no --cachegrind-out-file=/dev/null".split()
+        program = [__file__, "--lower", str(MAKERS.index(make)), str(times)]
+        done = subprocess.run(
+            ["valgrind", *counter, sys.executable, *program],
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
+        counted.append(int(found[1].replace(",", "")))
+    return (counted[1] - counted[0]) / 2
+
+
+def lower_often(maker, times):
+    """What valgrind runs."""
+    step, state = MAKERS[int(maker)]()
+    for _ in range(int(times)):
+        jax.clear_caches()
+        gc.collect()
+        gc.disable()
+        jax.jit(lambda *args: step(*args), donate_argnums=0).lower(state, TOKENS)
+        gc.enable()
+
+
 def lowering_seconds(make):
     return lower(make)[1]
 
@@ -371,8 +406,10 @@ COMPARISONS = [
     ("c", "MPX", mpx_scale, "hand-written bf16 step", by_hand),
 ]
 
+MAKERS = list(dict.fromkeys(maker for row in COMPARISONS for maker in (row[2], row[4])))
 
-def compare(limits, make, base, pairs, counted):
+
+def compare(limits, make, base, pairs, counted, valgrind):
     """Ratios of one comparison: {metric: ratio, or what `timed` returns}."""
     for one in (make, base):
         counted.setdefault(one, None)
@@ -383,6 +420,8 @@ def compare(limits, make, base, pairs, counted):
     }
     if "trace_lower" in limits:
         ratios["python_calls"] = python_calls(make) / python_calls(base)
+        if valgrind:
+            ratios["instructions"] = instructions(make) / instructions(base)
         ratios["trace_lower"] = timed(make, base, pairs, lowering_seconds)
     if "compile" in limits:
         ratios["compile"] = timed(make, base, max(2, pairs // 4), compiling_seconds)
@@ -394,7 +433,12 @@ def main():
     parser.add_argument("--pairs", type=int, default=12, help="alternations for each time ratio")
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--instructions", action="store_true", help="count them under valgrind")
+    parser.add_argument("--lower", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.lower:
+        lower_often(*options.lower)
+        return 0
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     workload = f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16"
     print(f"{workload}; {versions}, {jax.default_backend()}")
@@ -403,7 +447,7 @@ def main():
         if kind not in options.only:
             continue
         try:
-            ratios = compare(LIMITS[kind], make, base, options.pairs, counted)
+            ratios = compare(LIMITS[kind], make, base, options.pairs, counted, options.instructions)
         except ModuleNotFoundError as error:
             print(f"({kind}) {name}: {error.name} is not installed")
             continue
