@@ -72,14 +72,17 @@ def _is_flax_field(cls: type, name: str) -> bool:
     return False
 
 
+@functools.cache
+def _is_bridge(cls: type) -> bool:
+    """Whether it is, or comes from, `flax.nnx.bridge.ToLinen`, which nobody may have imported."""
+    names = ((base.__module__, base.__name__) for base in cls.__mro__)
+    return ("flax.nnx.bridge.wrappers", "ToLinen") in names
+
+
 def _check_bridge(module: Any, path: Path) -> None:
     """Paths and dtypes of an NNX module inside a Linen model are NNX's."""
-    is_bridge = any(
-        (base.__module__, base.__name__) == ("flax.nnx.bridge.wrappers", "ToLinen")
-        for base in type(module).__mro__
-    )
     # A function may make a module that has policies; a class makes one that has none.
-    if is_bridge and isinstance(module.nnx_class, type):
+    if _is_bridge(type(module)) and isinstance(module.nnx_class, type):
         name = module.nnx_class.__name__
         raise CompositionError(
             f"The ToLinen at {'/'.join(path)!r} holds an NNX {name}, which Linen policies do not "
