@@ -6,6 +6,8 @@ The rules per operation stand in the op table; here is how they are carried out:
   one) has no say in the dtype of a sum: it is cast to that of the other operand. Otherwise every
   bias would turn its layer's result into FP32;
 * neither has a scalar beside an array, as in torch;
+* what only FP32 operations read is not rounded on the way to them: in `exp(x - max)` and
+  `sum((x - y) * z)` the arithmetic between is FP32 too;
 * one cast per value and target dtype in each jaxpr.
 """
 
@@ -15,6 +17,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +32,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxmp._boundary import matmul_precision
 from jaxmp._compat import jaxpr_body, jaxpr_like, scan_counts
 from jaxmp._dtypes import FLOAT32, bits, is_half
-from jaxmp._jaxprs import consumers, is_literal, module_paths_of, scope_names, sub_jaxprs
+from jaxmp._jaxprs import is_literal, module_paths_of, scope_names, sub_jaxprs
 from jaxmp._ops import OpTable
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
@@ -77,7 +80,8 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
       output dtype of a rule for the root, `Rule("", "o=bf16")`.
 
     Raises:
-      RuleError: if a required rule names a module type, which a traced function does not know.
+      RuleError: if a required rule names a module type, which a traced function does not know; from
+        the returned function, if a required rule matches none of the scopes of `fn`.
       PolicyError: if a policy names a float8 dtype, or cannot be understood.
       OpError: if `ops` names an operation or a category that does not exist.
 
@@ -140,6 +144,8 @@ class _Standing(enum.IntEnum):
 class _Value:
     array: Any
     standing: _Standing = _Standing.COMPUTED
+    # Of a constant whose entries are all one number: that number, of no dimensions.
+    scalar: np.ndarray | None = None
 
     @property
     def dtype(self) -> Any:
@@ -156,9 +162,11 @@ def _to_half(value: _Value, dtype: Any) -> Any:
     if value.standing is not _Standing.CONSTANT or not is_half(dtype):
         return cast(array, dtype)
     largest = float(jnp.finfo(dtype).max)
-    if isinstance(array, np.ndarray):
-        clipped = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
-        return clipped.astype(dtype)
+    if value.scalar is not None:
+        number = float(value.scalar)
+        clipped = min(max(number, -largest), largest) if math.isfinite(number) else number
+        half = np.asarray(clipped, dtype)
+        return lax.full(array.shape, half, dtype) if array.ndim else half
     wide = array.dtype.type(largest)
     clipped = lax.clamp(-wide, array, wide)
     return cast(lax.select(lax.is_finite(array), clipped, array), dtype)
@@ -167,17 +175,17 @@ def _to_half(value: _Value, dtype: Any) -> Any:
 class _Scope:
     """The variables of one jaxpr, and the casts that were made of them."""
 
-    def __init__(self, jaxpr: Any, consts: Any, args: list[_Value]) -> None:
+    def __init__(self, jaxpr: Any, consts: Any, args: list[_Value], readers: _Readers) -> None:
         self.values = {
             var: _Value(const, _Standing.NEUTRAL)
             for var, const in zip(jaxpr.constvars, consts, strict=True)
         }
         self.values |= zip(jaxpr.invars[-len(args) :] if args else (), args, strict=True)
         self.casts: dict[tuple[int, Any], Any] = {}
-        self.consumers = consumers(jaxpr)
+        self.readers = readers
 
     def read(self, var: Any) -> _Value:
-        return _Value(_literal(var), _Standing.CONSTANT) if is_literal(var) else self.values[var]
+        return _literal(var) if is_literal(var) else self.values[var]
 
     def cast(self, value: _Value, dtype: Any) -> Any:
         """The array of a value in `dtype`; anything but a floating array as it is."""
@@ -190,8 +198,83 @@ class _Scope:
         return self.casts[key][1]
 
 
-def _literal(var: Any) -> Any:
-    return np.asarray(var.val, var.aval.dtype) if hasattr(var.aval, "dtype") else var.val
+def _literal(var: Any) -> _Value:
+    if not hasattr(var.aval, "dtype"):
+        return _Value(var.val, _Standing.CONSTANT)
+    number = np.asarray(var.val, var.aval.dtype)
+    return _Value(number, _Standing.CONSTANT, None if number.ndim else number)
+
+
+# What an operation on one constant makes of its only number.
+_OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    **dict.fromkeys(
+        ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose"),
+        lambda number: number,
+    ),
+    "neg": lambda number: np.asarray(-number),
+    "sqrt": lambda number: np.asarray(np.sqrt(number) if number >= 0 else np.nan, number.dtype),
+}
+
+
+def _scalar_of(equation: Any, values: list[_Value]) -> np.ndarray | None:
+    number = values[0].scalar
+    if number is None or number.dtype != FLOAT32:
+        return None
+    function = _OF_SCALAR.get(equation.primitive.name)
+    return None if function is None else function(number)
+
+
+# Arithmetic of several operands: its result is rounded to its dtype.
+_ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
+# These follow what reaches them, and round; what else follows is exact.
+_BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
+
+
+def _made_in_fp32(jaxpr: Any, kinds: list[str]) -> set[Any]:
+    """Arrays that FP32 operations of a jaxpr make, and what follows from them."""
+    made: set[Any] = set()
+    for equation, kind in zip(jaxpr.eqns, kinds, strict=True):
+        follows = kind in ("widest", "follow") and any(
+            var in made for var in equation.invars if not is_literal(var)
+        )
+        if kind == "fp32" or follows:
+            made.update(v for v in equation.outvars if getattr(v.aval, "ndim", 0))
+    return made
+
+
+class _Readers:
+    """What of one jaxpr is read by FP32 operations alone."""
+
+    def __init__(self, jaxpr: Any, category: Callable[[Any], str]) -> None:
+        kinds = list(map(category, jaxpr.eqns))
+        wide = _made_in_fp32(jaxpr, kinds)
+        # Variables that something else reads; those that anything does.
+        self.also: set[Any] = {var for var in jaxpr.outvars if not is_literal(var)}
+        # The same where arithmetic and moves are what their own readers are.
+        self.also_later = set(self.also)
+        self.read: set[Any] = set(self.also)
+        for equation, kind in zip(reversed(jaxpr.eqns), reversed(kinds), strict=True):
+            operands = [var for var in equation.invars if not is_literal(var)]
+            later = kind == "fp32" or (
+                kind in ("widest", "follow")
+                and equation.primitive.name not in _BOUNDED
+                and all(map(self.only_fp32_later, equation.outvars))
+            )
+            # An operand that was made in FP32 lifts the others.
+            later = later or (kind == "widest" and any(var in wide for var in operands))
+            self.read.update(operands)
+            if kind != "fp32":
+                self.also.update(operands)
+            if not later:
+                self.also_later.update(operands)
+
+    def only_fp32(self, var: Any) -> bool:
+        """Whether a variable is an operand of FP32 operations, and of no other."""
+        return var in self.read and var not in self.also
+
+    def only_fp32_later(self, var: Any) -> bool:
+        """Whether it ends in FP32 operations alone, whatever lies between."""
+        return var in self.read and var not in self.also_later
 
 
 # ---------------------------------------------------------------------------
@@ -227,6 +310,35 @@ class _Rules:
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._regions: dict[tuple[str, ...], _Region] = {}
+        self._categories: dict[str, str] = {}
+
+    def category(self, equation: Any) -> str:
+        """What the op table says of an equation; a jaxpr within was traced for its dtypes."""
+        name = equation.primitive.name
+        if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
+            return "widest"  # an outer product: nothing is summed, and positions keep their digits
+        if name == "mul" and equation.invars[0] is equation.invars[1]:
+            name = "square"
+        found = self._categories.get(name)
+        if found is None:
+            found = "opaque" if sub_jaxprs(equation) else self.ops.category(name)
+            self._categories[name] = found
+        return found
+
+    def check_required(self, seen: set[tuple[str, ...]]) -> None:
+        """Refuses required rules that match none of the scopes that a function has."""
+        paths = {path for names in seen for path in module_paths_of(_without_marks(names))}
+        parts = [path.split("/") for path in paths]
+        known = {"/".join(names[:length]) for names in parts for length in range(len(names) + 1)}
+        modules = [rule for rule in self.policies.rules if not rule.addresses_parameter]
+        try:
+            self.policies.check_required(known, modules)
+        except RuleError as error:
+            raise RuleError(
+                f"{error} autocast goes by name scopes: Linen modules leave them, NNX modules do "
+                "under jaxmp.nnx.apply_policy(model, 'f32'), any other code does in a block "
+                "`with jax.named_scope(...):`."
+            ) from None
 
     def region(self, names: tuple[str, ...]) -> _Region:
         """What holds below the scopes `names`."""
@@ -236,13 +348,17 @@ class _Rules:
         return found
 
     def _find_region(self, names: tuple[str, ...]) -> _Region:
-        paths = module_paths_of(tuple(name for name in names if name != _FULL_PRECISION))
+        paths = module_paths_of(_without_marks(names))
         rules = ((path, self.policies.deciding_rule(path)) for path in paths)
         path, rule = next(((p, r) for p, r in rules if r is not None), (paths[0], None))
         policy = self.policies.resolve(path)
         asked = rule is not None and path != "" and rule.output_dtype is not None
         wide = asked and bits(policy.output_dtype) > bits(policy.compute_dtype)
         return _Region(policy, _FULL_PRECISION in names, policy.output_dtype if wide else None)
+
+
+def _without_marks(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name != _FULL_PRECISION)
 
 
 class _Interpreter:
@@ -252,11 +368,15 @@ class _Interpreter:
         self.rules = rules
         # Sub-jaxprs that were run before with the same dtypes; JAX shares equal ones.
         self.inner: dict[Any, tuple[Any, tuple[Any, list[_Standing]]]] = {}
+        # Who reads what in each jaxpr, by its id; the jaxpr is kept beside it, and so its id.
+        self.readers: dict[int, tuple[Any, _Readers]] = {}
+        self.seen: set[tuple[str, ...]] = set()
 
     def function(self, closed: Any, args: list[Any]) -> list[Any]:
         """A whole function: results in their recorded dtypes, or in that of a rule for the root."""
         jaxpr, consts = jaxpr_body(closed)
         outs = self.run(closed, consts, [_Value(arg, _Standing.NEUTRAL) for arg in args], ())
+        self.rules.check_required(self.seen)
         rule = self.rules.policies.deciding_rule("")
         named = None if rule is None else rule.output_dtype
         recorded = [var.aval for var in jaxpr.outvars]
@@ -270,9 +390,12 @@ class _Interpreter:
     ) -> list[_Value]:
         """The results of one jaxpr, in whatever dtypes they come out."""
         body = jaxpr_body(jaxpr)[0]
-        scope = _Scope(body, consts, args)
+        if id(body) not in self.readers:
+            self.readers[id(body)] = body, _Readers(body, self.rules.category)
+        scope = _Scope(body, consts, args, self.readers[id(body)][1])
         for equation in body.eqns:
             names = outer + scope_names(str(equation.source_info.name_stack))
+            self.seen.add(names)
             with _as_recorded(equation):
                 outs = self.equation(equation, scope, names)
             scope.values |= zip(equation.outvars, outs, strict=True)
@@ -293,12 +416,12 @@ class _Interpreter:
                 return values  # only its weak type changed
             return _wrap(equation, _bind(equation, [v.array for v in values]))
         region = self.rules.region(names)
-        category = self.category(equation)
+        category = self.rules.category(equation)
         if category == "low":
             return _wrap(equation, self.low(equation, scope, values, region))
         if category == "opaque":
             return _wrap(equation, _bind(equation, _recorded(equation, scope, values)), standing)
-        if category == "fp32" or _is_full(region):
+        if category == "fp32" or _is_full(region) or self._leads_to_fp32(equation, scope):
             arrays = [scope.cast(value, FLOAT32) for value in values]
             return _wrap(equation, _bind(equation, arrays))
         if category == "widest":
@@ -306,16 +429,15 @@ class _Interpreter:
             return _wrap(
                 equation, _bind(equation, [scope.cast(v, dtype) for v in values]), standing
             )
-        return _wrap(equation, _bind(equation, [v.array for v in values]), standing)
+        out = _bind(equation, [v.array for v in values])
+        if standing is _Standing.CONSTANT and not equation.primitive.multiple_results:
+            return [_Value(out, standing, _scalar_of(equation, values))]
+        return _wrap(equation, out, standing)
 
-    def category(self, equation: Any) -> str:
-        """What the op table says, of an equation without a jaxpr that was traced for its dtypes."""
-        name = equation.primitive.name
-        if sub_jaxprs(equation):
-            return "opaque"
-        if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
-            return "widest"  # an outer product: nothing is summed, and positions keep their digits
-        return self.rules.ops.category(name)
+    def _leads_to_fp32(self, equation: Any, scope: _Scope) -> bool:
+        """Whether a result in 16 bits would be cast up again by all that read it."""
+        arithmetic = equation.primitive.name in _ARITHMETIC
+        return arithmetic and scope.readers.only_fp32_later(equation.outvars[0])
 
     # -- products ---------------------------------------------------------------------------
 
@@ -351,11 +473,7 @@ class _Interpreter:
     def _only_fp32_reads(self, equation: Any, scope: _Scope) -> bool:
         """Whether an FP32 result would be cast to 16 bits and back for nothing."""
         var = equation.outvars[0]
-        readers = scope.consumers.get(var, [])
-        return var.aval.dtype == FLOAT32 and all(
-            reader is not None and self.rules.ops.category(reader.primitive.name) == "fp32"
-            for reader in readers
-        )
+        return var.aval.dtype == FLOAT32 and scope.readers.only_fp32(var)
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
@@ -372,14 +490,15 @@ class _Interpreter:
         """
         body, consts = jaxpr_body(jaxpr)
         avals = [_with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
-        flags = tuple(value.standing for value in values)
+        flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
         path = names if self.rules.by_path or _FULL_PRECISION in names else ()
-        key = id(jaxpr), tuple(map(str, avals)), flags, path
+        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), path
         if key not in self.inner:
             standings: list[_Standing] = []
 
             def run(*arrays: Any) -> list[Any]:
-                args = list(map(_Value, arrays, flags))
+                pairs = zip(arrays, values, strict=True)
+                args = [_Value(array, v.standing, v.scalar) for array, v in pairs]
                 outs = self.run(jaxpr, consts, args, names)
                 standings[:] = [out.standing for out in outs]
                 results = [out.array for out in outs]

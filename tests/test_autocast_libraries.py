@@ -1,0 +1,361 @@
+"""autocast with libraries that jaxmp has no adapter for: Equinox, Haiku, and none at all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp import PolicyMap, Rule, RuleError, autocast, full_precision
+from models import MIXED
+from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
+from relaxed import relaxed
+
+eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
+hk = pytest.importorskip("haiku", reason="dm-haiku is not installed")
+
+BF16, F32 = "bfloat16", "float32"
+
+
+def floats(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, Y = floats(6, 5, 8), floats(6, 5, 4, seed=1)
+TX = relaxed(optax.adam(1e-2))
+
+
+def operands(fn, *args):
+    """The operand dtypes of all products."""
+    return {dtypes(equation)[:2] for equation in products(trace(fn, *args))}
+
+
+def in_scope(traced, scope):
+    return [equation for equation in traced if scope in module_path(equation)]
+
+
+def trained(step, *state, steps=8):
+    """The losses of a few steps, and the state after them."""
+    losses = []
+    for _ in range(steps):
+        loss, *state = step(*state)
+        losses.append(float(loss))
+    return np.array(losses), state
+
+
+def assert_trains_alike(low, exact):
+    """Eight steps of Adam in bfloat16 products, beside the same in FP32.
+
+    A product rounds its operands by up to 2**-9 = 0.002 each, and half a dozen of them are in a
+    row: up to 2 % of the loss. Adam's first steps are the signs of the gradients, and only entries
+    near zero change theirs: 8 steps of 0.01 move a parameter of order 0.3 by 0.08 at most.
+    """
+    (losses, state), (exact_losses, exact_state) = low, exact
+    assert (losses != exact_losses).any()
+    np.testing.assert_allclose(losses, exact_losses, rtol=0.02)
+    assert losses[-1] < 0.9 * losses[0]
+    assert relative_error(state, exact_state) < 0.02
+
+
+# ---------------------------------------------------------------------------
+# Equinox
+# ---------------------------------------------------------------------------
+
+
+class Encoder(eqx.Module):
+    """Linear, attention, norm, MLP; activations and sizes are leaves that are no arrays."""
+
+    embed: eqx.nn.Linear
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+    full: bool = eqx.field(static=True)
+
+    def __init__(self, key, full=False):
+        keys = jax.random.split(key, 3)
+        self.embed = eqx.nn.Linear(8, 16, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(16)
+        self.mlp = eqx.nn.MLP(16, 4, 32, depth=2, activation=jax.nn.silu, key=keys[2])
+        self.full = full
+
+    def __call__(self, x):
+        x = jax.vmap(self.embed)(x)
+        x = jax.vmap(self.norm)(x + self.attention(x, x, x))
+        if self.full:
+            with full_precision():
+                return jax.vmap(self.mlp)(x)
+        return jax.vmap(self.mlp)(x)
+
+
+def encoder_loss(model, x, y):
+    return jnp.square(jax.vmap(model)(x) - y).mean()
+
+
+@functools.cache
+def encoder():
+    return Encoder(jax.random.key(0))
+
+
+def equinox_step(loss_fn):
+    @eqx.filter_jit
+    def step(model, opt_state):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, X, Y)
+        arrays = eqx.filter(model, eqx.is_array)
+        updates, opt_state = TX.update(grads, opt_state, arrays)
+        return loss, eqx.apply_updates(model, updates), opt_state
+
+    return step
+
+
+def equinox_gradients(loss_fn, model):
+    """Takes and returns arrays alone, so that it can be traced; and the arrays of the model."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+
+    def gradients(arrays):
+        grads = eqx.filter_grad(loss_fn)(eqx.combine(arrays, rest), X, Y)
+        return eqx.filter(grads, eqx.is_array)
+
+    return gradients, arrays
+
+
+def test_equinox_products_norms_and_softmax():
+    gradients, arrays = equinox_gradients(autocast(encoder_loss, MIXED), encoder())
+    traced = trace(gradients, arrays)
+    # 1 + 4 + 3 linear layers and 2 products of the attention, each with its two derivatives; the
+    # first layer has none with respect to the data.
+    assert len(products(traced)) == 3 * 10 - 1
+    assert {dtypes(equation)[:2] for equation in products(traced)} == {(BF16, BF16)}
+    for equation in in_scope(named(traced, "sub", "exp", "rsqrt", "reduce_sum"), "jvp(eqx"):
+        assert dtypes(equation)[0] == F32, module_path(equation)
+    assert {dtypes(equation)[0] for equation in named(traced, "exp", "rsqrt")} == {F32}
+    grads = eqx.filter_jit(gradients)(arrays)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(F32)}
+
+
+def test_equinox_autocast_of_the_gradient():
+    gradients, arrays = equinox_gradients(encoder_loss, encoder())
+    exact = gradients(arrays)
+    assert operands(autocast(gradients, MIXED), arrays) == {(BF16, BF16)}
+    assert relative_error(autocast(gradients, MIXED)(arrays), exact) < 0.02
+
+
+def test_equinox_trains():
+    model = encoder()
+    state = model, TX.init(eqx.filter(model, eqx.is_array))
+    runs = [
+        trained(equinox_step(loss_fn), *state)
+        for loss_fn in (autocast(encoder_loss, MIXED), encoder_loss)
+    ]
+    assert_trains_alike(*((losses, eqx.filter(s[0], eqx.is_array)) for losses, s in runs))
+
+
+def test_equinox_full_precision():
+    model = Encoder(jax.random.key(0), full=True)
+    gradients, arrays = equinox_gradients(autocast(encoder_loss, MIXED), model)
+    traced = products(trace(gradients, arrays))
+    inside = in_scope(traced, "full_precision")
+    assert len(inside) == 3 * 3
+    for equation in traced:
+        expected = F32 if equation in inside else BF16
+        assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
+
+
+def test_equinox_rules_name_the_class_of_a_layer():
+    policies = PolicyMap(MIXED, [Rule("**/eqx.nn.MultiheadAttention/**", "c=f32")])
+    gradients, arrays = equinox_gradients(autocast(encoder_loss, policies), encoder())
+    traced = products(trace(gradients, arrays))
+    assert len(in_scope(traced, "MultiheadAttention")) == 3 * 6
+    for equation in traced:
+        expected = F32 if "MultiheadAttention" in module_path(equation) else BF16
+        assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
+
+
+# ---------------------------------------------------------------------------
+# Haiku
+# ---------------------------------------------------------------------------
+
+
+def haiku_network(x, training, full=False):
+    """BatchNorm's averages are Haiku state."""
+    x = hk.Linear(16, name="embed")(x)
+    x = jax.nn.relu(hk.LayerNorm(-1, create_scale=True, create_offset=True, name="norm")(x))
+    if full:
+        with full_precision():
+            x = hk.Linear(16, name="hidden")(x)
+    else:
+        x = hk.Linear(16, name="hidden")(x)
+    x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9, name="batch")(
+        x, is_training=training
+    )
+    return hk.nets.MLP([16, 4], name="mlp")(x)
+
+
+@functools.cache
+def haiku_model(full=False):
+    network = hk.transform_with_state(functools.partial(haiku_network, full=full))
+    return hk.without_apply_rng(network)
+
+
+def haiku_loss(params, state, full=False):
+    out, state = haiku_model(full).apply(params, state, X, True)
+    return jnp.square(out - Y).mean(), state
+
+
+@pytest.fixture
+def haiku_variables():
+    """Parameters and state; Haiku's moving averages take `float ** int`, so promotion is on."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield haiku_model().init(jax.random.key(0), X, True)
+
+
+def haiku_step(loss_fn):
+    @jax.jit
+    def step(params, state, opt_state):
+        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, state)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), state, opt_state
+
+    return step
+
+
+def test_haiku_products_and_norms(haiku_variables):
+    gradients = jax.grad(autocast(haiku_loss, MIXED), has_aux=True)
+    traced = trace(gradients, *haiku_variables)
+    # Four linear layers with their two derivatives; none with respect to the data.
+    assert len(products(traced)) == 3 * 4 - 1
+    assert {dtypes(equation)[:2] for equation in products(traced)} == {(BF16, BF16)}
+    assert len(named(traced, "rsqrt")) == 2
+    for scope in ("norm", "batch"):
+        statistics = named(traced, "sub", "rsqrt", "reduce_sum", "square", "integer_pow")
+        statistics = [e for e in statistics if f"jvp({scope}" in module_path(e)]
+        assert len(statistics) > 3
+        assert {dtypes(equation)[0] for equation in statistics} == {F32}
+
+
+def test_haiku_state_is_written_and_stays_in_fp32(haiku_variables):
+    params, state = haiku_variables
+    _, new = autocast(haiku_loss, MIXED)(params, state)
+    _, exact = haiku_loss(params, state)
+    assert leaf_dtypes(new) == leaf_dtypes(state)
+    assert relative_error(new, state) > 0.1
+    # The averages are of activations that one product in bfloat16 has made.
+    assert 0 < relative_error(new, exact) < 0.01
+
+
+def test_haiku_trains(haiku_variables):
+    params, state = haiku_variables
+    runs = [
+        trained(haiku_step(loss_fn), params, state, TX.init(params))
+        for loss_fn in (autocast(haiku_loss, MIXED), haiku_loss)
+    ]
+    assert_trains_alike(*((losses, s[:2]) for losses, s in runs))
+
+
+def test_haiku_transform_without_state():
+    network = hk.without_apply_rng(
+        hk.transform(lambda x: hk.Linear(4)(jax.nn.softmax(hk.Linear(16)(x))))
+    )
+    params = network.init(jax.random.key(0), X)
+    forward = autocast(network.apply, MIXED)
+    assert operands(forward, params, X) == {(BF16, BF16)}
+    assert 0 < relative_error(forward(params, X), network.apply(params, X)) < 0.01
+
+
+def test_haiku_full_precision(haiku_variables):
+    loss_fn = functools.partial(haiku_loss, full=True)
+    traced = trace(jax.grad(autocast(loss_fn, MIXED), has_aux=True), *haiku_variables)
+    inside = in_scope(products(traced), "full_precision")
+    assert len(inside) == 3
+    for equation in products(traced):
+        expected = F32 if equation in inside else BF16
+        assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
+
+
+def test_haiku_rules_name_modules(haiku_variables):
+    policies = PolicyMap(MIXED, [Rule("hidden", "c=f32")])
+    traced = products(
+        trace(jax.grad(autocast(haiku_loss, policies), has_aux=True), *haiku_variables)
+    )
+    assert len(in_scope(traced, "hidden")) == 3
+    for equation in traced:
+        expected = F32 if "hidden" in module_path(equation) else BF16
+        assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
+
+
+# ---------------------------------------------------------------------------
+# Plain functions
+# ---------------------------------------------------------------------------
+
+
+def plain_params():
+    return {"w1": floats(8, 16) / 3, "b1": jnp.zeros((1, 1, 16)), "w2": floats(16, 4, seed=2) / 4}
+
+
+def plain_loss(params, x, y):
+    """A hand-written RMS norm and softmax among the products."""
+    x = jax.nn.gelu(x @ params["w1"] + params["b1"])
+    x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+    with jax.named_scope("head"):
+        out = x @ params["w2"]
+    weights = jnp.exp(out - out.max(-1, keepdims=True))
+    return jnp.square(weights / weights.sum(-1, keepdims=True) - jax.nn.softmax(y)).sum(-1).mean()
+
+
+def plain_step(loss_fn):
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, X, Y)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def test_plain_function_trains():
+    params = plain_params()
+    runs = [
+        trained(plain_step(loss_fn), params, TX.init(params))
+        for loss_fn in (autocast(plain_loss, MIXED), plain_loss)
+    ]
+    assert_trains_alike(*((losses, s[0]) for losses, s in runs))
+
+
+def test_a_train_step_of_plain_functions_with_a_recipe():
+    """Masters, loss scale and skipped steps, around a loss that no adapter touched."""
+    recipe = jaxmp.load_recipe("fp16")
+    params = plain_params()
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params=params, tx=recipe.optimizer(relaxed(optax.adam(1e-2)))
+    )
+
+    @jax.jit
+    def step(state):
+        loss, grads = state.value_and_grad(autocast(plain_loss, recipe))(X, Y)
+        return loss, state.apply_gradients(grads=grads)
+
+    losses, (state,) = trained(step, state)
+    exact, (exact_params, _) = trained(plain_step(plain_loss), params, TX.init(params))
+    assert operands(lambda p: autocast(plain_loss, recipe)(p, X, Y), params) == {
+        ("float16", "float16")
+    }
+    assert jaxmp.get_skip_stats(state).total == 0
+    assert_trains_alike((losses, state.params), (exact, exact_params))
+
+
+def test_hand_written_norm_and_softmax_are_in_fp32():
+    traced = trace(autocast(plain_loss, MIXED), plain_params(), X, Y)
+    assert {dtypes(e)[0] for e in named(traced, "exp", "rsqrt", "reduce_sum", "sub")} == {F32}
+    squares = [e for e in named(traced, "mul") if e.invars[0] is e.invars[1]]
+    assert [dtypes(e)[0] for e in squares] == [F32]
+
+
+def test_a_rule_that_matches_nothing_is_refused():
+    misspelt = PolicyMap(MIXED, [Rule("haed", "c=f32")])
+    with pytest.raises(RuleError, match=r"(?s)'haed'.*nearest paths: 'head'.*named_scope"):
+        autocast(plain_loss, misspelt)(plain_params(), X, Y)
+    optional = PolicyMap(MIXED, [Rule("haed", "c=f32", required=False)])
+    assert operands(autocast(plain_loss, optional), plain_params(), X, Y) == {(BF16, BF16)}
