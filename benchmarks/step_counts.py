@@ -336,7 +336,7 @@ def instructions(make):
     """
     counted = []
     for times in (1, 3):
-        counter = "--tool=cachegrind --cache-sim=no --cachegrind-out-file=/dev/null".split()
+        counter = ["--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
         program = [__file__, "--lower", str(MAKERS.index(make)), str(times)]
         done = subprocess.run(
             ["valgrind", *counter, sys.executable, *program],
