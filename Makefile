@@ -15,6 +15,8 @@ EXTRA  ?=
 ARGS   ?=
 
 BIN    := $(VENV)/bin
+# A file's tests share models and compiled steps, so they stay with one worker.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 # One file per installed extra; made anew when pyproject.toml, this file or JAX changes.
 STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)$(EXTRA:%=-%)
 PIN    := $(if $(filter latest,$(JAX)),jax,jax==$(JAX) jaxlib==$(JAX))
@@ -29,13 +31,13 @@ demo: $(STAMP)/examples
 env: $(STAMP)/dev
 
 test: $(STAMP)/dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(STAMP)/dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(STAMP)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .
