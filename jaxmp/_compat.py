@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+import os
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -47,10 +50,41 @@ def described_gpus(description: str, count: int) -> list[Any]:
       description: the card in XLA's text form.
       count: how many, on one host.
     """
-    topology = topologies.get_topology_desc(
-        "", "cuda", target_config=description, topology=f"1x1x{count}"
-    )
-    return list(topology.devices)
+
+    def describe() -> list[Any]:
+        text, shape = description, f"1x1x{count}"
+        topology = topologies.get_topology_desc("", "cuda", target_config=text, topology=shape)
+        return list(topology.devices)
+
+    with unchecked_cuda():
+        try:
+            return describe()
+        except NotImplementedError:
+            # The plugin refused to start, earlier in this process, over a library that only
+            # running needs.
+            plugins = [f"jax_plugins.xla_{cuda}" for cuda in ("cuda13", "cuda12")]
+            found = [name for name in plugins if importlib.util.find_spec(name)]
+            importlib.import_module(found[0]).initialize()
+            return describe()
+
+
+@contextlib.contextmanager
+def unchecked_cuda() -> Iterator[None]:
+    """A block in which JAX's CUDA plugin may start without the libraries that only running needs.
+
+    JAX asks for cuFFT, cuPTI and cuSPARSE, which have no part in compiling, and prints a traceback
+    where they are missing.
+    """
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:

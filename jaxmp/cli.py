@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import jax
 
 import jaxmp
+from jaxmp._compat import unchecked_cuda
 from jaxmp._dtypes import is_half
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._ops import CATEGORIES, OpTable
@@ -165,10 +167,11 @@ def _audit(
 ) -> None:
     """Print what a training step runs in which dtype, and what is wrong with it."""
     policies = None if recipe is None else load_recipe(recipe)
-    fn, *args = _call_make_step(step, recipe)
-    report = _run(
-        f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
-    )
+    with contextlib.nullcontext() if target is None else unchecked_cuda():
+        fn, *args = _call_make_step(step, recipe)
+        report = _run(
+            f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
+        )
     _console().print(report)
     views = {html: report.to_html, markdown: report.to_markdown, json: report.to_json}
     for file, view in views.items():

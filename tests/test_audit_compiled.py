@@ -2,6 +2,9 @@
 
 import functools
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -377,3 +380,30 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(jaxmp.errors.MissingDependencyError, match=r'pip install "jaxmp\[aot\]"'):
         audit(lambda x: x @ x, jnp.ones((8, 8)), target="h200")
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", ["", "import jax; jax.devices()"])
+def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(first):
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    script = (
+        f"{first}\nimport jax, jaxmp\nx = jax.ShapeDtypeStruct((64, 64), 'bfloat16')\n"
+        "report = jaxmp.audit(lambda x: x @ x, x, target='h200')\n"
+        "print([(row.lhs, row.rhs) for row in report.gemms])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[('bfloat16', 'bfloat16')]", done.stderr
+
+
+@needs_compiler
+def test_the_command_prints_nothing_of_missing_cuda_libraries():
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    step = str(HERE.parents[1] / "examples" / "train_lm.py") + ":make_step"
+    command = [sys.executable, "-m", "jaxmp.cli", "audit", step, "--recipe", "bf16"]
+    done = subprocess.run(
+        [*command, "--target", "h200"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
