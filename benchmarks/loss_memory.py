@@ -1,0 +1,141 @@
+"""Temporary memory of a language model's last layer and loss, forward and backward, as compiled.
+
+    python benchmarks/loss_memory.py                             # this machine's CPU
+    python benchmarks/loss_memory.py --target h200               # an H200 that need not be there
+    python benchmarks/loss_memory.py --out loss_memory.json      # and write the figures
+
+Three ways to the same loss and the same two gradients (of the last hidden states and of an FP32
+kernel), all with products of operands in the hidden states' dtype:
+
+    plain                  logits in FP32 (the layer's product, then `.astype(float32)`), optax
+    softmax_cross_entropy  logits in the hidden states' dtype, `jaxmp.losses`
+    linear_cross_entropy   no logits: `jaxmp.losses`, a chunk of rows at a time
+
+Bytes are XLA's own count (`memory_analysis`): what the program holds beside its arguments and
+results. Nothing is run. The H200 needs XLA's GPU compiler: pip install "jaxmp[aot]".
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import SingleDeviceSharding
+
+import jaxmp
+from jaxmp import _compat, losses
+from jaxmp._audit._gpus import GPUS
+
+
+def product(hidden, kernel):
+    return hidden @ kernel.astype(hidden.dtype)
+
+
+def plain(hidden, kernel, labels):
+    logits = product(hidden, kernel).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def from_logits(hidden, kernel, labels):
+    return losses.softmax_cross_entropy(product(hidden, kernel), labels)
+
+
+def from_hidden(hidden, kernel, labels, chunk=None):
+    return losses.linear_cross_entropy(hidden, kernel, labels, chunk=chunk)
+
+
+WAYS = {
+    "plain": plain,
+    "softmax_cross_entropy": from_logits,
+    "linear_cross_entropy": from_hidden,
+}
+
+
+def compiled(way, dtype, target, *, tokens, features, classes):
+    """The optimized program of loss and gradients, for "cpu" or a GPU's name."""
+    device = jax.devices("cpu")[0]
+    if target != "cpu":
+        (device,) = _compat.described_gpus(GPUS[target].description, 1)
+    place = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=SingleDeviceSharding(device)
+    )
+    args = (
+        place((tokens, features), dtype),
+        place((features, classes), jnp.float32),
+        place((tokens,), jnp.int32),
+    )
+    traced = jax.jit(jax.value_and_grad(way, (0, 1))).trace(*args)
+    if target == "cpu":
+        return traced.lower().compile()
+    with _compat.context(target="gpu"):
+        return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def measure(target, *, tokens=8192, features=768, classes=50257, chunks=(None,)):
+    """[{dtype, way, chunk, temp bytes, of the plain way's}] of every combination."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        ways = [("plain", None), ("softmax_cross_entropy", None)]
+        ways += [("linear_cross_entropy", chunk) for chunk in chunks]
+        for name, chunk in ways:
+            way = WAYS[name] if chunk is None else functools.partial(from_hidden, chunk=chunk)
+            sizes = {"tokens": tokens, "features": features, "classes": classes}
+            program = compiled(way, jnp.dtype(dtype), target, **sizes)
+            found = program.memory_analysis().temp_size_in_bytes
+            reference = found if name == "plain" else reference  # noqa: F821
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "way": name,
+                    "chunk": chunk,
+                    "temp_bytes": found,
+                    "of_plain": round(found / reference, 4),
+                }
+            )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--features", type=int, default=768)
+    parser.add_argument("--classes", type=int, default=50257)
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    sizes = {name: getattr(options, name) for name in ("tokens", "features", "classes")}
+    rows = measure(options.target, **sizes, chunks=(None, 256, 1024, 2048))
+    where = platform.machine() if options.target == "cpu" else GPUS[options.target].name
+    print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
+    print(f"{'hidden':10}{'loss':24}{'chunk':>8}{'temp MB':>10}{'of plain':>10}")
+    for row in rows:
+        print(
+            f"{row['dtype']:10}{row['way']:24}{row['chunk'] or '':>8}"
+            f"{row['temp_bytes'] / 1e6:10.1f}{row['of_plain']:10.1%}"
+        )
+    if options.out:
+        report = {
+            "command": "python " + " ".join(sys.argv),
+            "target": where if options.target == "cpu" else f"{where} (compiled, nothing was run)",
+            "versions": {
+                "jax": jax.__version__,
+                "jaxmp": jaxmp.__version__,
+                "python": platform.python_version(),
+            },
+            "sizes": sizes,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
