@@ -1,0 +1,362 @@
+"""Functions that go wrong in 16 bits unless somebody takes care: norms and rotary positions.
+
+They take half operands, compute in FP32 (float64 where the operands are), and round once, to the
+operand's dtype. What is saved for the backward pass is the half operand and FP32 statistics of size
+1 a row, never an FP32 copy of the operand. Gradients of FP32 scales and biases are summed in FP32.
+
+Shape suffixes: ... any dimensions, D features, T positions, N heads, H features of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxmp._dtypes import FLOAT32, FLOAT64, is_half
+from jaxmp.errors import JaxmpError
+
+__all__ = ["layer_norm", "rms_norm", "rotary_embedding"]
+
+
+# ---------------------------------------------------------------------------
+# Norms
+# ---------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    epsilon: float = 1e-6,
+    axis: int | Sequence[int] = -1,
+) -> jax.Array:
+    """`x / sqrt(mean(x**2) + epsilon) * scale` in FP32, rounded once.
+
+    As in Zhang and Sennrich 2019 (arXiv:1910.07467). In float16 the square of 300 is infinite, and
+    so would the mean be; in bfloat16 a mean of 1000 squares keeps two digits. Up to 1.8e19 the
+    square fits FP32.
+
+    Args:
+      x: `[..., D]` (D at `axis`), floating, 16 bits or more.
+      scale: `[D]`, of any floating dtype; multiplied in FP32. None: 1.
+      epsilon: added to the mean square; 1e-6 is Flax's default.
+      axis: what is averaged over; several axes: `scale` has their sizes, in the order of x.
+
+    Returns:
+      `[..., D]` in x's dtype.
+
+    Raises:
+      JaxmpError: if dtypes or shapes do not fit.
+
+    Example:
+      >>> jaxmp.functional.rms_norm(jnp.full((2, 4), 300.0, jnp.float16))[0]
+      Array([1., 1., 1., 1.], dtype=float16)
+    """
+    return _normalise(x, scale, None, epsilon, axis, centred=False)
+
+
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    epsilon: float = 1e-6,
+    axis: int | Sequence[int] = -1,
+) -> jax.Array:
+    """`(x - mean) / sqrt(variance + epsilon) * scale + bias` in FP32, rounded once.
+
+    As in Ba et al. 2016 (arXiv:1607.06450). The variance is the mean square of `x - mean`.
+    `mean(x**2) - mean(x)**2`, which is faster by one pass, loses it where the mean is large: at a
+    mean of 5000 and a deviation of 1 FP32 squares have steps of 2.
+
+    Args:
+      x: `[..., D]` (D at `axis`), floating, 16 bits or more.
+      scale: `[D]`, of any floating dtype; multiplied in FP32. None: 1.
+      bias: `[D]`, of any floating dtype; added in FP32. None: 0.
+      epsilon: added to the variance; 1e-6 is Flax's default.
+      axis: what is averaged over; several axes: `scale` and `bias` have their sizes, in the order
+        of x.
+
+    Returns:
+      `[..., D]` in x's dtype.
+
+    Raises:
+      JaxmpError: if dtypes or shapes do not fit.
+
+    Example:
+      >>> x = jnp.array([[5000.0, 5004.0]], jnp.float16)
+      >>> jaxmp.functional.layer_norm(x)
+      Array([[-1.,  1.]], dtype=float16)
+    """
+    return _normalise(x, scale, bias, epsilon, axis, centred=True)
+
+
+# Saved from the forward pass, so that the backward pass need not reduce x once more.
+_STATISTICS = "jaxmp_norm_statistics"
+
+
+def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centred: bool) -> Any:
+    x = _floating(x, "x")
+    axes = _axes(axis, x)
+    parameters = [
+        None if one is None else _spread(_floating(one, name), name, x, axes)
+        for name, one in (("scale", scale), ("bias", bias))
+    ]
+    wide = _wide(x.dtype)
+
+    def normalise(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+        out = x.astype(wide)
+        if centred:
+            out -= checkpoint_name(jnp.mean(out, axes, keepdims=True), _STATISTICS)
+        square = checkpoint_name(jnp.mean(jnp.square(out), axes, keepdims=True), _STATISTICS)
+        out *= lax.rsqrt(square + wide.type(epsilon))
+        if scale is not None:
+            out *= scale.astype(wide)
+        if bias is not None:
+            out += bias.astype(wide)
+        return out.astype(x.dtype)
+
+    saved = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
+    return jax.checkpoint(normalise, policy=saved)(x, *parameters)
+
+
+def _axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise JaxmpError(f"axis={axis!r}: {one!r} is not an integer, such as axis=-1.")
+        if not -x.ndim <= one < x.ndim:
+            raise JaxmpError(
+                f"axis={axis!r} does not fit x of shape {list(x.shape)}. Allowed: {-x.ndim} to "
+                f"{x.ndim - 1}; for example axis=-1."
+            )
+    axes = tuple(sorted({int(one) % x.ndim for one in given}))
+    if not given or len(axes) != len(given):
+        raise JaxmpError(f"axis={axis!r} must name one axis or several different ones: axis=-1.")
+    return axes
+
+
+def _spread(parameter: jax.Array, name: str, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A parameter with as many dimensions as x, of size 1 beside `axes`."""
+    sizes = tuple(x.shape[axis] for axis in axes)
+    if parameter.shape != sizes:
+        raise JaxmpError(
+            f"{name} has shape {list(parameter.shape)}, and x of shape {list(x.shape)} has "
+            f"{list(sizes)} at axis {axes}. Give one {name} a feature: {name}.reshape({sizes})."
+        )
+    return parameter.reshape([x.shape[i] if i in axes else 1 for i in range(x.ndim)])
+
+
+# ---------------------------------------------------------------------------
+# Rotary positions
+# ---------------------------------------------------------------------------
+
+
+def rotary_embedding(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    base: float = 10000.0,
+    scaling: float = 1.0,
+    frequencies: Sequence[float] | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+) -> jax.Array:
+    """Rotates pairs of features by angles proportional to the position.
+
+    As in Su et al. 2021 (arXiv:2104.09864): pair i of H / 2 turns by
+    `position * base ** (-2 i / H) / scaling` radians. In bfloat16 positions beyond 256 run into
+    each other, and an angle of 1000 has steps of 4, more than half a turn. In FP32 the angle of
+    position 2**17 is off by up to 0.008, four times the rounding of a bfloat16 result. Here integer
+    positions are multiplied by turns per position in 64-bit fixed point, in which whole turns drop
+    out: the angle is right to 4e-7 at every int32 position, negative ones too. Sine, cosine and
+    rotation are in FP32; the result is rounded once.
+
+    Args:
+      x: queries or keys, `[..., T, N, H]`, floating, 16 bits or more.
+      positions: `[T]` or `[..., T]`, whatever broadcasts to x's dimensions before N: integers; or
+        float32 (its product with the frequency is then FP32), for positions between integers.
+        Half positions are refused.
+      base: of the geometric series of wavelengths. A number, not an array, as are the rest.
+      scaling: positions are divided by it (position interpolation,
+        arXiv:2306.15595).
+      frequencies: radians per position of every pair, in place of `base` and `scaling`; for Llama
+        3, YaRN and other series.
+      interleaved: pairs are features (2 i, 2 i + 1), as in GPT-J and the paper; otherwise
+        (i, i + H / 2), as in GPT-NeoX and Llama.
+      rotary_dim: only the first so many features are rotated and count as H above; None: all.
+
+    Returns:
+      `[..., T, N, H]` in x's dtype.
+
+    Raises:
+      JaxmpError: if dtypes, shapes or numbers do not fit.
+
+    Example:
+      >>> q = jnp.ones((1, 3, 1, 2), jnp.bfloat16)
+      >>> positions = jnp.array([0, 1, 2**17])
+      >>> jaxmp.functional.rotary_embedding(q, positions)[0, :, 0]
+      Array([[1, 1],
+             [-0.300781, 1.38281],
+             [1.03906, -0.957031]], dtype=bfloat16)
+    """
+    x, positions = _floating(x, "x"), _positions(positions)
+    if x.ndim < 3:
+        raise JaxmpError(
+            f"x has shape {list(x.shape)}, and must be [..., T, N, H]. With one head: "
+            "x[..., None, :]."
+        )
+    size = _rotary_dim(rotary_dim, x)
+    radians = _frequencies(size, base, scaling, frequencies)
+    try:
+        fits = np.broadcast_shapes(positions.shape, x.shape[:-2]) == x.shape[:-2]
+    except ValueError:
+        fits = False
+    if not fits:
+        raise JaxmpError(
+            f"positions have shape {list(positions.shape)}, and x of shape {list(x.shape)} has "
+            f"positions of shape {list(x.shape[:-2])}, [..., T]. Give the last dimensions of that, "
+            f"for example jnp.arange({x.shape[-3]})."
+        )
+    wide = _wide(x.dtype)
+    angles = _angles(positions, radians, wide)
+    missing = x.ndim - 2 - positions.ndim
+    # [..., T] -> [..., T, 1, H / 2], with as many dimensions as x.
+    angles = angles.reshape(*(1,) * missing, *positions.shape, 1, size // 2)
+    cos, sin = jnp.cos(angles).astype(wide), jnp.sin(angles).astype(wide)
+
+    turned = x[..., :size].astype(wide)
+    pairs = (*x.shape[:-1], size // 2, 2) if interleaved else (*x.shape[:-1], 2, size // 2)
+    axis = -1 if interleaved else -2
+    first, second = (jnp.squeeze(one, axis) for one in jnp.split(turned.reshape(pairs), 2, axis))
+    out = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis)
+    out = out.reshape(*x.shape[:-1], size).astype(x.dtype)
+    return out if size == x.shape[-1] else jnp.concatenate([out, x[..., size:]], axis=-1)
+
+
+def _angles(positions: jax.Array, radians: np.ndarray, wide: Any) -> jax.Array:
+    """`[..., H / 2]`, modulo whole turns where positions are integers."""
+    if jnp.issubdtype(positions.dtype, jnp.integer) and wide == FLOAT32:
+        turns = _turns(positions.astype(jnp.int32), radians / (2 * math.pi))
+        return turns.astype(FLOAT32) * np.float32(2 * math.pi / 2**32)
+    exact = FLOAT64 if FLOAT64 in (wide, positions.dtype) else FLOAT32
+    rates = radians.astype(exact).reshape((1,) * positions.ndim + radians.shape)
+    return positions.astype(exact)[..., None] * rates
+
+
+def _turns(positions: jax.Array, rates: np.ndarray) -> jax.Array:
+    """`positions * rates` modulo 1, in units of 2**-32, from -2**31 to 2**31: int32 `[..., H / 2]`.
+
+    A rate is 64 bits behind the binary point, as two words. Of the product, the word behind the
+    point is wanted; what is in front of it are whole turns, which 32-bit arithmetic drops.
+    """
+    words = [int(math.ldexp(rate, 64)) % 2**64 for rate in rates]
+    shape = (1,) * positions.ndim + rates.shape
+    high = np.array([word >> 32 for word in words], np.uint32).reshape(shape)
+    low = np.array([word % 2**32 for word in words], np.uint32).reshape(shape)
+    positions = positions[..., None]
+    signed = lax.bitcast_convert_type(positions, jnp.uint32)
+    carried = _high_word(signed, low)
+    # A negative position was read as 2**32 too much.
+    carried -= jnp.where(positions < 0, low, np.zeros_like(low))
+    return lax.bitcast_convert_type(signed * high + carried, jnp.int32)
+
+
+def _high_word(a: jax.Array, b: np.ndarray) -> jax.Array:
+    """The upper half of the 64-bit product of uint32, but for up to 2 units of carries."""
+    upper, lower, sixteen = a >> 16, a & 0xFFFF, np.uint32(16)
+    b_upper, b_lower = b >> sixteen, b & np.uint32(0xFFFF)
+    return upper * b_upper + ((upper * b_lower) >> 16) + ((lower * b_upper) >> 16)
+
+
+def _positions(positions: Any) -> jax.Array:
+    array = jnp.asarray(positions)
+    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (FLOAT32, FLOAT64):
+        return array
+    why = f"{array.dtype} cannot hold them"
+    if is_half(array.dtype):
+        exact = 256 if array.dtype != np.float16 else 2048
+        why = f"{array.dtype} runs into itself beyond {exact}"
+    raise JaxmpError(
+        f"positions are {array.dtype} of shape {list(array.shape)}: {why}. Make them integers, and "
+        f"never cast them: jnp.arange({array.shape[-1] if array.ndim else 1}), which is int32."
+    )
+
+
+def _rotary_dim(size: Any, x: jax.Array) -> int:
+    if size is None:
+        size = x.shape[-1]
+    elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise JaxmpError(f"rotary_dim={size!r} is not an integer, such as rotary_dim=64.")
+    if size % 2 or not 0 < size <= x.shape[-1]:
+        raise JaxmpError(
+            f"rotary_dim={size} of x {list(x.shape)}: features turn in pairs, so it must be even, "
+            f"from 2 to {x.shape[-1]}; for example rotary_dim={max(x.shape[-1] // 2 * 2, 2)}."
+        )
+    return int(size)
+
+
+def _frequencies(size: int, base: Any, scaling: Any, given: Any) -> np.ndarray:
+    """Radians per position of every pair, float64 `[H / 2]`."""
+    number = functools.partial(_number, least=0.0)
+    if given is None:
+        exponents = np.arange(0, size, 2, dtype=np.float64) / size
+        return number(base, "base") ** -exponents / number(scaling, "scaling")
+    if (base, scaling) != (10000.0, 1.0):
+        raise JaxmpError(
+            f"frequencies are given, and so are base={base!r} or scaling={scaling!r}, which they "
+            "replace. Leave out base and scaling."
+        )
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        raise JaxmpError(
+            "frequencies are traced; they must be known when the program is built: a NumPy array."
+        )
+    array = np.asarray(given, np.float64)
+    if array.shape != (size // 2,) or not np.isfinite(array).all():
+        raise JaxmpError(
+            f"frequencies have shape {list(array.shape)}; {size} features have {size // 2} pairs, "
+            f"and each has one finite number of radians per position: shape [{size // 2}]."
+        )
+    return array
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+def _wide(dtype: Any) -> np.dtype:
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def _floating(value: Any, name: str) -> jax.Array:
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise JaxmpError(
+            f"{name} is {array.dtype} of shape {list(array.shape)}; it must be floating, of 16 "
+            f"bits or more: {name}.astype(jnp.float32)."
+        )
+    return array
+
+
+def _number(value: Any, name: str, least: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (number > least and math.isfinite(number)):
+        raise JaxmpError(
+            f"{name}={value!r} must be a number above {least:g}, known when the program is built; "
+            f"for example {name}={10000.0 if name == 'base' else 1.0}."
+        )
+    return number
