@@ -1,0 +1,17 @@
+"""FP8: recipes of scaling, casts that saturate, and products that run on FP8 Tensor Cores."""
+
+from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jaxmp.fp8._dot_general import dot_general as dot_general
+from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats
+from jaxmp.fp8._quantize import compute_scale as compute_scale
+from jaxmp.fp8._quantize import dequantize as dequantize
+from jaxmp.fp8._quantize import quantization_stats as quantization_stats
+from jaxmp.fp8._quantize import quantize as quantize
+from jaxmp.fp8._recipes import BlockScaling as BlockScaling
+from jaxmp.fp8._recipes import CurrentScaling as CurrentScaling
+from jaxmp.fp8._recipes import DelayedScaling as DelayedScaling
+from jaxmp.fp8._recipes import RowwiseScaling as RowwiseScaling
+from jaxmp.fp8._recipes import as_recipe as as_recipe
+from jaxmp.fp8._state import from_flax as from_flax
+from jaxmp.fp8._state import init_state as init_state
+from jaxmp.fp8._state import to_flax as to_flax

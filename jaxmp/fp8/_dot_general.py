@@ -1,0 +1,283 @@
+"""`lax.dot_general` in FP8: one product forwards, two backwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmp import _compat
+from jaxmp._dtypes import FLOAT32, FLOAT64, HALF
+from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._dims import Dims, make_dims
+from jaxmp.fp8._operands import Operand, multiply, observe, quantized
+from jaxmp.fp8._recipes import GEMMS, BlockScaling, DelayedScaling, Scaling, as_recipe
+from jaxmp.fp8._state import check_state, next_state
+
+# What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
+CHECKPOINT_NAME = "jaxmp_fp8"
+
+_SIDES = {"lhs": 0, "rhs": 1}
+
+
+class _Call(NamedTuple):
+    """What is static in one product."""
+
+    recipe: Scaling
+    dims: Dims
+    # 0 or 1: which operand is the kernel; the other is the input.
+    kernel: int
+    dtypes: tuple[Any, Any]
+    out_dtype: Any
+    precision: Any
+
+    def role(self, side: int) -> str:
+        return "kernel" if side == self.kernel else "input"
+
+    def gemm_of_gradient(self, side: int) -> str:
+        """Which product gives the gradient of operand `side`."""
+        return "wgrad" if side == self.kernel else "dgrad"
+
+    def format(self, gemm: str, role: str) -> Any:
+        formats = self.recipe.formats(gemm)
+        return None if formats is None else formats[GEMMS[gemm].index(role)]
+
+
+def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
+    """A stand-in for `jax.lax.dot_general` whose three products run in FP8.
+
+    Forwards, the operands are quantised and multiplied as FP8 numbers; backwards, the result's
+    gradient is quantised once and multiplied with the quantised kernel (the input's gradient) and
+    with the quantised input (the kernel's gradient). What is kept for the backward pass is FP8.
+    Gradients pass through the rounding as if it were not there. It quantises always, also on a
+    device without FP8 products, where XLA computes the same numbers in a wider dtype.
+
+    Sizes need not be multiples of 16, but XLA pads to them. With batch dimensions the scale of a
+    tensor is one for all of the batch (with `RowwiseScaling` one for each row of each). Under
+    `jax.vmap` each example has its own scale, with `DelayedScaling` all have one.
+
+    Under `jax.checkpoint` operands are quantised again when they are recomputed, from their own
+    high-precision numbers; `save_only_these_names(fp8.CHECKPOINT_NAME)` as its policy keeps them,
+    so that each is quantised once. Only reverse-mode differentiation, once.
+
+    Args:
+      recipe: a recipe, its name, or None for `CurrentScaling()`.
+      kernel: "rhs" or "lhs": which operand is the kernel; the other one is the input.
+
+    Returns:
+      `product(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
+      out_sharding=None, state=None)`, which takes float16, bfloat16, float32 or float64 operands
+      and returns what `lax.dot_general` would: the operands' dtype, or `preferred_element_type`.
+      `precision` is that of products which the recipe leaves "high". `state` is for
+      `DelayedScaling`: a dict of `init_state`, whose gradient is its next value. Equal arguments
+      give the same function.
+
+    Raises:
+      RecipeError: if `recipe` is none.
+      JaxmpError: if `kernel` is no side; from the function, if operands, dimension numbers or state
+        do not fit.
+      CompositionError: from the function, for block scaling on an accelerator without
+        `emulate=True`.
+
+    Example:
+      >>> x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.full((16, 64), 0.5, jnp.bfloat16)
+      >>> y = dot_general("current")(x, w, (((1,), (0,)), ((), ())))
+      >>> y.dtype, float(y[0, 0])
+      (dtype(bfloat16), 8.0)
+    """
+    recipe = as_recipe(recipe)
+    if kernel not in _SIDES:
+        raise JaxmpError(
+            f"kernel={kernel!r} must be 'rhs' or 'lhs'; for example fp8.dot_general(kernel='rhs')."
+        )
+    return _maker(recipe, kernel)
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
+    def fp8_dot_general(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+        state: Any = None,
+    ) -> jax.Array:
+        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+        _check_call(recipe, lhs, rhs, out_sharding, state)
+        call = _Call(
+            recipe,
+            make_dims(lhs, rhs, dimension_numbers),
+            _SIDES[kernel],
+            (lhs.dtype, rhs.dtype),
+            _result_dtype(lhs, rhs, preferred_element_type),
+            precision,
+        )
+        # Inside `shard_map` the gradient of what is the same on all devices is a sum over them.
+        axes = _compat.varying_axes((lhs, rhs))
+        lhs, rhs = _compat.vary((lhs, rhs), axes)
+        return _product(call, lhs, rhs, None if state is None else dict(state))
+
+    return fp8_dot_general
+
+
+def _check_call(recipe: Scaling, lhs: Any, rhs: Any, out_sharding: Any, state: Any) -> None:
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if operand.dtype not in HALF | {FLOAT32, FLOAT64}:
+            raise JaxmpError(
+                f"{name} is {operand.dtype}: fp8.dot_general quantises by itself and takes "
+                f"float16, bfloat16, float32 or float64. Give it {name} in the compute dtype, for "
+                f"example {name}.astype(jnp.bfloat16)."
+            )
+    if out_sharding is not None:
+        raise JaxmpError(
+            f"out_sharding={out_sharding!r} is not supported in FP8. Leave it out, and constrain "
+            "the result: jax.lax.with_sharding_constraint(y, sharding)."
+        )
+    if isinstance(recipe, DelayedScaling):
+        if state is None:
+            raise JaxmpError(
+                "DelayedScaling needs its state: product(lhs, rhs, dimension_numbers, "
+                "state=state), where state = fp8.init_state(recipe) before the first step and "
+                "its own gradient afterwards. Without a state use fp8.CurrentScaling()."
+            )
+        check_state(recipe, state)
+    elif state is not None:
+        raise JaxmpError(
+            f"{type(recipe).__name__} has no state: leave `state` out, or use fp8.DelayedScaling()."
+        )
+    if isinstance(recipe, BlockScaling) and not recipe.emulate and _compat.target() != "cpu":
+        raise CompositionError(
+            "BlockScaling: XLA has no product with one scale per block, so on this device it would "
+            "run in the operands' own dtype, and no faster. Use fp8.RowwiseScaling() or "
+            "fp8.CurrentScaling(); to study its rounding, fp8.BlockScaling(emulate=True)."
+        )
+
+
+def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
+    if preferred is not None:
+        return np.dtype(preferred)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(lhs.dtype, rhs.dtype)
+
+
+# ---------------------------------------------------------------------------
+# Forwards and backwards
+# ---------------------------------------------------------------------------
+
+
+def _operand(
+    call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, seen: Any
+) -> Operand:
+    """`x`, which is operand `side` of a product with `dims`, quantised for it."""
+    return quantized(
+        call.recipe,
+        call.format(gemm, role),
+        x,
+        axes=dims.contract[side],
+        other_axes=dims.free(side),
+        seen=seen,
+        is_kernel=role == "kernel",
+    )
+
+
+def _kept(operand: Operand) -> Operand:
+    """An operand for the backward pass, under a name that `jax.checkpoint` can be told to keep."""
+    values, factor = operand
+    named = functools.partial(checkpoint_name, name=CHECKPOINT_NAME)
+    if factor is None:
+        return Operand(named(values), None)
+    # As bytes, and back in an equation of its own: what `jax.checkpoint` keeps it rounds by
+    # `lax.reduce_precision`, for which the numbers of E4M3 from 248 up are NaN.
+    kept = named(lax.bitcast_convert_type(values, jnp.uint8))
+    return Operand(lax.bitcast_convert_type(kept, values.dtype), named(factor))
+
+
+def _multiply(call: _Call, gemm: str, lhs: Operand, rhs: Operand, dims: Dims, dtype: Any) -> Any:
+    accurate = gemm not in call.recipe.fast_accumulation
+    return multiply(lhs, rhs, dims, dtype, precision=call.precision, accurate=accurate)
+
+
+def _observe(call: _Call, x: Any, state: Any, role: str) -> tuple[Any, Any]:
+    if state is None:
+        return None, None
+    return observe(x, state, call.recipe, role)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Array:
+    return _forward(call, lhs, rhs, state)[0]
+
+
+def _forward(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
+    seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
+    lhs, rhs = (
+        _operand(call, "fprop", call.role(side), x, call.dims, side, seen[side])
+        for side, x in enumerate((lhs, rhs))
+    )
+    out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
+    return out, ((lhs, rhs), seen)
+
+
+def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
+    out, (operands, seen) = _forward(call, lhs, rhs, state)
+    kept = tuple(
+        _kept(_for_backward(call, side, x, operands[side], seen[side]))
+        for side, x in enumerate((lhs, rhs))
+    )
+    return out, (kept, seen, state)
+
+
+def _for_backward(call: _Call, side: int, x: Any, forwards: Operand, seen: Any) -> Operand:
+    """Operand `side` as the product needs it that gives the gradient of the other operand."""
+    gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
+    if _shared(call, role, "fprop", gemm):
+        return forwards
+    dims, _ = call.dims.transposed(1 - side)
+    return _operand(call, gemm, role, x, dims, 1, seen)
+
+
+def _shared(call: _Call, role: str, one: str, other: str) -> bool:
+    """Whether two products take `role` in the same FP8 numbers, though they sum over other axes."""
+    if call.format(one, role) != call.format(other, role):
+        return False
+    return (
+        call.format(one, role) is None
+        or call.recipe.kind in ("current", "delayed")
+        # Its blocks are square.
+        or (call.recipe.kind == "block" and role == "kernel")
+    )
+
+
+def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
+    kept, seen, state = residuals
+    of_gradient = _observe(call, gradient, state, "output_grad")
+    results, operand = [], None
+    for side in (0, 1):
+        gemm = call.gemm_of_gradient(side)
+        dims, order = call.dims.transposed(side)
+        if operand is None or not _shared(call, "output_grad", "dgrad", "wgrad"):
+            operand = _operand(call, gemm, "output_grad", gradient, dims, 0, of_gradient)
+        if operand.factor is None:
+            # Not FP8: a wide result's gradient is rounded to what it is multiplied with.
+            values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
+            operand = Operand(values, None)
+        product = _multiply(call, gemm, operand, kept[1 - side], dims, call.dtypes[side])
+        results.append(jnp.transpose(product, order))
+    if not isinstance(call.recipe, DelayedScaling):
+        return (results[0], results[1], None)
+    by_role = dict(
+        zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
+    )
+    return results[0], results[1], next_state(call.recipe, state, by_role)
+
+
+_product.defvjp(_product_fwd, _product_bwd)

@@ -1,0 +1,182 @@
+"""One operand of one product, quantised as a recipe says."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jaxmp import _compat
+from jaxmp._dtypes import FLOAT32
+from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
+from jaxmp.fp8._recipes import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
+from jaxmp.fp8._state import State, amax_in_force
+
+
+class Operand(NamedTuple):
+    """Numbers to multiply, and what the product is to be multiplied with afterwards."""
+
+    # FP8; or the operand's own dtype, in a product without FP8 and in emulated block scaling.
+    values: jax.Array
+    # float32: a scalar, or of size 1 on the axes that are summed over; NaN where a number was not
+    # finite. None: values as they are.
+    factor: jax.Array | None
+
+
+def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Largest magnitude in float32: of all numbers, or along `axes`, which stay with size 1."""
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
+    return lax.convert_element_type(largest, FLOAT32)
+
+
+@custom_vmap
+def batch_amax(x: jax.Array) -> jax.Array:
+    """`amax` that `vmap` does not split: what goes into a state is one number for all examples."""
+    return amax(x)
+
+
+@batch_amax.def_vmap
+def _batch_amax_of_all(axis_size: int, in_batched: list[bool], x: jax.Array) -> Any:
+    del axis_size, in_batched
+    return batch_amax(x), False
+
+
+# Jitted, so that layers of one shape share the trace and, in StableHLO, one function.
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "axes"))
+def _quantize(
+    x: jax.Array,
+    in_force: jax.Array | None,
+    measured: jax.Array | None,
+    recipe: Scaling,
+    dtype: Any,
+    axes: tuple[int, ...] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """FP8 numbers and their factor; both maxima are those of `x` itself if they are None."""
+    if in_force is None or measured is None:
+        in_force = measured = amax(x, axes)
+    scale = compute_scale(in_force, dtype, recipe.margin, recipe.power_of_two)
+    # Of FP32's largest numbers the reciprocal would be subnormal, and perhaps flushed to zero.
+    factor = lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
+    # What is not finite poisons the factor, which costs nothing; looking at each number again
+    # would be a pass of its own where XLA transposes.
+    poison = lax.full_like(factor, jnp.nan)
+    return saturate(x, scale, dtype), lax.select(lax.is_finite(measured), factor, poison)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "operand"))
+def observe(
+    x: jax.Array, state: State, recipe: DelayedScaling, operand: str
+) -> tuple[jax.Array, jax.Array]:
+    """What a state says of the scale of `x`, and what `x` says to the state.
+
+    Returns:
+      The maximum in force, and the one of `x`; float32 scalars.
+    """
+    measured = batch_amax(x)
+    # Inside `shard_map`, of the devices that share the state.
+    axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
+    if axes:
+        measured = _compat.largest(measured, tuple(sorted(axes, key=str)))
+    return amax_in_force(recipe, state, operand, measured), measured
+
+
+def quantized(
+    recipe: Scaling,
+    dtype: Any,
+    x: jax.Array,
+    *,
+    axes: tuple[int, ...],
+    seen: tuple[Any, Any],
+    is_kernel: bool,
+    other_axes: tuple[int, ...],
+) -> Operand:
+    """One operand for one product.
+
+    Args:
+      recipe: which scales.
+      dtype: the FP8 format; None: no FP8 in this product.
+      x: the operand, any shape, in high precision.
+      axes: those that the product sums over.
+      seen: for delayed scaling, what `observe` gave; else two None.
+      is_kernel: whether blocks are square.
+      other_axes: those that the product does not sum over, batch axes left out.
+    """
+    if dtype is None:
+        return Operand(x, None)
+    if isinstance(recipe, BlockScaling):
+        sides = axes[-1:] + (other_axes[-1:] if is_kernel else ())
+        return Operand(_round_blocks(x, recipe, dtype, tuple(sorted(sides))), None)
+    along = axes if isinstance(recipe, RowwiseScaling) else None
+    return Operand(*_quantize(x, *seen, recipe=recipe, dtype=dtype, axes=along))
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "sides"))
+def _round_blocks(
+    x: jax.Array, recipe: BlockScaling, dtype: Any, sides: tuple[int, ...]
+) -> jax.Array:
+    """`x` rounded to FP8 with a scale per block, in its own dtype."""
+    size = recipe.block
+    blocks = {axis: -(-x.shape[axis] // size) for axis in sides}
+    padding = [(0, blocks[a] * size - n if a in blocks else 0) for a, n in enumerate(x.shape)]
+    padded = jnp.pad(x, padding)
+    split, inner = [], []
+    for axis, n in enumerate(padded.shape):
+        if axis in blocks:
+            inner.append(len(split) + 1)
+            split += [blocks[axis], size]
+        else:
+            split.append(n)
+    tiles = padded.reshape(split)
+    scale = compute_scale(amax(tiles, tuple(inner)), dtype, recipe.margin, recipe.power_of_two)
+    rounded = dequantize(quantize(tiles, scale, dtype), scale, x.dtype)
+    return lax.slice(rounded.reshape(padded.shape), (0,) * x.ndim, x.shape)
+
+
+def multiply(
+    lhs: Operand,
+    rhs: Operand,
+    dims: Any,
+    out_dtype: Any,
+    *,
+    precision: Any,
+    accurate: bool,
+) -> jax.Array:
+    """The product of two operands, scales undone.
+
+    Args:
+      lhs: left operand.
+      rhs: right operand; both have a factor, or neither.
+      dims: a `Dims`.
+      out_dtype: of the result.
+      precision: of a product without FP8.
+      accurate: whether FP8 products are added up in FP32 all along.
+    """
+    if lhs.factor is None or rhs.factor is None:
+        return lax.dot_general(
+            lhs.values,
+            rhs.values,
+            dims.numbers,
+            precision=precision,
+            preferred_element_type=out_dtype,
+        )
+    # XLA asks cuBLAS for fast accumulation where the precision is DEFAULT. A product of two FP8
+    # numbers is beyond float16's range, not beyond bfloat16's.
+    product = lax.dot_general(
+        lhs.values,
+        rhs.values,
+        dims.numbers,
+        precision=lax.Precision.HIGHEST if accurate else lax.Precision.DEFAULT,
+        preferred_element_type=out_dtype if out_dtype == jnp.bfloat16 else FLOAT32,
+    )
+    product = lax.convert_element_type(product, FLOAT32)
+    # One after the other: the product of two factors may be too small for FP32.
+    for side, factor in enumerate((lhs.factor, rhs.factor)):
+        product = product * jnp.broadcast_to(dims.spread(factor, side), product.shape)
+    return lax.convert_element_type(product, out_dtype)

@@ -1,0 +1,170 @@
+"""Scales, and casts to FP8 that saturate and hide nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._dtypes import FLOAT32, FLOAT64
+from jaxmp.errors import RecipeError
+from jaxmp.fp8._recipes import fp8_dtype
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+# The bits of an FP32 infinity: the exponent alone.
+_EXPONENT = 0x7F800000
+
+
+def compute_scale(
+    amax: jax.typing.ArrayLike, dtype: Any, margin: int = 0, power_of_two: bool = False
+) -> jax.Array:
+    """The factor that maps `[-amax, amax]` onto the range of an FP8 format.
+
+    In plain Python, `limit` being the largest finite number of `dtype`:
+
+        if amax == 0 or amax is not finite:  scale = 1
+        else:  scale = clamp(limit / 2**margin / amax, 2**-126, FP32's largest number)
+               if power_of_two:  scale = 2 ** floor(log2(scale))
+
+    Args:
+      amax: largest magnitude of a tensor, any shape, any float dtype.
+      dtype: the FP8 format: its name or dtype.
+      margin: the scale is divided by `2**margin`.
+      power_of_two: round the scale down to a power of two.
+
+    Returns:
+      float32 of the shape of `amax`: positive and finite whatever `amax` is.
+
+    Raises:
+      PolicyError: if `dtype` is no FP8 format.
+      RecipeError: if `margin` is no integer from 0 to 64.
+
+    Example:
+      >>> compute_scale(jnp.array([2.0, 0.0, jnp.inf]), "e4m3fn").tolist()
+      [224.0, 1.0, 1.0]
+    """
+    limit = float(jnp.finfo(fp8_dtype(dtype)).max)
+    if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= 64:
+        raise RecipeError(
+            f"margin={margin!r} must be an integer from 0 to 64; for example "
+            "compute_scale(amax, 'e4m3fn', margin=1)."
+        )
+    amax = lax.convert_element_type(jnp.asarray(amax), FLOAT32)
+    # By its bits: a subnormal number is zero to processors that flush.
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
+    scale = lax.full_like(amax, limit * 2.0**-margin) / amax
+    scale = lax.clamp(np.float32(_SMALLEST), scale, np.float32(_LARGEST))
+    if power_of_two:
+        scale = lax.bitcast_convert_type(
+            lax.bitcast_convert_type(scale, jnp.uint32) & np.uint32(_EXPONENT), FLOAT32
+        )
+    return lax.select(usable, scale, lax.full_like(scale, 1.0))
+
+
+def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+    """Casts `x * scale` to FP8, to the nearest, ties to even; `x ~ q / scale`.
+
+    Finite numbers beyond the format's range saturate. Infinities and NaN become NaN, so that a
+    product with them is NaN and a training step that met one can be skipped: a bare clip would hide
+    them.
+
+    Args:
+      x: any shape, any float dtype; scaled in FP32 (float64 in its own).
+      scale: broadcastable to `x`: positive, as `compute_scale` gives it.
+      dtype: the FP8 format: its name or dtype.
+
+    Returns:
+      `x`'s shape in `dtype`.
+
+    Raises:
+      PolicyError: if `dtype` is no FP8 format.
+
+    Example:
+      >>> quantize(jnp.array([1.0, 1000.0, jnp.inf]), 2.0, "e4m3fn").tolist()
+      [2.0, 448.0, nan]
+    """
+    x = jnp.asarray(x)
+    q = saturate(x, scale, dtype)
+    # Of x, not of the product: a stale scale may overflow, which is saturation.
+    return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))
+
+
+def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+    """`quantize` in which infinities saturate too: for callers that have other news of them."""
+    dtype = fp8_dtype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
+    scaled = lax.convert_element_type(x, wide) * jnp.broadcast_to(
+        lax.convert_element_type(jnp.asarray(scale), wide), x.shape
+    )
+    clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
+    return lax.convert_element_type(clipped, dtype)
+
+
+def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) -> jax.Array:
+    """`q / scale`, in FP32 and then in `dtype`.
+
+    Args:
+      q: FP8, any shape.
+      scale: broadcastable to `q`.
+      dtype: of the result.
+
+    Returns:
+      `q`'s shape in `dtype`.
+
+    Example:
+      >>> dequantize(quantize(jnp.array([0.5]), 4.0, "e4m3fn"), 4.0).tolist()
+      [0.5]
+    """
+    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    wide = lax.convert_element_type(lax.optimization_barrier(q), FLOAT32)
+    scale = jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), FLOAT32), q.shape)
+    return lax.convert_element_type(wide / scale, dtype)
+
+
+class QuantizationStats(NamedTuple):
+    """What a cast to FP8 loses, as fractions of the finite numbers of a tensor; float32 scalars."""
+
+    # Beyond the largest number of the format: they saturate.
+    saturated: jax.Array
+    # Not zero, and zero in the format.
+    underflowed: jax.Array
+
+
+def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> QuantizationStats:
+    """How much of `x` saturates and how much vanishes when it is quantised.
+
+    Args:
+      x: any shape, any float dtype.
+      scale: broadcastable to `x`.
+      dtype: the FP8 format.
+
+    Returns:
+      Fractions of the finite numbers of `x`; 0 where there are none.
+
+    Raises:
+      PolicyError: if `dtype` is no FP8 format.
+
+    Example:
+      >>> x = jnp.array([1.0, 1000.0, 1e-9, 0.0])
+      >>> stats = quantization_stats(x, 1.0, "e4m3fn")
+      >>> float(stats.saturated), float(stats.underflowed)
+      (0.25, 0.25)
+    """
+    dtype = fp8_dtype(dtype)
+    x = jnp.asarray(x)
+    q = lax.convert_element_type(quantize(x, scale, dtype), FLOAT32)
+    scaled = jnp.abs(lax.convert_element_type(x, FLOAT32)) * jnp.broadcast_to(
+        lax.convert_element_type(jnp.asarray(scale), FLOAT32), x.shape
+    )
+    finite = lax.is_finite(x)
+    count = jnp.maximum(jnp.sum(finite, dtype=FLOAT32), np.float32(1))
+    fraction = lambda flags: jnp.sum(flags & finite, dtype=FLOAT32) / count
+    limit = np.float32(jnp.finfo(dtype).max)
+    zero = np.float32(0)
+    return QuantizationStats(fraction(scaled > limit), fraction((q == zero) & (x != 0)))

@@ -1,0 +1,206 @@
+"""The state of delayed scaling: what earlier steps saw, as a flat dict of float32 arrays.
+
+Every leaf is combined by max, over microbatches, devices and the uses of a shared layer: so the
+maximum that a scale comes from is kept, and not the scale, of which the least would be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._dtypes import FLOAT32
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._quantize import compute_scale
+from jaxmp.fp8._recipes import DelayedScaling, as_recipe
+
+State = dict[str, jax.Array]
+
+OPERANDS = ("input", "kernel", "output_grad")
+AGE = "age"
+
+
+def init_state(recipe: Any = "delayed") -> State:
+    """The state of one linear layer before its first step.
+
+    For each operand X of "input", "kernel" and "output_grad": `X_amax`, a scalar, the maximum that
+    the scale in force comes from, 0 before the first step; `X_amax_history`, `[amax_history_len]`,
+    the newest first. And `age`, a scalar: the steps since scales were last set.
+
+    Args:
+      recipe: a `DelayedScaling`, or "delayed".
+
+    Returns:
+      A dict of float32 arrays.
+
+    Raises:
+      JaxmpError: if the recipe has no state.
+
+    Example:
+      >>> {name: leaf.shape for name, leaf in init_state().items() if "input" in name}
+      {'input_amax': (), 'input_amax_history': (1024,)}
+    """
+    recipe = as_recipe(recipe)
+    if not isinstance(recipe, DelayedScaling):
+        raise JaxmpError(
+            f"{type(recipe).__name__} has no state; only fp8.DelayedScaling has: leave `state` out."
+        )
+    state = {AGE: jnp.zeros((), FLOAT32)}
+    for operand in OPERANDS:
+        state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
+        state[f"{operand}_amax_history"] = jnp.zeros((recipe.amax_history_len,), FLOAT32)
+    return state
+
+
+def check_state(recipe: DelayedScaling, state: Any) -> None:
+    """Refuses what `init_state` of this recipe could not have made.
+
+    Raises:
+      JaxmpError: naming the first leaf that differs.
+    """
+    wanted = jax.eval_shape(lambda: init_state(recipe))
+    fix = "Make it with fp8.init_state(recipe)."
+    if not isinstance(state, Mapping) or set(state) != set(wanted):
+        keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise JaxmpError(
+            f"The state of DelayedScaling has the keys {sorted(wanted)}, not {keys}. {fix}"
+        )
+    for name, leaf in wanted.items():
+        given = state[name]
+        if (jnp.shape(given), jnp.result_type(given)) != (leaf.shape, leaf.dtype):
+            raise JaxmpError(
+                f"state[{name!r}] has shape {jnp.shape(given)} and dtype {jnp.result_type(given)}; "
+                f"with amax_history_len={recipe.amax_history_len} it must have shape {leaf.shape} "
+                f"and dtype float32. {fix}"
+            )
+
+
+def amax_in_force(
+    recipe: DelayedScaling, state: Mapping[str, Any], operand: str, measured: jax.Array
+) -> jax.Array:
+    """The maximum that the scale of this step comes from.
+
+    Args:
+      recipe: the settings.
+      state: before this step.
+      operand: "input", "kernel" or "output_grad".
+      measured: the tensor's own maximum, for where there is no earlier one.
+
+    Returns:
+      A float32 scalar.
+    """
+    held, history = state[f"{operand}_amax"], state[f"{operand}_amax_history"]
+    recent = jnp.max(history) if recipe.amax_compute == "max" else history[0]
+    due = (state[AGE] >= np.float32(recipe.interval)) | (held == np.float32(0))
+    known = lax.select(due, recent, held)
+    # A selection, not a branch: the maximum is taken at every step, for the history, and on a GPU
+    # a branch for each tensor would cost more than the wait.
+    return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
+
+
+def next_state(
+    recipe: DelayedScaling,
+    state: Mapping[str, Any],
+    seen: Mapping[str, tuple[jax.Array, jax.Array]],
+) -> State:
+    """The state after a step.
+
+    Args:
+      recipe: the settings.
+      state: before the step.
+      seen: for each operand the maximum in force, and its own maximum in this step.
+
+    Returns:
+      A state in which nothing that is not finite has entered.
+    """
+    age, one = state[AGE], np.float32(1)
+    new = {AGE: lax.select(age >= np.float32(recipe.interval), lax.full_like(age, 1), age + one)}
+    for operand in OPERANDS:
+        (amax, latest), history = seen[operand], state[f"{operand}_amax_history"]
+        grown = jnp.concatenate([latest[None], history[:-1]])
+        new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
+        new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
+    return new
+
+
+# ---------------------------------------------------------------------------
+# Flax's own collections
+# ---------------------------------------------------------------------------
+
+
+def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
+    """The state of one layer out of the `_overwrite_with_gradient` collection of Flax's FP8 ops.
+
+    Args:
+      collection: of one `Fp8DirectDotGeneralOp` or `Fp8Einsum`: `X_scale` `(1,)` and
+        `X_amax_history` `(length,)` for each operand X.
+      recipe: a `DelayedScaling` with that length; None: one that fits.
+
+    Returns:
+      A state; the scales of the next step are those that Flax would use.
+
+    Raises:
+      JaxmpError: if the collection is of another kind, or the length is not the recipe's.
+
+    Example:
+      >>> to_flax(from_flax(to_flax(init_state())))["kernel_scale"].tolist()
+      [1.0]
+    """
+    wanted = {f"{x}_{leaf}" for x in OPERANDS for leaf in ("scale", "amax_history")}
+    if not isinstance(collection, Mapping) or set(collection) != wanted:
+        keys = sorted(collection) if isinstance(collection, Mapping) else collection
+        raise JaxmpError(
+            f"A layer of Flax's FP8 collection has the keys {sorted(wanted)}, not {keys}. Give the "
+            "inner dict of one layer: variables['_overwrite_with_gradient']['Dense_0']"
+            "['Fp8DirectDotGeneralOp_0']."
+        )
+    length = jnp.shape(collection["input_amax_history"])[-1]
+    recipe = DelayedScaling(amax_history_len=length) if recipe is None else as_recipe(recipe)
+    state = init_state(recipe)
+    for operand in OPERANDS:
+        history = jnp.asarray(collection[f"{operand}_amax_history"], FLOAT32)
+        state[f"{operand}_amax_history"] = _reordered(history)
+    check_state(recipe, state)
+    known = jnp.stack([jnp.max(state[f"{operand}_amax_history"]) for operand in OPERANDS])
+    # Their scales are recomputed at each step, from the history.
+    state[AGE] = jnp.where(jnp.max(known) > np.float32(0), np.float32(recipe.interval), state[AGE])
+    for operand, amax in zip(OPERANDS, known, strict=True):
+        state[f"{operand}_amax"] = amax
+    return state
+
+
+def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The `_overwrite_with_gradient` collection of one of Flax's FP8 ops, out of a state.
+
+    Args:
+      state: as `init_state` makes it.
+
+    Returns:
+      `X_scale` `(1,)`, the reciprocal of this library's, for the formats that Flax uses (E4M3 for
+      inputs and kernels, E5M2 for gradients), and `X_amax_history` in Flax's order.
+
+    Example:
+      >>> sorted(to_flax(init_state()))[:2]
+      ['input_amax_history', 'input_scale']
+    """
+    formats = {"input": "e4m3fn", "kernel": "e4m3fn", "output_grad": "e5m2"}
+    collection = {}
+    for operand, dtype in formats.items():
+        history = jnp.asarray(state[f"{operand}_amax_history"])
+        scale = compute_scale(jnp.asarray(state[f"{operand}_amax"]), dtype)
+        collection[f"{operand}_scale"] = (1 / scale)[None]
+        collection[f"{operand}_amax_history"] = _reordered(history)
+    return collection
+
+
+def _reordered(history: jax.Array) -> jax.Array:
+    """Newest first to Flax's order and back.
+
+    Flax rotates to the left and writes to entry 0: the rest stands with the oldest first.
+    """
+    return jnp.concatenate([history[:1], history[:0:-1]])

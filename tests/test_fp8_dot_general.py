@@ -1,0 +1,605 @@
+"""FP8 products: what they compute, what they keep, and what XLA makes of them."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp import _compat, audit, fp8
+from jaxmp._jaxprs import equations
+from jaxmp.errors import CompositionError, JaxmpError, RecipeError
+
+LINEAR = (((1,), (0,)), ((), ()))
+RECIPES = {
+    "current": fp8.CurrentScaling(),
+    "current-e4m3": fp8.CurrentScaling(dgrad="e4m3fn", wgrad="e4m3fn"),
+    "current-power": fp8.CurrentScaling(power_of_two=True),
+    "delayed": fp8.DelayedScaling(amax_history_len=4),
+    "rowwise": fp8.RowwiseScaling(),
+    "block": fp8.BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def has_compiler():
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def state_of(recipe):
+    return fp8.init_state(recipe) if recipe.is_stateful else None
+
+
+def linear(recipe, x, w, dims=LINEAR, **options):
+    return fp8.dot_general(recipe)(x, w, dims, state=state_of(recipe), **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def outputs(recipe, x, w, g, dims=LINEAR):
+    """The result, and the gradients of both operands for the result's gradient `g`."""
+    y, backward = jax.vjp(lambda x, w: linear(recipe, x, w, dims), x, w)
+    return (y, *backward(g.astype(y.dtype)))
+
+
+def signal_to_noise(exact, got):
+    """In dB, over all numbers."""
+    exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
+    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
+
+
+# ---------------------------------------------------------------------------
+# Accuracy
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        *((recipe, "float32") for recipe in RECIPES.values()),
+        (RECIPES["current"], "bfloat16"),
+        (RECIPES["current"], "float16"),
+        (RECIPES["block"], "bfloat16"),
+    ],
+    ids=[*RECIPES, "current-bf16", "current-f16", "block-bf16"],
+)
+def test_signal_to_noise_of_normal_data(recipe, dtype):
+    """Rounding to E4M3 leaves 31.5 dB of one operand (half a unit of 4 bits, uniform), to E5M2
+    25.5 dB; of a product the noise of both operands adds up: 28.5 and 24.5 dB."""
+    x, w, g = (
+        normal(i, *shape, dtype=dtype) for i, shape in enumerate([(96, 128), (128, 64), (96, 64)])
+    )
+    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
+    y, dx, dw = outputs(recipe, x, w, g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (x.dtype,) * 3
+    low = 28.0 if recipe.dgrad == ("e4m3fn", "e4m3fn") else 23.5
+    for exact, got, least in [(x64 @ w64, y, 28.0), (g64 @ w64.T, dx, low), (x64.T @ g64, dw, low)]:
+        # No more than 30 dB either, or nothing was rounded.
+        assert least <= signal_to_noise(exact, got) <= 30.0
+
+
+_HARD = {
+    # Student's t with 2.5 degrees of freedom: now and then a number a hundred times the median.
+    "heavy-tailed": lambda: np.random.default_rng(0).standard_t(2.5, size=(256, 128)),
+    # Two of 128 input channels are 100 times as large as the rest.
+    "outlier-channels": lambda: (
+        np.random.default_rng(0).normal(size=(256, 128)) * np.where(np.arange(128) % 64, 1, 100)
+    ),
+}
+
+
+@pytest.mark.parametrize("data", _HARD)
+@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+def test_data_that_per_tensor_scales_are_said_to_suffer_from(data, name):
+    """E4M3 is a floating-point format: numbers 2**-14 of the largest keep all their bits."""
+    x = jnp.asarray(_HARD[data](), jnp.float32)
+    w = normal(1, 128, 64)
+    y = linear(RECIPES[name], x, w)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert signal_to_noise(exact, y) >= 27.0
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_products_are_those_of_the_rounded_operands(name):
+    """Against a product in FP64 of numbers that `ml_dtypes` rounded."""
+    recipe = RECIPES[name]
+    x, w, g = normal(0, 48, 32), normal(1, 32, 64), normal(2, 48, 64)
+
+    def rounded(a, dtype):
+        scale = np.float32(ml_dtypes.finfo(dtype).max) / np.float32(np.abs(a).max())
+        return (np.asarray(a) * scale).astype(dtype).astype(np.float64) / np.float64(scale)
+
+    x8, w8 = (rounded(a, ml_dtypes.float8_e4m3fn) for a in (x, w))
+    g8 = rounded(g, ml_dtypes.float8_e5m2)
+    y, dx, dw = outputs(recipe, x, w, g)
+    for want, got in [(x8 @ w8, y), (g8 @ w8.T, dx), (x8.T @ g8, dw)]:
+        # Sums of at most 64 products in FP32: 64 units of 2**-24, of the largest sum.
+        np.testing.assert_allclose(got, want, rtol=0, atol=64 * 2.0**-24 * np.abs(want).max())
+
+
+def test_a_high_precision_wgrad_is_exact():
+    recipe = fp8.CurrentScaling(wgrad="high")
+    x, w, g = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)
+    _, dx, dw = outputs(recipe, x, w, g)
+    np.testing.assert_allclose(dw, x.T @ g, rtol=1e-5, atol=1e-4)
+    assert signal_to_noise(np.asarray(g) @ np.asarray(w).T, dx) < 30
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_each_product_has_its_own_formats(gemm):
+    recipe = fp8.CurrentScaling(
+        **{**dict.fromkeys(["fprop", "dgrad", "wgrad"], "high"), gemm: ("e4m3fn", "e5m2")}
+    )
+    found = products(lambda *args: outputs(recipe, *args), *[normal(0, 32, 32)] * 3)
+    high = ("float32", "float32")
+    # The result's gradient is the left operand of either product backwards.
+    fp8_one = ("float8_e4m3fn", "float8_e5m2")
+    assert sorted(found) == [high, high, fp8_one[::-1] if gemm == "wgrad" else fp8_one]
+
+
+def test_bias_gradients_are_sums_of_what_was_not_quantised():
+    x, w, b, g = normal(0, 64, 32), normal(1, 32, 16), normal(2, 16), normal(3, 64, 16)
+
+    @jax.jit
+    def run(b):
+        loss = lambda b: jnp.sum((linear(RECIPES["current"], x, w) + b[None]) * g)
+        return jax.grad(loss)(b), jnp.sum(g, 0)
+
+    np.testing.assert_array_equal(*run(b))
+
+
+# ---------------------------------------------------------------------------
+# Any dimension numbers
+# ---------------------------------------------------------------------------
+
+SHAPES = {
+    "linear": ((6, 8), (8, 4), LINEAR),
+    "tokens": ((2, 3, 8), (8, 4), (((2,), (0,)), ((), ()))),
+    "heads": ((2, 3, 8), (8, 2, 4), (((2,), (0,)), ((), ()))),
+    "from heads": ((2, 3, 2, 4), (2, 4, 5), (((2, 3), (0, 1)), ((), ()))),
+    "crossed": ((2, 4, 3, 2), (2, 4, 5), (((1, 3), (1, 0)), ((), ()))),
+    "contracted last": ((6, 8), (4, 8), (((1,), (1,)), ((), ()))),
+    "contracted first": ((8, 6), (8, 4), (((0,), (0,)), ((), ()))),
+    "vector": ((8,), (8, 4), (((0,), (0,)), ((), ()))),
+    "experts": ((3, 6, 8), (3, 8, 4), (((2,), (1,)), ((0,), (0,)))),
+    "batch inside": ((6, 3, 8), (8, 4, 3), (((2,), (0,)), ((1,), (2,)))),
+    "negative": ((6, 8), (8, 4), (((-1,), (0,)), ((), ()))),
+    "two batches": ((2, 3, 6, 8), (3, 2, 8, 4), (((3,), (2,)), ((0, 1), (1, 0)))),
+    "outer": ((6,), (4,), (((), ()), ((), ()))),
+}
+EXACT = {
+    "current": fp8.CurrentScaling(power_of_two=True),
+    "delayed": fp8.DelayedScaling(power_of_two=True, amax_history_len=2),
+    "rowwise": fp8.RowwiseScaling(dgrad=("e5m2", "e4m3fn")),
+    "block": fp8.BlockScaling(power_of_two=True, block=4),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_multiplied_exactly(shape):
+    """Integers up to 7 fit both formats and powers of two are exact: what is left is the layout."""
+    lhs_shape, rhs_shape, dims = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    integers = lambda shape: jnp.asarray(rng.integers(-7, 8, size=shape), jnp.float32)
+    x, w = integers(lhs_shape), integers(rhs_shape)
+    positive = tuple(
+        tuple(tuple(a % n for a in axes) for axes, n in zip(pair, (x.ndim, w.ndim), strict=True))
+        for pair in dims
+    )
+    exact = lambda x, w: lax.dot_general(x, w, positive)
+    g = integers(jax.eval_shape(exact, x, w).shape)
+    # Delayed scaling shares its layouts with current scaling, block scaling is but slow to compile.
+    names = EXACT if shape in ("linear", "crossed", "batch inside") else ("current", "rowwise")
+
+    @jax.jit
+    def run(x, w, g):
+        fns = [exact, *(functools.partial(linear, EXACT[name], dims=dims) for name in names)]
+        results = [jax.vjp(fn, x, w) for fn in fns]
+        return [(y, *backward(g)) for y, backward in results]
+
+    want, *found = run(x, w, g)
+    for got in found:
+        for array, right in zip(got, want, strict=True):
+            np.testing.assert_array_equal(array, right)
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_the_kernel_may_stand_on_the_left(name):
+    recipe = EXACT[name]
+    x, w = normal(0, 32, 16), normal(1, 16, 48)
+    left = fp8.dot_general(recipe, kernel="lhs")(
+        w, x, (((0,), (1,)), ((), ())), state=state_of(recipe)
+    )
+    np.testing.assert_array_equal(left.T, linear(recipe, x, w))
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        LINEAR[0],
+        (((1,), (2,)), ((), ())),
+        (((0,), (0,)), ((), ())),
+        None,
+        (((1, 1), (0, 0)), ((), ())),
+    ],
+)
+def test_dimension_numbers_that_do_not_fit(dims):
+    with pytest.raises(JaxmpError, match=r"do not fit operands of shapes \(4, 8\) and \(8, 2\)"):
+        linear(RECIPES["current"], jnp.ones((4, 8)), jnp.ones((8, 2)), dims)
+
+
+def test_wide_results():
+    """16-bit operands, FP32 result: its gradient is quantised without being rounded first."""
+    x, w = normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 48, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def run(x, w):
+        wide = functools.partial(linear, RECIPES["current"], preferred_element_type=jnp.float32)
+        y, backward = jax.vjp(wide, x, w)
+        return y, *backward(y)
+
+    y, dx, dw = run(x, w)
+    assert y.dtype == jnp.float32
+    assert dx.dtype == dw.dtype == jnp.bfloat16
+    assert jnp.unique(y).size > 2 * jnp.unique(y.astype(jnp.bfloat16)).size
+
+
+def test_float16_does_not_overflow_on_the_way():
+    """448 * 448 is beyond float16; what comes out is not."""
+    x, w = jnp.full((16, 64), 100.0, jnp.float16), jnp.full((64, 16), 0.5, jnp.float16)
+    assert float(linear(RECIPES["current"], x, w)[0, 0]) == 3200.0
+
+
+# ---------------------------------------------------------------------------
+# Nothing is hidden
+# ---------------------------------------------------------------------------
+
+
+@each_recipe
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_reaches_the_gradients(recipe, bad, where):
+    arrays = [normal(0, 32, 16), normal(1, 16, 32), normal(2, 32, 32)]
+    arrays[where] = arrays[where].at[3, 5].set(bad)
+    y, dx, dw = (bool(jnp.isfinite(a).all()) for a in outputs(recipe, *arrays))
+    assert (y, dx, dw) == {
+        0: (False, True, False),
+        1: (False, False, True),
+        2: (True, False, False),
+    }[where]
+
+
+@each_recipe
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-37, 1e-30, 1e30])
+def test_tiny_and_huge_tensors(recipe, size):
+    """Scales stay finite: results are right where FP32 can hold them, else zero."""
+    x, w = normal(0, 32, 16) * np.float32(size), normal(1, 16, 32)
+    g = normal(2, 32, 32)
+    y, dx, dw = outputs(recipe, x, w, g)
+    assert all(bool(jnp.isfinite(a).all()) for a in (y, dx, dw))
+    if size >= 1e-30:
+        exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+        assert signal_to_noise(exact / size, np.asarray(y, np.float64) / size) > 26
+
+
+# ---------------------------------------------------------------------------
+# Transformations
+# ---------------------------------------------------------------------------
+
+
+def jaxpr_of(fn, *args):
+    return jax.make_jaxpr(fn)(*args).jaxpr
+
+
+def products(fn, *args):
+    """Operand dtypes of every product."""
+    return [
+        tuple(str(v.aval.dtype) for v in eqn.invars)
+        for eqn in equations(jaxpr_of(fn, *args))
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+def casts(fn, *args):
+    """How many casts to FP8 a program has."""
+    return sum(
+        eqn.primitive.name == "convert_element_type"
+        and str(eqn.params["new_dtype"]).startswith("float8")
+        for eqn in equations(jaxpr_of(fn, *args))
+    )
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
+def test_three_products_all_in_fp8(name):
+    recipe = RECIPES[name]
+    found = products(
+        lambda *args: outputs(recipe, *args), *[normal(0, 32, 32, dtype="bfloat16")] * 3
+    )
+    gradient = recipe.dgrad[0]
+    assert found == [
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        (f"float8_{gradient}", "float8_e4m3fn"),
+        (f"float8_{gradient}", "float8_e4m3fn"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["current", "current-e4m3", "delayed", "rowwise"])
+def test_what_is_kept_for_the_backward_pass_is_fp8(name):
+    x, w = normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 48, dtype=jnp.bfloat16)
+    _, backward = jax.vjp(functools.partial(linear, RECIPES[name]), x, w)
+    kept = {}
+    for leaf in jax.tree.leaves(backward):
+        kept[str(leaf.dtype)] = kept.get(str(leaf.dtype), 0) + leaf.size
+    assert kept["float8_e4m3fn"] == x.size + w.size
+    # Factors (of rowwise scaling one for each of 32 + 32) and the state of delayed scaling.
+    assert set(kept) == {"float8_e4m3fn", "float32"} and kept["float32"] < 100
+
+
+POLICIES = {
+    "all again": None,
+    "quantised operands": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME),
+    "products": jax.checkpoint_policies.dots_saveable,
+    "all": jax.checkpoint_policies.everything_saveable,
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[n] for n in ("current", "delayed")], ids=lambda r: r.kind
+)
+def test_scan_and_remat_change_nothing(recipe):
+    """Layers one after the other, as a scan, and recomputed with every policy."""
+    x, w = normal(0, 32, 16), normal(1, 3, 16, 16)
+    layer = lambda x, w: jnp.maximum(linear(recipe, x, w), 0)
+
+    def unrolled(x, w):
+        for index in range(3):
+            x = layer(x, w[index])
+        return x
+
+    def scanned(policy, x, w):
+        step = jax.checkpoint(layer, policy=policy)
+        return lax.scan(lambda x, w: (step(x, w), None), x, w)[0]
+
+    fns = [unrolled, *(functools.partial(scanned, policy) for policy in POLICIES.values())]
+    want, *rest = jax.jit(
+        lambda: [jax.value_and_grad(lambda *a, fn=fn: fn(*a).sum(), (0, 1))(x, w) for fn in fns]
+    )()
+    for got in rest:
+        for leaf, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            # Sums of 16 terms in another order; one FP8 number off would be 1e-3 of the largest.
+            np.testing.assert_allclose(leaf, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [
+        # Input, kernel and gradient, and the first two again where they are recomputed.
+        ("all again", 5),
+        ("quantised operands", 3),
+    ],
+)
+def test_no_quantisation_twice_under_remat(policy, count):
+    layer = jax.checkpoint(functools.partial(linear, RECIPES["current"]), policy=POLICIES[policy])
+    gradient = jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), argnums=(0, 1))
+    assert casts(gradient, normal(0, 32, 16), normal(1, 16, 48)) == count
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+def test_vmap_is_a_loop_over_examples(name):
+    recipe = RECIPES[name]
+    x, w, g = normal(0, 3, 32, 16), normal(1, 16, 48), normal(2, 3, 32, 48)
+    mapped = jax.jit(jax.vmap(functools.partial(outputs, recipe), in_axes=(0, None, 0)))(x, w, g)
+    for index in range(3):
+        for got, want in zip(mapped, outputs(recipe, x[index], w, g[index]), strict=True):
+            np.testing.assert_allclose(got[index], want, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_recipes_share_a_trace():
+    assert fp8.dot_general(fp8.CurrentScaling()) is fp8.dot_general("current")
+    assert fp8.dot_general() is fp8.dot_general("current")
+    assert fp8.dot_general(RECIPES["current-power"]) is not fp8.dot_general()
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(recipe, x):
+        traces.append(recipe)
+        return linear(recipe, x, x)
+
+    for recipe in (fp8.CurrentScaling(), fp8.CurrentScaling(fprop="e4m3fn")):
+        run(recipe, jnp.ones((16, 16)))
+    assert len(traces) == 1
+
+
+def test_under_shard_map():
+    """Each device scales its own rows; the kernel's gradient is summed over devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+    x, w = normal(0, 64, 16), normal(1, 16, 32)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)
+    def run(x, w):
+        return linear(RECIPES["current"], x, w)
+
+    grads = jax.jit(jax.grad(lambda x, w: jnp.sum(run(x, w) ** 2), argnums=(0, 1)))(x, w)
+    exact = jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), argnums=(0, 1))(x, w)
+    for got, want in zip(grads, exact, strict=True):
+        assert 22 < signal_to_noise(want, got) < 30
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: fp8.CurrentScaling(fprop="e5m2"), r"fprop='e5m2'.*not both 'e5m2'"),
+        (lambda: fp8.CurrentScaling(wgrad=("e5m2", "e5m2")), "not both 'e5m2'"),
+        (
+            lambda: fp8.CurrentScaling(dgrad="bf16"),
+            "dgrad must be the formats of output_grad and kernel",
+        ),
+        (lambda: fp8.CurrentScaling(dgrad=("e4m3fn",) * 3), "dgrad must be"),
+        (lambda: fp8.CurrentScaling(dgrad=None), "dgrad must be"),
+        (lambda: fp8.CurrentScaling(margin=-1), "margin must be an integer from 0 to 64"),
+        (lambda: fp8.CurrentScaling(power_of_two="yes"), "power_of_two must be True or False"),
+        (lambda: fp8.CurrentScaling(fast_accumulation="all"), "among fprop, dgrad, wgrad"),
+        (lambda: fp8.DelayedScaling(amax_history_len=0), "amax_history_len must be"),
+        (lambda: fp8.DelayedScaling(interval=0), "interval must be"),
+        (lambda: fp8.DelayedScaling(amax_compute="mean"), "'max' or 'most_recent'"),
+        (lambda: fp8.DelayedScaling(calibrate=1), "calibrate must be"),
+        (lambda: fp8.BlockScaling(block=0), "block must be"),
+        (lambda: fp8.dot_general("curent"), "Did you mean 'current'?"),
+        (lambda: fp8.dot_general(fp8.CurrentScaling), r"Make an instance: fp8.CurrentScaling\(\)"),
+        (lambda: fp8.dot_general(3), "3 is no FP8 recipe"),
+    ],
+)
+def test_bad_settings(build, message):
+    with pytest.raises(RecipeError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, x: f(x.astype(jnp.int32), x, LINEAR), "lhs is int32"),
+        (
+            lambda f, x: f(x, x.astype(jnp.float8_e5m2), LINEAR),
+            "rhs is float8_e5m2.*quantises by itself",
+        ),
+        (lambda f, x: f(x, x, LINEAR, out_sharding="data"), "out_sharding='data' is not supported"),
+        (lambda f, x: f(x, x, LINEAR, state={}), "CurrentScaling has no state"),
+        (lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR), "DelayedScaling needs its state"),
+        (lambda f, x: fp8.dot_general(kernel="left"), "kernel='left' must be 'rhs' or 'lhs'"),
+        (lambda f, x: fp8.init_state("current"), "CurrentScaling has no state"),
+        (
+            lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={}),
+            "The state of DelayedScaling has the keys",
+        ),
+        (
+            lambda f, x: fp8.dot_general("delayed")(
+                x, x, LINEAR, state=fp8.init_state(fp8.DelayedScaling(amax_history_len=3))
+            ),
+            r"has shape \(3,\) and dtype float32; with amax_history_len=1024",
+        ),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(JaxmpError, match=message):
+        call(fp8.dot_general(), jnp.ones((16, 16)))
+
+
+def test_block_scaling_is_refused_where_nothing_multiplies_so():
+    x = jnp.ones((16, 16))
+    with _compat.context(target="gpu"):
+        with pytest.raises(CompositionError, match=r"fp8.BlockScaling\(emulate=True\)"):
+            linear(fp8.BlockScaling(), x, x)
+        assert linear(fp8.BlockScaling(emulate=True), x, x)[0, 0] == 16
+
+
+# ---------------------------------------------------------------------------
+# Compiled for a GPU
+# ---------------------------------------------------------------------------
+
+
+def shape(*sizes, dtype=jnp.bfloat16, **options):
+    return jax.ShapeDtypeStruct(sizes, dtype, **options)
+
+
+def training_step(recipe, dims):
+    def loss(x, w, state):
+        with jax.named_scope("layer"):
+            y = fp8.dot_general(recipe)(x, w.astype(x.dtype), dims, state=state)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2) if recipe.is_stateful else (0, 1))
+
+
+def compiled(recipe, x, w, dims, target="h200"):
+    state = jax.eval_shape(lambda: state_of(recipe))
+    with jax.numpy_dtype_promotion("standard"):
+        return audit(training_step(recipe, dims), x, w, state, target=target)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "x", "w", "dims"),
+    [
+        ("current", (4, 128, 256), (256, 384), (((2,), (0,)), ((), ()))),
+        ("delayed", (4, 128, 256), (256, 384), (((2,), (0,)), ((), ()))),
+        ("rowwise", (4, 128, 256), (256, 384), (((2,), (0,)), ((), ()))),
+        ("current", (4, 128, 256), (256, 4, 64), (((2,), (0,)), ((), ()))),
+        ("rowwise", (4, 128, 4, 64), (4, 64, 256), (((2, 3), (0, 1)), ((), ()))),
+        # A batch dimension, as of experts, is cuBLAS's own.
+        ("current-power", (4, 128, 256), (4, 256, 384), (((2,), (1,)), ((0,), (0,)))),
+    ],
+)
+def test_three_real_fp8_products(name, x, w, dims):
+    recipe = RECIPES[name]
+    report = compiled(recipe, shape(*x), shape(*w), dims)
+    gradient = f"float8_{recipe.dgrad[0]}"
+    found = [
+        (row.phase, row.lhs, row.rhs, row.kernel, row.module)
+        for row in report.gemms
+        for _ in range(row.count)
+    ]
+    rest = "float8_e4m3fn", "cublas fp8", "layer"
+    assert sorted(found) == [
+        ("backward", gradient, *rest),
+        ("backward", gradient, *rest),
+        ("forward", "float8_e4m3fn", *rest),
+    ]
+    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+
+
+@needs_compiler
+def test_an_a100_falls_back_and_the_audit_says_so():
+    report = compiled(RECIPES["current"], shape(512, 256), shape(256, 384), LINEAR, "a100")
+    assert {row.lhs for row in report.gemms} == {"bfloat16"}
+    assert sum(finding.kind == "fp8_fallback" for finding in report.faults) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "spec"), [("current", ("data", None)), ("delayed", (None, "data"))]
+)
+def test_sharded_kernels_are_gathered_in_fp8(name, spec):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    x = shape(16, 128, 256, sharding=sharding("data"))
+    w = shape(256, 1024, dtype=jnp.float32, sharding=sharding(*spec))
+    dims = (((2,), (0,)), ((), ()))
+    state = jax.eval_shape(lambda: state_of(RECIPES[name]))
+
+    def step(x, w, state):
+        loss, (dx, dw, *rest) = training_step(RECIPES[name], dims)(x, w, state)
+        return loss, dx, lax.with_sharding_constraint(dw, sharding(*spec)), rest
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = audit(step, x, w, state, target="h200")
+    gathered = [
+        (row.dtype, row.bytes) for row in report.collectives if row.operation == "all-gather"
+    ]
+    # Once, for both passes, one byte a number.
+    assert gathered == [("float8_e4m3fn", 256 * 1024)]
+    maxima = [row.bytes for row in report.collectives if row.operation == "all-reduce"]
+    assert sum(maxima) < 100
+    assert {row.kernel for row in report.gemms} == {"cublas fp8"}

@@ -1,0 +1,209 @@
+"""Scales and casts to FP8 against `ml_dtypes`, over every code."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmp import fp8
+from jaxmp.errors import PolicyError, RecipeError
+
+FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+SOURCES = ["float32", "bfloat16", "float16"]
+
+
+def codes(dtype):
+    """The 256 numbers of a format, in float32."""
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def quantize(x, scale, dtype):
+    return jax.jit(lambda x: fp8.quantize(x, scale, dtype))(x)
+
+
+def limit(dtype):
+    return float(ml_dtypes.finfo(dtype).max)
+
+
+# ---------------------------------------------------------------------------
+# Casts
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("exponent", [-20, 0, 13])
+def test_every_code_comes_back(dtype, exponent):
+    """Powers of two are exact, so each of the numbers is hit exactly."""
+    numbers = codes(dtype)
+    finite = np.isfinite(numbers)
+    q = quantize(numbers * np.float32(2.0**-exponent), 2.0**exponent, dtype)
+    np.testing.assert_array_equal(bits(q)[finite], np.arange(256, dtype=np.uint8)[finite])
+    # Also the infinities of E5M2.
+    assert np.isnan(np.asarray(q).astype(np.float32)[~finite]).all() and (~finite).any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_ties_go_to_even_and_their_neighbours_do_not(dtype, source):
+    numbers = np.unique(codes(dtype)[np.isfinite(codes(dtype))])
+    middle = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
+    x = np.concatenate(
+        [
+            middle,
+            np.nextafter(middle, np.float32(np.inf)),
+            np.nextafter(middle, np.float32(-np.inf)),
+        ]
+    )
+    x = np.asarray(jnp.asarray(x).astype(source).astype(jnp.float32))
+    np.testing.assert_array_equal(
+        bits(quantize(jnp.asarray(x, source), 1.0, dtype)), bits(x.astype(dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_casts_agree_with_ml_dtypes(dtype):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=20_000) * 2.0 ** rng.integers(-20, 20, size=20_000)
+    x = x.astype(np.float32)
+    want = np.clip(x, -limit(dtype), limit(dtype)).astype(dtype)
+    np.testing.assert_array_equal(bits(quantize(x, 1.0, dtype)), bits(want))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x", "want"),
+    [
+        # A bare cast of 464 rounds to 448 (a tie) and of anything above is NaN; of 61440 is
+        # infinity (a tie).
+        ("e4m3fn", [448.0, 464.0, 464.01, 1e30, -480.0], [448.0, 448.0, 448.0, 448.0, -448.0]),
+        ("e5m2", [57344.0, 61439.0, 61440.0, 1e30, -1e9], [57344.0] * 4 + [-57344.0]),
+    ],
+)
+def test_what_is_too_large_saturates(dtype, x, want):
+    assert quantize(jnp.array(x, jnp.float32), 1.0, dtype).tolist() == want
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("source", [*SOURCES, "float64"])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_what_is_not_finite_stays_so(dtype, source, scale):
+    with jax.enable_x64(source == "float64"):
+        q = quantize(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.0, 1.0], source), scale, dtype)
+        assert np.isfinite(np.asarray(q).astype(np.float32)).tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_stale_scale_saturates_what_is_finite():
+    """x * scale is infinite in FP32, and x is not."""
+    assert quantize(jnp.array([3e38, -3e38], jnp.float32), 1e10, "e4m3fn").tolist() == [
+        448.0,
+        -448.0,
+    ]
+
+
+def test_scales_broadcast():
+    x = jnp.ones((2, 3), jnp.float32)
+    q = fp8.quantize(x, jnp.array([[2.0], [4.0]], jnp.float32), "e4m3fn")
+    assert q.tolist() == [[2.0] * 3, [4.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_dequantize_undoes_no_rounding(dtype, jitted):
+    """XLA may drop a cast to a narrow format and back; here it must not."""
+
+    def there_and_back(x):
+        return fp8.dequantize(fp8.quantize(x, 4.0, dtype), 4.0)
+
+    fn = jax.jit(there_and_back) if jitted else there_and_back
+    x = np.linspace(0.1, 1.0, 64, dtype=np.float32)
+    want = (x * 4).astype(dtype).astype(np.float32) / 4
+    np.testing.assert_array_equal(fn(x), want)
+    assert (want != x).mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float8_e8m0fnu", "e9m9", "int8", None])
+def test_other_formats_are_refused(dtype):
+    with pytest.raises(PolicyError, match="e4m3fn"):
+        fp8.quantize(jnp.ones(2), 1.0, dtype)
+    with pytest.raises(PolicyError, match="e4m3fn"):
+        fp8.compute_scale(1.0, dtype)
+
+
+# ---------------------------------------------------------------------------
+# Scales
+# ---------------------------------------------------------------------------
+
+LARGEST = np.finfo(np.float32).max
+SUBNORMAL = np.float32(1e-40)
+
+
+def reference_scale(amax, dtype, margin=0, power_of_two=False):
+    """The rule in plain Python."""
+    if amax == 0 or not np.isfinite(amax):
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.float32(limit(dtype) * 2.0**-margin) / np.float32(amax)
+    scale = np.clip(scale, np.finfo(np.float32).tiny, LARGEST)
+    return np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if power_of_two else scale
+
+
+AMAXES = [0.0, -0.0, np.inf, np.nan, SUBNORMAL, 1e-45, 1.2e-38, 1e-20, 0.3, 1.0, 448.0, 1e5, 3e38]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_scales_follow_the_rule(dtype, margin, power_of_two, jitted):
+    amax = np.array(AMAXES, np.float32)
+    fn = lambda x: fp8.compute_scale(x, dtype, margin, power_of_two)
+    scale = np.asarray((jax.jit(fn) if jitted else fn)(amax))
+    want = [reference_scale(x, dtype, margin, power_of_two) for x in amax]
+    np.testing.assert_array_equal(scale, np.array(want, np.float32))
+    assert np.isfinite(scale).all() and (scale > 0).all() and scale.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_powers_of_two_round_down(dtype):
+    amax = np.random.default_rng(0).lognormal(sigma=20, size=1000).astype(np.float32)
+    scale = np.asarray(fp8.compute_scale(amax, dtype))
+    power = np.asarray(fp8.compute_scale(amax, dtype, power_of_two=True))
+    assert (np.frexp(power)[0] == 0.5).all()
+    assert ((power <= scale) & (scale / 2 < power)).all()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_scale_fills_the_format_and_no_more(source):
+    x = jax.random.normal(jax.random.key(0), (1000,)).astype(source)
+    scale = fp8.compute_scale(jnp.max(jnp.abs(x)), "e4m3fn")
+    q = fp8.quantize(x, scale, "e4m3fn").astype(jnp.float32)
+    assert float(jnp.max(jnp.abs(q))) == 448.0 and scale.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("margin", [-1, 65, 1.0, True, "1"])
+def test_margins_that_are_none(margin):
+    with pytest.raises(RecipeError, match="margin="):
+        fp8.compute_scale(1.0, "e4m3fn", margin)
+
+
+# ---------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------
+
+
+def test_statistics_count_what_is_lost():
+    x = jnp.array([1.0, 449.0, -1e5, 2.0**-11, 1e-30, 0.0, jnp.inf, jnp.nan], jnp.float32)
+    stats = jax.jit(lambda x: fp8.quantization_stats(x, 1.0, "e4m3fn"))(x)
+    # Of the six finite numbers two are beyond 448, and two of them, the smallest number of the
+    # format being 2**-9, round to zero.
+    assert float(stats.saturated) == np.float32(2 / 6)
+    assert float(stats.underflowed) == np.float32(2 / 6)
+
+
+def test_statistics_of_nothing():
+    stats = fp8.quantization_stats(jnp.full(3, jnp.nan), 1.0, "e5m2")
+    assert (float(stats.saturated), float(stats.underflowed)) == (0.0, 0.0)
