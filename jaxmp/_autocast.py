@@ -39,7 +39,7 @@ from jaxmp._products import wide_product
 from jaxmp._recipe_data import as_op_table, as_policy_map
 from jaxmp._rules import PolicyMap, check_module_dtypes
 from jaxmp._trees import cast, is_castable
-from jaxmp.errors import RuleError
+from jaxmp.errors import PolicyError, RuleError
 
 _FULL_PRECISION = "jaxmp_full_precision"
 
@@ -82,7 +82,7 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     Raises:
       RuleError: if a required rule names a module type, which a traced function does not know; from
         the returned function, if a required rule matches none of the scopes of `fn`.
-      PolicyError: if a policy names a float8 dtype, or cannot be understood.
+      PolicyError: if `fn` is no function; if a policy names a float8 dtype, or makes no sense.
       OpError: if `ops` names an operation or a category that does not exist.
 
     The idea of one list of operations per dtype is that of torch.autocast and TensorFlow's
@@ -95,6 +95,11 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
       >>> half(jnp.ones((3, 4)), jnp.ones((2, 3))).dtype
       dtype('float32')
     """
+    if not callable(fn):
+        raise PolicyError(
+            f"autocast got {fn!r} where a function is wanted. Give the function first and the "
+            "policies after it: autocast(loss_fn, 'bf16')."
+        )
     table = as_op_table(policies).replace({} if ops is None else ops)
     rules = _Rules(as_policy_map(policies), table)
 
@@ -319,9 +324,12 @@ class _Rules:
             return "widest"  # an outer product: nothing is summed, and positions keep their digits
         if name == "mul" and equation.invars[0] is equation.invars[1]:
             name = "square"
+        if name == "scatter" and equation.params["update_jaxpr"] is not None:
+            return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
         found = self._categories.get(name)
         if found is None:
-            found = "opaque" if sub_jaxprs(equation) else self.ops.category(name)
+            held = name not in _SCATTERS and sub_jaxprs(equation)
+            found = "opaque" if held else self.ops.category(name)
             self._categories[name] = found
         return found
 
@@ -519,8 +527,22 @@ def _wrap(equation: Any, outs: Any, standing: _Standing = _Standing.COMPUTED) ->
     return [_Value(out, standing) for out in outs]
 
 
+# These hold a jaxpr of two scalars, in the recorded dtype: JAX's own function makes it anew.
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+_OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+
+
 def _bind(equation: Any, arrays: list[Any], **changes: Any) -> Any:
     primitive, params = equation.primitive, {**equation.params, **changes}
+    scatter = _SCATTERS.get(primitive.name)
+    if scatter is not None and arrays[0].dtype != equation.invars[0].aval.dtype:
+        return scatter(*arrays, **{name: params[name] for name in _OF_SCATTER})
     if hasattr(primitive, "get_bind_params"):
         params = primitive.get_bind_params(params)
     return primitive.bind(*arrays, **params)

@@ -164,6 +164,7 @@ class Program:
         """
         self.computations: dict[str, Computation] = {}
         self.entry = Computation("", {})
+        self._readers: dict[str, dict[str, list[Instruction]]] = {}
         self._header = text[: text.find("\n%")]
         self._read(text)
 
@@ -216,6 +217,16 @@ class Program:
     def inside(self, instruction: Instruction) -> Computation | None:
         """The computation of a fusion."""
         return self.computations.get(instruction.attribute("calls"))
+
+    def readers(self, computation: Computation, name: str) -> list[Instruction]:
+        """The instructions of a computation that read a value, in order."""
+        found = self._readers.get(computation.name)
+        if found is None:
+            found = self._readers[computation.name] = {}
+            for one in computation.instructions.values():
+                for operand in dict.fromkeys(one.operands):
+                    found.setdefault(operand, []).append(one)
+        return found.get(name, [])
 
     # -- lines ------------------------------------------------------------------------------
 

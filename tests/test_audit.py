@@ -587,7 +587,7 @@ def test_optimizer_state_in_bf16():
     def finding_of(tx):
         def step(params, state, x):
             grads = jax.grad(lambda p: (x @ p["w"]).astype(jnp.float32).sum())(params)
-            updates, state = tx.update(grads, state, params)
+            updates, state = tx.update(grads, state, params)  # half state
             return optax.apply_updates(params, updates), state
 
         with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates
@@ -597,6 +597,8 @@ def test_optimizer_state_in_bf16():
     (finding,) = finding_of(tx)
     assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
     assert "recipe.optimizer(tx)" in finding.fix
+    assert (finding.file, finding.line) == (str(HERE), line_of("half state"))
+    assert "times" not in str(finding) and "2 arrays" in str(finding)
     assert finding_of(jaxmp.load_recipe("bf16_params").optimizer(tx)) == []
 
 
@@ -612,6 +614,7 @@ def test_optimizer_state_in_train_states(framework):
     finding = the_only(audit(step, *args, TOKENS, policies="bf16"), "half_optimizer_state")
     assert "mu" in finding.message
     assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
+    assert Path(finding.file).name == "train_lm.py" and finding.line
 
 
 def scaled_step(state, x, *, used):
@@ -866,6 +869,27 @@ def test_the_page_needs_nothing_else(faulty):
     assert not re.search(r"<script|src=|href=|@import|url\(", page)
 
 
+def test_a_notebook_gets_a_fragment_that_brings_its_style(faulty):
+    for report in (faulty, faulty.diff(jaxmp.AuditReport())):
+        shown = report._repr_html_()
+        assert shown.startswith("<style>") and '<div class="jaxmp">' in shown
+        assert "<body" not in shown and "<html" not in shown
+
+
+def test_numbers_line_up_and_paths_may_break(faulty):
+    report = jaxmp.AuditReport(
+        findings=(jaxmp._audit.Finding(kind="half_exp", module="encoder/block_0/mlp"),),
+        matmuls=faulty.matmuls,
+    )
+    page = report.to_html()
+    assert "encoder/<wbr>block_0/<wbr>mlp" in page
+    assert re.search(
+        r'<td class="number">[\d.]+ [kMG]FLOP</td><td class="number">[\d.]+%</td>', page
+    )
+    assert '<td class="number">encoder' not in page
+    assert re.search(r"\| --- (\| ---: )+\|\n\| bfloat16 x bfloat16 \|", report.to_markdown())
+
+
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
     finding = jaxmp._audit.Finding(kind="half_exp", module=name, message=name, fix=name)
@@ -925,6 +949,9 @@ def test_diff(faulty):
     assert {f.kind for f in change.removed if f.level == "fault"} == {"fp32_matmul"}
     assert change.matmul_flops["float32", "float32"] < 0
     assert "misaligned" in str(change) and "fp32" in change.to_markdown().replace("\\", "")
+    assert faulty.diff(later.to_json()) == change
+    with pytest.raises(jaxmp.AuditError, match="cannot be read"):
+        faulty.diff(None)
     same = faulty.diff(faulty)
     assert same.matmul_flops == {} and same.added == () and "nothing" in str(same)
 

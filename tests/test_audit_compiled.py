@@ -3,12 +3,14 @@
 import functools
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -18,6 +20,7 @@ import jaxmp
 from byte_gpt import GPT
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
+from jaxmp._audit._arguments import trace
 from relaxed import relaxed
 from train_lm import make_step, prepare_nnx
 
@@ -256,6 +259,30 @@ def test_an_fp32_all_gather(mesh):
 
 
 @needs_compiler
+def test_collectives_that_xla_combines_are_told_apart(mesh):
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def step(weights, x):
+        weights = lax.optimization_barrier(lax.with_sharding_constraint(weights, whole))
+        for name, w in weights.items():
+            with jax.named_scope("Net"), jax.named_scope(name):
+                x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+        return x
+
+    weights = {"first": sharded(mesh, 512, 512), "second": sharded(mesh, 512, 256)}
+    args = weights, sharded(mesh, 64, 512, dtype=jnp.bfloat16)
+    text = _compile.compile_for("h200", trace(step, args, {})).text
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
+    report = audit(step, *args, policies=BF16, target="h200")
+    assert {(row.module, row.dtype, row.bytes, row.count) for row in report.collectives} == {
+        ("first", "float32", 512 * 512 * 4, 1),
+        ("second", "float32", 512 * 256 * 4, 1),
+    }
+    found = [finding for finding in report.findings if finding.kind == "fp32_all_gather"]
+    assert {finding.module for finding in found} == {"first", "second"}
+
+
+@needs_compiler
 def test_sums_over_devices_in_16_bits_are_notes(mesh):
     args = sharded(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(
@@ -287,6 +314,60 @@ def test_two_meshes_are_refused(mesh):
     args = sharded(mesh, 8, 8), sharded(other, 8, 8, over="model")
     with pytest.raises(jaxmp.AuditError, match=r"2 meshes.*device_put"):
         audit(lambda x, y: x @ y, *args, target="h200")
+
+
+SPREAD = PartitionSpec("data")
+
+
+def by_shard_map(mesh):
+    inside = lambda x: lax.psum((x @ x.T).sum(), "data")
+    return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=SPREAD, out_specs=PartitionSpec()))
+
+
+def by_constraint(mesh):
+    spread = NamedSharding(mesh, SPREAD)
+    return lambda x: (lax.with_sharding_constraint(x, spread) @ x.T).sum()
+
+
+def by_jit(mesh):
+    return jax.jit(lambda x: (x @ x.T).sum(), in_shardings=NamedSharding(mesh, SPREAD))
+
+
+@needs_compiler
+@pytest.mark.parametrize("make", [by_shard_map, by_constraint, by_jit])
+def test_a_mesh_that_the_program_alone_names(mesh, make):
+    report = audit(make(mesh), shape(256, 64, dtype=jnp.float32), target="h200")
+    assert report.gpu.startswith("4 x NVIDIA H200")
+    assert "all-reduce" in {row.operation for row in report.collectives}
+    # What jit is told to spread is spread; where nothing is said, each card has all of it.
+    whole = 256 * 64 * 4
+    assert report.memory.arguments == (whole // 4 if make is by_jit else whole)
+
+
+@needs_compiler
+def test_a_mesh_without_devices():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    report = audit(lambda x: (x @ x.T).sum(), sharded(mesh, 256, 64), target="h200")
+    assert report.gpu.startswith("4 x NVIDIA H200")
+    assert report.memory.arguments == 256 * 64
+
+
+@needs_compiler
+def test_meshes_of_different_devices_are_refused(mesh):
+    pair = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    with pytest.raises(jaxmp.AuditError, match="two meshes of different devices"):
+        audit(by_constraint(mesh), sharded(pair, 256, 64), target="h200")
+
+
+@needs_compiler
+def test_host_callbacks_are_refused_with_their_line():
+    def f(x):
+        jax.debug.print("{}", x[0, 0])  # print
+        return x @ x
+
+    place = rf"test_audit_compiled\.py:{line_of('print')}\), which cannot be compiled for h200"
+    with pytest.raises(jaxmp.AuditError, match=place):
+        audit(f, shape(8, 8), target="h200")
 
 
 # ---------------------------------------------------------------------------
@@ -374,6 +455,85 @@ def test_the_command_compiles(capsys):
 def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
     with pytest.raises(jaxmp.AuditError, match=message):
         audit(lambda x: pytest.fail("traced"), jnp.ones(2), target=target)
+
+
+# ---------------------------------------------------------------------------
+# Where the card is there
+# ---------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """What JAX tells of a GPU."""
+
+    def __init__(self, kind, number=0):
+        self.device_kind, self.id = kind, number
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Makes GPUs of some kinds the devices of this process; returns them."""
+
+    def put(*kinds):
+        devices = [FakeDevice(kind, number) for number, kind in enumerate(kinds)]
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: devices)
+        # Those of other processes, for which nothing can be compiled alone.
+        monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(kinds[0], 99)])
+        return devices
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "is_it"),
+    [
+        # As CUDA names them (`cudaDeviceProp.name`, `nvidia-smi -L`).
+        ("a100", "NVIDIA A100-SXM4-80GB", True),
+        ("a100", "NVIDIA A100-PCIE-40GB", True),
+        ("a100", "NVIDIA A100 80GB PCIe", True),
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("h100", "NVIDIA H100 PCIe", True),
+        ("h200", "NVIDIA H200", True),
+        ("h200", "NVIDIA H200 NVL", True),
+        ("b200", "NVIDIA B200", True),
+        ("h100", "NVIDIA H200", False),
+        ("a100", "NVIDIA A10", False),
+        ("h200", "NVIDIA GH200 480GB", False),
+        ("b200", "NVIDIA GB200", False),
+        ("a100", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", False),
+        ("h100", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", False),
+        ("h100", "AMD Instinct MI300X", False),
+    ],
+)
+def test_which_card_a_device_is(here, target, kind, is_it):
+    devices = here(kind)
+    assert _compile._real_gpus(target, None, 1) == (devices if is_it else [])
+
+
+def test_cards_of_this_process_are_taken_if_they_are_enough(here):
+    first, _, third = here("NVIDIA H200", "NVIDIA RTX A2000", "NVIDIA H200")
+    assert _compile._real_gpus("h200", None, 1) == [first]
+    assert _compile._real_gpus("h200", None, 2) == [first, third]
+    assert _compile._real_gpus("h200", None, 3) == []
+
+
+def test_a_mesh_of_the_cards_keeps_its_order(here):
+    first, second = here("NVIDIA H200", "NVIDIA H200")
+
+    def mesh_of(*devices):
+        return jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
+
+    assert _compile._real_gpus("h200", mesh_of(second, first), 2) == [second, first]
+    # A mesh of other devices says how many are meant.
+    others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
+    assert _compile._real_gpus("h200", mesh_of(*others), 2) == [first, second]
+    assert _compile._real_gpus("b200", mesh_of(second, first), 2) == []
+
+
+def test_a_card_that_jax_is_told_not_to_use_is_not_there(here, monkeypatch):
+    here("NVIDIA H200")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert _compile._real_gpus("h200", None, 1) == []
 
 
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):

@@ -51,8 +51,9 @@ def audit(
         they ask for is allowed everywhere.
       target: "a100", "h100", "h200" or "b200": the program is also compiled for that card, which
         need not be there (`pip install "jaxmp[aot]"`), and the report says what XLA made of it:
-        `.gemms`, `.attention`, `.collectives`, `.memory`. Arguments that are sharded over a mesh,
-        of devices of any kind, are compiled for as many cards.
+        `.gemms`, `.attention`, `.collectives`, `.memory`. A program whose arguments, or whose own
+        `jit`, `shard_map` or constraints name a mesh, of devices of any kind, is compiled for as
+        many cards.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -90,8 +91,8 @@ def audit(
 def _check_function(fn: Any) -> None:
     if not callable(fn):
         raise AuditError(
-            f"audit({fn!r}) got {type(fn).__name__}, not a function. Give the function and its "
-            "arguments apart: audit(train_step, state, batch)."
+            f"audit got an object of type {type(fn).__name__}, not a function. Give the function "
+            "and its arguments apart: audit(train_step, state, batch)."
         )
     if type(fn).__name__ == "CompiledStep":
         raise AuditError(

@@ -11,9 +11,11 @@ import jax.tree_util as jtu
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._places import Lines
 from jaxmp._audit._report import Finding
 from jaxmp._compat import jaxpr_body
 from jaxmp._dtypes import HALF
+from jaxmp._jaxprs import inners
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._trees import dtype_of
 
@@ -117,26 +119,61 @@ def _is_scale(node: Any) -> bool:
 
 def state_findings(traced: Traced) -> list[Finding]:
     """Optimizer states with 16-bit leaves; one finding for each state and dtype."""
-    found: dict[tuple[Any, str], list[str]] = {}
+    # (path of the state, dtype) -> the paths of its leaves, and their numbers.
+    found: dict[tuple[Any, str], list[tuple[str, int]]] = {}
+    number = 0
     for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=_is_optax_state)[0]:
-        if _is_optax_state(node) or _names_optimizer(path):
-            for below, leaf in jtu.tree_flatten_with_path(node)[0]:
-                dtype = dtype_of(leaf)
-                if dtype is not None and dtype in HALF:
-                    holder = path if _is_optax_state(node) else ()
-                    where = jtu.keystr((*path, *below))
-                    found.setdefault((holder, dtype.name), []).append(where)
+        judged = _is_optax_state(node) or _names_optimizer(path)
+        holder = path if _is_optax_state(node) else ()
+        for below, leaf in jtu.tree_flatten_with_path(node)[0]:
+            dtype = dtype_of(leaf)
+            if judged and dtype is not None and dtype in HALF:
+                where = jtu.keystr((*path, *below)), number
+                found.setdefault((holder, dtype.name), []).append(where)
+            number += 1
     kind = "half_optimizer_state"
-    return [
-        Finding(
-            kind=kind,
-            message=f"{len(places)} arrays are {dtype}, such as {_short(places[0])}: small updates"
-            " are rounded away, second moments underflow.",
-            fix=KINDS[kind].fix,
-            count=len(places),
+    findings = []
+    for (_, dtype), places in found.items():
+        file, line = _first_use(traced, places[0][1])
+        message = (
+            f"{len(places)} arrays are {dtype}, such as {_short(places[0][0])}: small updates are"
+            " rounded away, second moments underflow."
         )
-        for (_, dtype), places in found.items()
-    ]
+        findings.append(
+            Finding(
+                kind=kind,
+                file=file,
+                line=line,
+                message=message,
+                fix=KINDS[kind].fix,
+                count=len(places),
+            )
+        )
+    return findings
+
+
+def _first_use(traced: Traced, number: int) -> tuple[str, int]:
+    """The user's own line that leads to where an argument is first read; ("", 0) if none does.
+
+    Args:
+      traced: the program.
+      number: of the leaf among its arguments.
+    """
+    jaxpr, var = traced.jaxpr, traced.variables.get(number)
+    around: list[Any] = []
+    while var is not None:
+        reader = next((e for e in jaxpr.eqns if any(operand is var for operand in e.invars)), None)
+        if reader is None:
+            break
+        around.insert(0, reader)
+        given = [
+            (inner.jaxpr, inside)
+            for inner in inners(reader)
+            for outside, inside in zip(inner.operands, inner.jaxpr.invars, strict=True)
+            if outside is var
+        ]
+        jaxpr, var = given[0] if given else (jaxpr, None)
+    return Lines().of(around)
 
 
 def held_arrays(traced: Traced) -> list[bool]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmp._audit._arguments import Traced
 from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._places import Lines
 from jaxmp._compat import described_gpus
-from jaxmp._jaxprs import is_literal, with_parameters
+from jaxmp._jaxprs import equations, is_literal, with_parameters
 from jaxmp.errors import AuditError, did_you_mean, missing_dependency
 
+_CALLBACKS = frozenset(
+    ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
+)
 # Autotuning needs the card. Without it XLA would pick a Triton kernel for every matmul and never
 # try cuBLAS, whose FP8 kernels it finds by pattern; operand dtypes are what the card would run.
 _WITHOUT_THE_CARD = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -29,7 +34,7 @@ class Compiled(NamedTuple):
     memory: Any  # CompiledMemoryStats of each device
     gpu: str
     devices: int
-    # Whether the card was there.
+    # Whether the card was there; then `gpu` is its own name for itself.
     is_real: bool
 
 
@@ -58,18 +63,21 @@ def compile_for(target: str, traced: Traced) -> Compiled:
 
     Args:
       target: a name of `GPUS`.
-      traced: its arrays may be sharded over a mesh of any devices; that many cards are meant.
+      traced: its arrays may be sharded over a mesh of any devices, and so may what is inside; that
+        many cards are meant.
 
     Raises:
-      AuditError: if the arguments are sharded over several meshes, or XLA cannot compile.
+      AuditError: if there are several meshes, or host callbacks without the card; if XLA cannot
+        compile.
       MissingDependencyError: if there is neither the card nor XLA's GPU compiler.
     """
-    mesh = _mesh_of(traced.arrays)
+    mesh = _mesh_of(traced)
     count = 1 if mesh is None else mesh.size
-    real = _real_gpus(target, count)
+    real = _real_gpus(target, mesh, count)
     devices = real or _described(target, count)
     move = _Move(mesh, devices)
-    shapes = [move.shape(array) for array in traced.arrays]
+    asked = _asked_shardings(traced.jaxpr)
+    shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
     closed = traced.closed if mesh is None else with_parameters(traced.closed, move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
     donated = _donated(traced.jaxpr)
@@ -80,9 +88,12 @@ def compile_for(target: str, traced: Traced) -> Compiled:
             compiled = staged.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         raise AuditError(f"XLA cannot compile this for {GPUS[target].name}: {error}") from error
-    return Compiled(
-        compiled.as_text() or "", compiled.memory_analysis(), GPUS[target].name, count, bool(real)
-    )
+    except RuntimeError as error:
+        if real or "Unknown backend" not in str(error):
+            raise
+        raise _no_callbacks(target, traced) from error
+    name = devices[0].device_kind if real else GPUS[target].name
+    return Compiled(compiled.as_text() or "", compiled.memory_analysis(), name, count, bool(real))
 
 
 # ---------------------------------------------------------------------------
@@ -90,12 +101,33 @@ def compile_for(target: str, traced: Traced) -> Compiled:
 # ---------------------------------------------------------------------------
 
 
-def _real_gpus(target: str, count: int) -> list[Any]:
-    """That many devices here, if they are the card; else none."""
+def _real_gpus(target: str, mesh: Any, count: int) -> list[Any]:
+    """That many of this process's devices, if they are the card; else none.
+
+    The arguments' own mesh is taken in its own order. Devices of other processes are none of ours:
+    a program for them is compiled by all processes together.
+    """
     if jax.default_backend() != "gpu":
         return []
-    found = [d for d in jax.devices() if target.upper() in d.device_kind.upper().split()]
+    found = [device for device in jax.local_devices() if _is_card(target, device.device_kind)]
+    own = _devices_of(mesh)
+    if own and set(own) <= set(found):
+        return own
     return found[:count] if len(found) >= count else []
+
+
+def _is_card(target: str, kind: str) -> bool:
+    """Whether a device calls itself that card, as in "NVIDIA A100-SXM4-80GB", whole.
+
+    A slice of one, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", has fewer cores and less memory.
+    """
+    words = re.split(r"[^a-z0-9]+", kind.lower())
+    return target in words and "mig" not in words
+
+
+def _devices_of(mesh: Any) -> list[Any]:
+    """The devices of a mesh, in its order; none of an abstract one."""
+    return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
 def _described(target: str, count: int) -> list[Any]:
@@ -121,20 +153,40 @@ def _described(target: str, count: int) -> list[Any]:
 # ---------------------------------------------------------------------------
 
 
-def _mesh_of(arrays: list[Any]) -> Mesh | None:
-    """The mesh that arguments are sharded over; None if there is none."""
-    meshes = {
-        array.sharding.mesh: None
-        for array in arrays
-        if isinstance(getattr(array, "sharding", None), NamedSharding)
-        and array.sharding.mesh.size > 1
-    }
+def _mesh_of(traced: Traced) -> Any:
+    """The mesh that arguments are sharded over, or else the largest that the program names."""
+    meshes = dict.fromkeys(
+        mesh for array in traced.arrays for mesh in _meshes_in(getattr(array, "sharding", None))
+    )
     if len(meshes) > 1:
         raise AuditError(
             f"the arguments are sharded over {len(meshes)} meshes: {', '.join(map(str, meshes))}. "
             "Put all of them on one: jax.device_put(state, NamedSharding(mesh, spec))."
         )
-    return next(iter(meshes), None)
+    if meshes:
+        return next(iter(meshes))
+    values = (one for equation in equations(traced.jaxpr) for one in equation.params.values())
+    named = (mesh for value in values for mesh in _meshes_in(value))
+    return max(named, key=lambda mesh: mesh.size, default=None)
+
+
+def _meshes_in(value: Any) -> list[Any]:
+    """The meshes of several devices, abstract ones too, of a sharding or a parameter."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    meshes = (one.mesh if isinstance(one, NamedSharding) else one for one in values)
+    return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and m.size > 1]
+
+
+def _asked_shardings(jaxpr: Any) -> dict[int, NamedSharding]:
+    """Number of an argument -> the sharding that the user's own jit asks for."""
+    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+    found: dict[int, NamedSharding] = {}
+    for equation in jaxpr.eqns:
+        asked = equation.params.get("in_shardings") or [None] * len(equation.invars)
+        for var, sharding in zip(equation.invars, asked, strict=True):
+            if isinstance(sharding, NamedSharding) and not is_literal(var) and var in numbers:
+                found.setdefault(numbers[var], sharding)
+    return found
 
 
 class _Move:
@@ -146,14 +198,14 @@ class _Move:
         self._new = None if mesh is None else self._moved(mesh)
 
     def _moved(self, mesh: Any) -> Mesh:
-        old = list(getattr(self._mesh, "devices", np.empty(0)).flat)
-        new = dict(zip(old, self._devices, strict=False))
-        grid = np.array(
-            [new[device] for device in mesh.devices.flat]
-            if isinstance(mesh, Mesh)
-            else self._devices,
-            dtype=object,
-        )
+        new = dict(zip(_devices_of(self._mesh), self._devices, strict=False))
+        if new and not new.keys() >= set(_devices_of(mesh)):
+            raise AuditError(
+                f"the program uses two meshes of different devices: {self._mesh} and {mesh}. Use "
+                "one, or meshes of the same devices."
+            )
+        moved = [new[device] for device in _devices_of(mesh)] if new else []
+        grid = np.array(moved or self._devices, dtype=object)
         sizes = tuple(mesh.shape.values())
         return Mesh(grid.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -161,13 +213,14 @@ class _Move:
         """Makes the new mesh the current one."""
         return jax.set_mesh(self._new) if self._new is not None else contextlib.nullcontext()
 
-    def shape(self, array: Any) -> jax.ShapeDtypeStruct:
-        """The shape of an array, sharded as it is over the new devices."""
-        sharding = getattr(array, "sharding", None)
+    def shape(self, array: Any, asked: NamedSharding | None) -> jax.ShapeDtypeStruct:
+        """The shape of an array, sharded as it is, or as it is asked for, over the new devices."""
+        own = getattr(array, "sharding", None)
+        sharding = own if _meshes_in(own) else asked
         if self._new is None:
             sharding = SingleDeviceSharding(self._devices[0])
         elif isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            sharding = NamedSharding(self._new, sharding.spec)
+            sharding = NamedSharding(self._moved(sharding.mesh), sharding.spec)
         else:
             sharding = NamedSharding(self._new, PartitionSpec())
         aval = jax.typeof(array) if not hasattr(array, "dtype") else array
@@ -180,6 +233,18 @@ class _Move:
         if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
             return NamedSharding(self._moved(value.mesh), value.spec)
         return value
+
+
+def _no_callbacks(target: str, traced: Traced) -> AuditError:
+    """What to say of a program that calls the host: XLA asks the device for that."""
+    calls = (e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS)
+    places = {e.primitive.name: Lines().of((e,)) for e in calls}
+    words = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in places.items())
+    return AuditError(
+        f"the program calls Python on the host ({words}), which cannot be compiled for {target} "
+        "where the card is not there. Leave it out for the audit, as in\n"
+        "    if verbose:\n        jax.debug.print(...)"
+    )
 
 
 def _donated(jaxpr: Any) -> list[int]:

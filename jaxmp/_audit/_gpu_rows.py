@@ -86,7 +86,7 @@ class CollectiveRow(_Row):
         "collective-permute".
       dtype: of what is sent.
       bytes: the larger of operand and result, of all runs, on each device.
-      count: how often it runs.
+      count: how many arrays are sent, in all runs; XLA may send several at once.
       file: the user's file; "" where it is not known.
       line: the line in it.
     """

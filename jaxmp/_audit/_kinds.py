@@ -75,7 +75,8 @@ KINDS: dict[str, Kind] = {
     "half_optimizer_state": Kind(
         FAULT,
         "the optimizer's moments or accumulators are stored in 16 bits",
-        "make the optimizer with recipe.optimizer(tx), which keeps FP32 masters",
+        "leave out mu_dtype and its like, or make the optimizer with recipe.optimizer(tx), which"
+        " keeps FP32 masters",
     ),
     "unused_loss_scale": Kind(
         FAULT,

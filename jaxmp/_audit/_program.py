@@ -258,9 +258,10 @@ def read(compiled: Compiled, names: dict[Path, None], root: Path, held: list[boo
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
                 _count(attention, _attention_key(origins, inside, part), step.times)
             elif _collective(part):
-                sent = _sent(part, inside)
-                key = (*origins.of(_named(origins, inside, part)), _collective(part), sent.dtype)
-                _count(collectives, key, sent.bytes * step.times, step.times)
+                for number, sent in enumerate(_sent(part, inside)):
+                    reader = _reader(program, origins, inside, part, number)
+                    key = (*origins.of(reader), _collective(part), sent.dtype)
+                    _count(collectives, key, sent.bytes * step.times, step.times)
     notes = [f"{endless} loops end by a test: each is counted once"] if endless else []
     return Compilation(
         _rows(GemmRow, ("lhs", "rhs", "out", "kernel", "was_fp8"), ("flops", "count"), gemms),
@@ -292,22 +293,39 @@ def _rows(
     return tuple(sorted(rows, key=lambda row: -getattr(row, sums[0])))
 
 
-def _named(origins: Origins, computation: Computation, one: Instruction) -> Instruction:
-    """The collective, or the first reader that names a module: XLA names many after arguments."""
+def _sent(one: Instruction, computation: Computation) -> list[Shape]:
+    """Of each array that a collective sends, the larger of operand and result.
+
+    XLA combines collectives, so that one of them sends many. The start of an asynchronous one has
+    its operands among its results.
+    """
+    operands = [s for name in one.operands for s in computation.instructions[name].shapes]
+    count = len(operands)
+    results = one.shapes[count:] if len(one.shapes) >= 2 * count else one.shapes
+    pairs = zip(operands, results, strict=False)
+    return [max(pair, key=lambda shape: shape.bytes) for pair in pairs]
+
+
+def _reader(
+    program: Program, origins: Origins, inside: Computation, one: Instruction, number: int
+) -> Instruction:
+    """Who names a module: the collective, or the first reader of one of its arrays.
+
+    XLA names many collectives after arguments, and combined ones after all their arrays.
+    """
+    combined = len(one.operands) > 1
     waiting, seen = [one], 0
     while waiting and seen < 8:
         here = waiting.pop(0)
         seen += 1
-        if origins.names(here.op_name):
+        whole = combined and (here is one or here.opcode.endswith("-done"))
+        if not whole and origins.names(here.op_name):
             return here
-        waiting += [r for r in computation.instructions.values() if here.name in r.operands]
+        for reader in program.readers(inside, here.name):
+            picks = whole and reader.opcode == "get-tuple-element"
+            if not picks or reader.numbers("index") == (number,):
+                waiting.append(reader)
     return one
-
-
-def _sent(one: Instruction, computation: Computation) -> Shape:
-    """The largest array that goes in or comes out."""
-    incoming = [s for name in one.operands for s in computation.instructions[name].shapes]
-    return max([*incoming, *one.shapes], key=lambda shape: shape.bytes)
 
 
 # ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import textwrap
 from collections.abc import Iterable
 
@@ -64,15 +65,16 @@ def markdown(sections: Iterable[Section]) -> str:
         if section.text:
             parts.append(_markdown_cell(section.text))
         if section.rows:
-            rows = [section.columns, ["---"] * len(section.columns)]
-            body = [[_markdown_cell(cell) for cell in row] for row in section.rows]
-            parts.append("\n".join(f"| {' | '.join(row)} |" for row in [*rows, *body]))
+            rules = ["---:" if numeric else "---" for numeric in _numeric(section)]
+            rows = [map(_markdown_cell, section.columns), rules]
+            rows += [map(_markdown_cell, row) for row in section.rows]
+            parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
 
 
 def _markdown_cell(text: str) -> str:
     escaped = html.escape(printable(text), quote=False)
-    for char in "\\|`*_[]":
+    for char in "\\|`*_[]~":
         escaped = escaped.replace(char, f"\\{char}")
     return escaped
 
@@ -81,29 +83,60 @@ def _markdown_cell(text: str) -> str:
 # HTML
 # ---------------------------------------------------------------------------
 
+# Contrast of text to page is 4.5 or more in both schemes (WCAG 2.2, AA).
 _STYLE = """
-.jaxmp { font: 14px/1.45 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 2rem auto;
-  max-width: 78rem; padding: 0 1.5rem; }
+.jaxmp { --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #ffffff; --good: #1a7f37;
+  --bad: #cf222e; color-scheme: light dark; color: var(--ink); background: var(--page);
+  font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 82rem; padding: 1.5rem; }
+@media (prefers-color-scheme: dark) {
+  .jaxmp { --ink: #e6edf3; --soft: #9198a1; --rule: #3d444d; --page: #0d1117; --good: #3fb950;
+    --bad: #f85149; }
+}
 .jaxmp h1 { font-size: 1.5rem; margin: 0 0 .3rem; padding-left: .7rem;
-  border-left: 6px solid #888; }
-.jaxmp h1.good { border-color: #1a7f37; } .jaxmp h1.bad { border-color: #cf222e; }
+  border-left: 6px solid var(--soft); }
+.jaxmp h1.good { border-color: var(--good); } .jaxmp h1.bad { border-color: var(--bad); }
 .jaxmp h2 { font-size: 1.05rem; margin: 1.8rem 0 .4rem; }
-.jaxmp table { border-collapse: collapse; width: 100%; }
-.jaxmp th { text-align: left; color: #57606a; font-weight: 600; border-bottom: 2px solid #d0d7de; }
-.jaxmp th, .jaxmp td { padding: .3rem .8rem .3rem 0; vertical-align: top; overflow-wrap: anywhere; }
-.jaxmp td { border-bottom: 1px solid #eaeef2; font-variant-numeric: tabular-nums; }
-.jaxmp td:first-child { font-family: ui-monospace, monospace; font-size: .93em; min-width: 11rem; }
+.jaxmp p { max-width: 60rem; margin: .4rem 0; overflow-wrap: anywhere; }
+.jaxmp .wide { overflow-x: auto; }
+.jaxmp table { border-collapse: collapse; min-width: min(36rem, 100%); font-size: 1em; }
+.jaxmp tbody tr { background: none !important; }
+.jaxmp th { color: var(--soft); font-weight: 600; white-space: nowrap;
+  border-bottom: 2px solid var(--rule); }
+.jaxmp th, .jaxmp td { padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: top; }
+.jaxmp td { border-bottom: 1px solid var(--rule); min-width: 6rem; max-width: 34rem;
+  overflow-wrap: break-word; }
+.jaxmp .number { text-align: right; white-space: nowrap; min-width: 0;
+  font-variant-numeric: tabular-nums; }
+.jaxmp td:first-child { font-family: ui-monospace, monospace; font-size: .93em; }
+.jaxmp tr > :last-child { padding-right: 0; }
+@media print {
+  .jaxmp { --ink: #000; --soft: #444; --rule: #bbb; --page: #fff; max-width: none; padding: 0;
+    font-size: 9.5pt; }
+  .jaxmp .wide { overflow: visible; }
+  .jaxmp td { min-width: 0; overflow-wrap: anywhere; }
+  .jaxmp tr, .jaxmp h1, .jaxmp h2 { break-inside: avoid; }
+  .jaxmp h1, .jaxmp h2 { break-after: avoid; }
+}
 """
 
 
 def html_page(sections: Iterable[Section]) -> str:
     """One page with its style inside: no scripts, no links."""
-    body = "\n".join(_html_section(section) for section in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Precision audit</title><style>{_STYLE}</style></head>\n"
-        f'<body class="jaxmp">\n{body}\n</body></html>\n'
+        f'<body class="jaxmp">\n{_html_body(sections)}\n</body></html>\n'
     )
+
+
+def html_fragment(sections: Iterable[Section]) -> str:
+    """The same for a notebook, which drops the body's own tag, and its class with it."""
+    return f'<style>{_STYLE}</style>\n<div class="jaxmp">\n{_html_body(sections)}\n</div>\n'
+
+
+def _html_body(sections: Iterable[Section]) -> str:
+    return "\n".join(map(_html_section, sections))
 
 
 def _html_section(section: Section) -> str:
@@ -116,13 +149,35 @@ def _html_section(section: Section) -> str:
 def _html_table(section: Section) -> str:
     if not section.rows:
         return ""
-    head = "".join(f"<th>{_html(name)}</th>" for name in section.columns)
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{_html(cell)}</td>" for cell in row) + "</tr>"
-        for row in section.rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"
+    styles = [' class="number"' if numeric else "" for numeric in _numeric(section)]
+    head = _html_row("th", section.columns, styles)
+    rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
+    table = f"<table><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>"
+    return f'<div class="wide">{table}</div>'
+
+
+def _html_row(tag: str, cells: Iterable[str], styles: list[str]) -> str:
+    pairs = zip(cells, styles, strict=True)
+    return f"<tr>{''.join(f'<{tag}{style}>{_html(cell)}</{tag}>' for cell, style in pairs)}</tr>"
+
+
+# Where a line may be broken besides its blanks: in module paths, and in code.
+_BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)")
 
 
 def _html(text: str) -> str:
-    return html.escape(printable(text))
+    return _BREAKS.sub(r"\g<0><wbr>", html.escape(printable(text)))
+
+
+# ---------------------------------------------------------------------------
+# Columns
+# ---------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)|%)?")
+
+
+def _numeric(section: Section) -> list[bool]:
+    """For each column but the first, whether numbers stand in it, which line up on the right."""
+    _, *columns = zip(*section.rows, strict=True)
+    filled = [[cell for cell in column if cell] for column in columns]
+    return [False, *(bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in filled)]

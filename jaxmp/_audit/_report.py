@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._kinds import FAULT, KINDS
-from jaxmp._audit._render import html_page, markdown, plain_text
+from jaxmp._audit._render import html_fragment, html_page, markdown, plain_text
 from jaxmp._audit._sections import difference_sections, report_sections
 from jaxmp.errors import AuditError, AuditFailed, did_you_mean
 
@@ -59,7 +59,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = " at ".join(part for part in (self.module or "(root)", self.place) if part)
-        times = f" ({self.count} times)" if self.count > 1 else ""
+        times = f" ({self.count} times)" if self.count > 1 and self.primitive else ""
         return f"{self.kind} in {where}{times}: {self.message} Fix: {self.fix}"
 
 
@@ -233,13 +233,21 @@ class AuditReport:
             lines += [f"  and {len(failed) - _LISTED} more"] * (len(failed) > _LISTED)
             raise AuditFailed("\n".join([f"The audit found{more}:", *lines]))
 
-    def diff(self, other: AuditReport) -> AuditDiff:
+    def diff(self, other: AuditReport | str | Path) -> AuditDiff:
         """What changed from this report to `other`.
 
         Args:
-          other: the later report.
+          other: the later report, its JSON text, or a path that ends in `.json`.
+
+        Raises:
+          AuditError: if it cannot be read.
+
+        Example:
+          >>> x = jnp.ones((8, 8))
+          >>> audit(lambda x: x @ x, x).diff(audit(lambda x: x @ x @ x, x)).matmul_flops
+          {('float32', 'float32'): 1024}
         """
-        return AuditDiff(before=self, after=other)
+        return AuditDiff(before=self, after=as_report(other))
 
     # -- views ------------------------------------------------------------------------------
 
@@ -262,7 +270,7 @@ class AuditReport:
         return importlib.import_module("jaxmp._audit._rich").renderable(self)
 
     def _repr_html_(self) -> str:
-        return self.to_html()
+        return html_fragment(report_sections(self))
 
     def to_json(self) -> str:
         """All of the report as JSON; `AuditReport.from_json` reads it back."""
@@ -329,7 +337,7 @@ def as_report(baseline: Any) -> AuditReport:
         text = Path(baseline).read_text(encoding="utf-8")
     except (OSError, TypeError) as error:
         raise AuditError(
-            f"The baseline {baseline!r} cannot be read ({error}). Write one with:\n"
+            f"The audit {baseline!r} cannot be read ({error}). Write one with:\n"
             "    jaxmp audit my_package.train:make_step --json audit.json"
         ) from None
     return AuditReport.from_json(text)
@@ -405,9 +413,16 @@ class AuditDiff:
     def __rich__(self) -> Any:
         return importlib.import_module("jaxmp._audit._rich").renderable(self)
 
+    def _repr_html_(self) -> str:
+        return html_fragment(difference_sections(self))
+
     def to_markdown(self) -> str:
         """The changes as Markdown."""
         return markdown(difference_sections(self))
+
+    def to_html(self) -> str:
+        """The changes as one HTML page that needs nothing else."""
+        return html_page(difference_sections(self))
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -35,7 +35,8 @@ def _parts(section: Section) -> list[Any]:
 def _table(section: Section) -> Table:
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(section.columns):
-        table.add_column(column, overflow="fold", style="bold" if number == 0 else "")
+        style = "bold" if number == 0 else ""
+        table.add_column(column, overflow="fold", style=style, no_wrap=column == "kind")
     for row in section.rows:
         table.add_row(*map(_text, row))
     return table

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxmp._audit._kinds import NOTE
 
+_PHASES = ("forward", "backward", "recompute")
 # Rows that a table of modules shows; the rest is added up in one more.
 _LONGEST = 40
 
@@ -110,7 +111,9 @@ def _finding_rows(findings: Any) -> tuple[tuple[str, ...], ...]:
 def _finding_row(group: list[Any]) -> tuple[str, ...]:
     first, count = group[0], sum(finding.count for finding in group)
     where = _together(sorted({finding.module for finding in group}))
-    what = first.message + (f" ({count} operations)" if count > 1 else "")
+    # What is about an argument has its number in the message.
+    times = f" ({count} operations)" if count > 1 and first.primitive else ""
+    what = first.message + times
     lines = len({(finding.file, finding.line) for finding in group})
     place = first.place + (f" and {lines - 1} more" if lines > 1 else "")
     return first.kind, where, place, what, first.fix
@@ -131,7 +134,7 @@ def _together(modules: list[str]) -> str:
 
 
 def _matmuls(report: Any) -> Section:
-    phases = [p for p in ("forward", "backward", "recompute") if (p,) in report.flops_by("phase")]
+    phases = [phase for phase in _PHASES if (phase,) in report.flops_by("phase")]
     by_phase = report.flops_by("lhs", "rhs", "phase")
     rows = tuple(
         (
@@ -235,7 +238,7 @@ def _gemm_lines(report: Any) -> Section:
             _together(sorted({row.module for row in group})),
             place,
             words,
-            ", ".join(dict.fromkeys(row.phase for row in group)),
+            ", ".join(phase for phase in _PHASES if phase in {row.phase for row in group}),
             flops_words(sum(row.flops for row in group)),
         )
         for (_, place, words), group in alike.items()
