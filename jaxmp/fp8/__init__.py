@@ -12,6 +12,8 @@ from jaxmp.fp8._recipes import CurrentScaling as CurrentScaling
 from jaxmp.fp8._recipes import DelayedScaling as DelayedScaling
 from jaxmp.fp8._recipes import RowwiseScaling as RowwiseScaling
 from jaxmp.fp8._recipes import as_recipe as as_recipe
+from jaxmp.fp8._state import as_float as as_float
+from jaxmp.fp8._state import as_max as as_max
 from jaxmp.fp8._state import from_flax as from_flax
 from jaxmp.fp8._state import init_state as init_state
 from jaxmp.fp8._state import to_flax as to_flax

@@ -15,7 +15,7 @@ from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32
 from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
 from jaxmp.fp8._recipes import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
-from jaxmp.fp8._state import State, amax_in_force
+from jaxmp.fp8._state import AGE, State, amax_in_force
 
 
 class Operand(NamedTuple):
@@ -34,16 +34,29 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     return lax.convert_element_type(largest, FLOAT32)
 
 
-@custom_vmap
-def batch_amax(x: jax.Array) -> jax.Array:
-    """`amax` that `vmap` does not split: what goes into a state is one number for all examples."""
-    return amax(x)
+@functools.cache
+def _state_amax(kept: int) -> Any:
+    """`amax` of all axes but the first `kept`, as it goes into a state.
 
+    Under `vmap` it is one number for all examples that share the state, and one for each where
+    each has a state of its own.
+    """
 
-@batch_amax.def_vmap
-def _batch_amax_of_all(axis_size: int, in_batched: list[bool], x: jax.Array) -> Any:
-    del axis_size, in_batched
-    return batch_amax(x), False
+    @custom_vmap
+    def measure(x: jax.Array, age: jax.Array) -> jax.Array:
+        del age
+        return amax(x, tuple(range(kept, x.ndim))).reshape(x.shape[:kept])
+
+    @measure.def_vmap
+    def _(axis_size: int, in_batched: list[bool], x: jax.Array, age: jax.Array) -> Any:
+        x_batched, has_state = in_batched
+        if not has_state:
+            return _state_amax(kept)(jnp.moveaxis(x, 0, kept), age), False
+        if not x_batched:
+            x = jnp.broadcast_to(x, (axis_size, *x.shape))
+        return _state_amax(kept + 1)(x, age), True
+
+    return measure
 
 
 # Jitted, so that layers of one shape share the trace and, in StableHLO, one function.
@@ -79,7 +92,7 @@ def observe(
     Returns:
       The maximum in force, and the one of `x`; float32 scalars.
     """
-    measured = batch_amax(x)
+    measured = _state_amax(0)(x, state[AGE])
     # Inside `shard_map`, of the devices that share the state.
     axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
     if axes:

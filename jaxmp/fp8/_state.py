@@ -6,6 +6,7 @@ maximum that a scale comes from is kept, and not the scale, of which the least w
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._dtypes import FLOAT32
-from jaxmp.errors import JaxmpError
+from jaxmp.errors import JaxmpError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
 from jaxmp.fp8._recipes import DelayedScaling, as_recipe
 
@@ -71,13 +72,66 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
             f"The state of DelayedScaling has the keys {sorted(wanted)}, not {keys}. {fix}"
         )
     for name, leaf in wanted.items():
-        given = state[name]
-        if (jnp.shape(given), jnp.result_type(given)) != (leaf.shape, leaf.dtype):
+        given = jnp.asarray(state[name])
+        if given.shape != leaf.shape or not (given.dtype == FLOAT32 or _is_max(given)):
             raise JaxmpError(
-                f"state[{name!r}] has shape {jnp.shape(given)} and dtype {jnp.result_type(given)}; "
-                f"with amax_history_len={recipe.amax_history_len} it must have shape {leaf.shape} "
-                f"and dtype float32. {fix}"
+                f"state[{name!r}] has shape {given.shape} and dtype {given.dtype}; with "
+                f"amax_history_len={recipe.amax_history_len} it must have shape {leaf.shape} and "
+                f"dtype float32. {fix}"
             )
+
+
+# ---------------------------------------------------------------------------
+# Combined by max
+# ---------------------------------------------------------------------------
+
+
+def _is_max(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def as_max(state: Any) -> Any:
+    """A state whose gradients JAX combines by max, where it would add up others.
+
+    A layer that is used twice, or in each round of a `lax.scan`, has a gradient from each use, and
+    JAX adds them up. Convert the state before it is differentiated, outside of the function, and
+    its gradient back with `as_float`: `as_float(jax.grad(fn, allow_int=True)(as_max(state)))`.
+
+    Args:
+      state: any pytree of float32 arrays.
+
+    Returns:
+      The same tree in Flax's dtype `fm32`, which `fp8.dot_general` takes too.
+
+    Raises:
+      MissingDependencyError: if Flax is not installed.
+
+    Example:
+      >>> as_float(as_max({"amax": jnp.ones(())}))["amax"].dtype
+      dtype('float32')
+    """
+    try:
+        fm32 = importlib.import_module("flax.linen.fp8_ops").fm32
+    except ModuleNotFoundError:
+        raise missing_dependency("flax", "FP8 state that is combined by max", "flax") from None
+    return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fm32), state)
+
+
+def as_float(state: Any) -> Any:
+    """Undoes `as_max`; other arrays are handed through."""
+    return jax.tree.map(
+        lambda leaf: lax.convert_element_type(leaf, FLOAT32) if _is_max(leaf) else leaf, state
+    )
+
+
+def as_like(state: Any, like: Any) -> Any:
+    """The float32 arrays of `state` in the dtypes of `like`."""
+    return jax.tree.map(lambda x, old: lax.convert_element_type(x, old.dtype), state, like)
+
+
+# ---------------------------------------------------------------------------
+# One step
+# ---------------------------------------------------------------------------
 
 
 def amax_in_force(

@@ -1,0 +1,305 @@
+"""The state of delayed scaling, step by step, and under everything that combines gradients."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen import fp8_ops
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxmp
+from jaxmp import fp8
+from jaxmp.errors import JaxmpError
+from relaxed import relaxed
+
+LINEAR = (((1,), (0,)), ((), ()))
+OPERANDS = ("input", "kernel", "output_grad")
+RECIPE = fp8.DelayedScaling(amax_history_len=3)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(recipe, state, x, w, g):
+    """The next state, and the result, for the result's gradient `g`."""
+    product = fp8.dot_general(recipe)
+    y, backward = jax.vjp(lambda s: product(x, w, LINEAR, state=s), state)
+    return backward(g)[0], y
+
+
+def of_size(size, *shape):
+    """Numbers up to `size`, which is among them."""
+    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
+
+
+def run(recipe, sizes, state=None):
+    """States and results of steps whose operands have maxima `(input, kernel, output_grad)`."""
+    state = fp8.init_state(recipe) if state is None else state
+    found = []
+    for x, w, g in sizes:
+        state, y = step(recipe, state, of_size(x, 8, 16), of_size(w, 16, 8), of_size(g, 8, 8))
+        found.append((jax.tree.map(np.asarray, state), np.asarray(y)))
+    return found
+
+
+# ---------------------------------------------------------------------------
+# Step by step
+# ---------------------------------------------------------------------------
+
+
+def reference(recipe, amaxes):
+    """For one operand: the maximum in force at each step, and the history after it."""
+    history, held, age, rows = [0.0] * recipe.amax_history_len, 0.0, 0, []
+    for amax in amaxes:
+        due = age >= recipe.interval or held == 0
+        recent = max(history) if recipe.amax_compute == "max" else history[0]
+        known = recent if due else held
+        held = known if known > 0 else amax if recipe.calibrate else known
+        held = held if np.isfinite(held) else 0.0
+        age = 1 if age >= recipe.interval else age + 1
+        if np.isfinite(amax):
+            history = [amax, *history[:-1]]
+        rows.append((held, list(history), age))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPE,
+        fp8.DelayedScaling(amax_history_len=3, amax_compute="most_recent"),
+        fp8.DelayedScaling(amax_history_len=2, interval=3),
+        fp8.DelayedScaling(amax_history_len=3, calibrate=False),
+    ],
+    ids=["max", "most_recent", "interval", "uncalibrated"],
+)
+def test_states_follow_the_rule(recipe):
+    """Growth, decay, zeros, and numbers that are not finite, at the start and later."""
+    inputs = [np.inf, 4.0, 8.0, 2.0, np.nan, 1.0, 0.5, 0.0, 0.0, 0.0, 0.25, 16.0]
+    sizes = [(x, 1.0 + i, 2.0**-i) for i, x in enumerate(inputs)]
+    for operand, amaxes in zip(OPERANDS, zip(*sizes, strict=True), strict=True):
+        rows = reference(recipe, amaxes)
+        for (state, _), (held, history, age) in zip(run(recipe, sizes), rows, strict=True):
+            np.testing.assert_array_equal(state[f"{operand}_amax"], np.float32(held))
+            np.testing.assert_array_equal(
+                state[f"{operand}_amax_history"], np.array(history, np.float32)
+            )
+            assert state["age"] == age
+
+
+def test_the_first_step_is_scaled_by_its_own_maximum():
+    """Without a history a scale of 1 would saturate 1e6 and lose 1e-6."""
+    for size in (1e6, 1e-6):
+        x, w = of_size(size, 8, 16), of_size(1.0, 16, 8)
+        (_, first), (_, second) = run(RECIPE, [(size, 1.0, 1.0)] * 2)
+        np.testing.assert_array_equal(first, fp8.dot_general("current")(x, w, LINEAR))
+        np.testing.assert_array_equal(first, second)
+    ((_, bare),) = run(fp8.DelayedScaling(calibrate=False), [(1e6, 1.0, 1.0)])
+    assert np.abs(bare).max() < 1e4
+
+
+def test_later_steps_are_scaled_by_earlier_maxima():
+    """A tensor that has grown saturates, and its maximum is known to the step after."""
+    (_, small), (_, grown), (_, known) = run(RECIPE, [(1, 1, 1), (10, 1, 1), (10, 1, 1)])
+    np.testing.assert_allclose(known, 10 * small, rtol=1e-5)
+    assert np.abs(grown).max() < 0.5 * np.abs(known).max() and np.isfinite(grown).all()
+
+
+def test_evaluation_leaves_the_state_alone():
+    state = run(RECIPE, [(4, 1, 1)])[0][0]
+    x, w = of_size(8, 8, 16), of_size(1, 16, 8)
+    gradients = jax.grad(lambda x: fp8.dot_general(RECIPE)(x, w, LINEAR, state=state).sum())(x)
+    assert gradients.shape == x.shape and state["input_amax_history"].tolist() == [4, 0, 0]
+
+
+# ---------------------------------------------------------------------------
+# Combined by max, never by sum
+# ---------------------------------------------------------------------------
+
+
+def amaxes(state):
+    return {name: float(state[f"{name}_amax_history"][0]) for name in OPERANDS}
+
+
+def test_microbatches():
+    """Rows of one microbatch are ten times the other's."""
+    x = jnp.concatenate([of_size(1, 4, 16), of_size(10, 4, 16)])
+    w = of_size(2, 16, 8)
+    old = run(RECIPE, [(1, 2, 1)])[0][0]
+    variables = {"params": w, "_overwrite_with_gradient": old}
+
+    def loss(variables, x):
+        state = variables["_overwrite_with_gradient"]
+        y = fp8.dot_general(RECIPE)(x, variables["params"], LINEAR, state=state)
+        return jnp.sum(y * x[:, :8])
+
+    _, grads = jax.jit(jaxmp.value_and_grad(loss, loss_scale=4.0, microbatches=2))(variables, x)
+    new = grads["_overwrite_with_gradient"]
+    # The gradient is that of the scaled loss: 10 * 8 / 15 of the last row, times 4.
+    assert amaxes(new) == pytest.approx({"input": 10, "kernel": 2, "output_grad": 40}, rel=1e-6)
+    assert new["input_amax_history"][1] == 1 and new["age"] == 2 - 1
+    assert new["input_amax"] == 1  # of the step before, in both
+
+
+def shared(product, state, w, xs):
+    """One layer, used for each of `xs`."""
+    return sum(jnp.sum(product(x, w, LINEAR, state=state)) for x in xs)
+
+
+def scanned(product, state, w, xs):
+    body = jax.checkpoint(lambda x: jnp.sum(product(x, w, LINEAR, state=state)))
+    return lax.scan(lambda total, x: (total + body(x), None), jnp.float32(0), jnp.stack(xs))[0]
+
+
+@pytest.mark.parametrize("uses", [shared, scanned])
+def test_shared_layers(uses):
+    xs = [of_size(size, 8, 16) for size in (2.0, 7.0, 3.0)]
+    w, product = of_size(1, 16, 8), fp8.dot_general(RECIPE)
+    old = run(RECIPE, [(5, 1, 1), (1, 1, 1)])[-1][0]
+
+    @jax.jit
+    def grad(state):
+        gradient = jax.grad(lambda s: uses(product, s, w, xs), allow_int=True)
+        return fp8.as_float(gradient(fp8.as_max(state)))
+
+    new = grad(old)
+    assert new["input_amax_history"].tolist() == [7, 1, 5]
+    assert (float(new["input_amax"]), float(new["age"])) == (5, 1)
+
+
+def test_examples_share_a_state_and_models_do_not():
+    xs = jnp.stack([of_size(size, 8, 16) for size in (2.0, 7.0)])
+    w, g, product = of_size(1, 16, 8), of_size(1, 8, 8), fp8.dot_general(RECIPE)
+    state = run(RECIPE, [(5, 1, 1)])[0][0]
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), state)
+
+    def loss(state, xs):
+        return jnp.sum(jax.vmap(lambda x: product(x, w, LINEAR, state=state) * g)(xs))
+
+    @jax.jit
+    def grads():
+        models = lambda s: jnp.sum(jax.vmap(lambda s, x: product(x, w, LINEAR, state=s) * g)(s, xs))
+        both = jax.vmap(jax.grad(loss), in_axes=(0, None))(states, xs)
+        return jax.grad(loss)(state, xs), jax.grad(models)(states), both
+
+    examples, models, both = grads()
+    assert examples["input_amax_history"].tolist() == [7, 5, 0]
+    assert models["input_amax_history"].tolist() == [[2, 5, 0], [7, 10, 0]]
+    assert both["input_amax_history"].tolist() == [[7, 5, 0], [7, 10, 0]]
+
+
+def test_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.concatenate([of_size(size, 8, 16) for size in (1.0, 2.0, 9.0, 4.0)])
+    w, product = of_size(1, 16, 8), fp8.dot_general(RECIPE)
+    specs = (PartitionSpec(), PartitionSpec("data"))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    def grad(state, x):
+        return jax.grad(lambda s: jnp.sum(product(x, w, LINEAR, state=s)))(state)
+
+    new = grad(fp8.init_state(RECIPE), x)
+    assert amaxes(new) == {"input": 9, "kernel": 1, "output_grad": 1}
+    # The first step is scaled by the maximum of all.
+    assert new["input_amax"] == 9
+
+
+# ---------------------------------------------------------------------------
+# In a train state
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("check_leaks")
+def test_a_train_state_carries_it():
+    """Not scaled, not clipped, not decayed; reverted where a step is skipped."""
+    inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = jaxmp.TrainState.create(
+            apply_fn=None,
+            params={
+                "params": {"w": of_size(1, 16, 8)},
+                "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
+            },
+            tx=jaxmp.optim.mixed_precision(
+                inner, policies="fp16", loss_scale=jaxmp.DynamicLossScale(init_scale=16.0)
+            ),
+        )
+
+        def loss_fn(variables, x):
+            owned = variables["_overwrite_with_gradient"]["layer"]
+            w = variables["params"]["w"].astype(jnp.float16)
+            y = fp8.dot_general(RECIPE)(x.astype(jnp.float16), w, LINEAR, state=owned)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        @jax.jit
+        def train_step(state, x):
+            loss, grads = state.value_and_grad(loss_fn)(x)
+            return state.apply_gradients(grads=grads), loss
+
+        after, _ = train_step(state, of_size(4, 8, 16))
+        skipped, loss = train_step(after, of_size(jnp.inf, 8, 16))
+        again, _ = train_step(skipped, of_size(2, 8, 16))
+    layer = lambda state: state.params["_overwrite_with_gradient"]["layer"]
+    assert layer(after)["input_amax_history"].tolist() == [4, 0, 0]
+    assert not np.isfinite(loss) and int(skipped.step) == int(after.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, layer(skipped), layer(after))
+    assert layer(again)["input_amax_history"].tolist() == [2, 4, 0]
+    assert float(again.loss_scale.scale_value) < float(after.loss_scale.scale_value)
+
+
+# ---------------------------------------------------------------------------
+# Flax's collections
+# ---------------------------------------------------------------------------
+
+
+def test_flax_collections_convert_both_ways():
+    """Three steps of Flax's own op, then one more in each library."""
+    layer = nn.Dense(
+        8,
+        use_bias=False,
+        dot_general_cls=functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=4),
+    )
+    x = of_size(1, 8, 16)
+    variables = layer.init(jax.random.key(0), x)
+    inner = lambda v: v["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"]
+
+    @jax.jit
+    def flax_step(variables, x):
+        y, backward = jax.vjp(layer.apply, variables, x)
+        return y, inner(backward(y)[0])
+
+    def with_inner(state):
+        return {**variables, "_overwrite_with_gradient": {"Fp8DirectDotGeneralOp_0": state}}
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for size in (4.0, 1.0, 2.0):
+            _, collection = flax_step(variables, x * size)
+            variables = with_inner(collection)
+        state = fp8.from_flax(collection)
+        assert state["input_amax_history"].tolist() == [2, 1, 4, 0]
+        for name, leaf in fp8.to_flax(state).items():
+            if name.endswith("history"):
+                np.testing.assert_array_equal(leaf, collection[name])
+        y, collection = flax_step(variables, x * 3)
+    recipe = fp8.DelayedScaling(amax_history_len=4)
+    kernel = variables["params"]["kernel"]
+    after, ours = step(recipe, state, x * 3, kernel, y)
+    # The same scales; Flax divides by them, and rounds the quotients a little differently.
+    np.testing.assert_allclose(ours, y, rtol=1e-2, atol=1e-2)
+    for name, leaf in fp8.to_flax(after).items():
+        np.testing.assert_allclose(leaf, collection[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", [{}, {"input_scale": 1}, None, fp8.init_state()])
+def test_what_is_no_flax_collection(given):
+    with pytest.raises(JaxmpError, match="inner dict of one layer"):
+        fp8.from_flax(given)
+
+
+def test_histories_of_another_length():
+    with pytest.raises(JaxmpError, match=r"it must have shape \(5,\)"):
+        fp8.from_flax(fp8.to_flax(fp8.init_state()), fp8.DelayedScaling(amax_history_len=5))
