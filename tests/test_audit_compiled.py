@@ -26,6 +26,7 @@ from train_lm import make_step, prepare_nnx
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
+H200 = "NVIDIA H200 141GB HBM3e"
 
 
 def has_compiler():
@@ -528,6 +529,33 @@ def test_a_mesh_of_the_cards_keeps_its_order(here):
     others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
     assert _compile._real_gpus("h200", mesh_of(*others), 2) == [first, second]
     assert _compile._real_gpus("b200", mesh_of(second, first), 2) == []
+
+
+@needs_compiler
+def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
+    """Where the card is there XLA is told nothing, and may write matmuls as Triton kernels."""
+
+    def f(w, x):
+        with jax.named_scope("Net"), jax.named_scope("lin"):
+            return jax.nn.gelu(x @ w) @ w
+
+    # So many rows that no kernel adds up a part of the sums, in FP32, for another to finish.
+    args = shape(512, 512), shape(16384, 512)
+    described = audit(f, *args, target="h200")
+    monkeypatch.setattr(
+        _compile, "_real_gpus", lambda target, mesh, count: _compile._described(target, count)
+    )
+    real = audit(f, *args, target="h200")
+    assert (real.gpu, described.gpu) == (H200, f"{H200}, which is not there")
+    assert {row.kernel for row in real.gemms} == {"triton"}
+    assert {row.kernel for row in described.gemms} == {"cublas"}
+
+    def told(report):
+        rows = [(row.module, row.phase, row.line, row.lhs, row.rhs) for row in report.gemms]
+        return set(rows), sum(row.flops for row in report.gemms)
+
+    assert told(real) == told(described)
+    assert {row.out for row in (*real.gemms, *described.gemms)} == {"bfloat16"}
 
 
 def test_a_card_that_jax_is_told_not_to_use_is_not_there(here, monkeypatch):

@@ -98,8 +98,9 @@ _STYLE = """
 .jaxmp h2 { font-size: 1.05rem; margin: 1.8rem 0 .4rem; }
 .jaxmp p { max-width: 60rem; margin: .4rem 0; overflow-wrap: anywhere; }
 .jaxmp .wide { overflow-x: auto; }
-.jaxmp table { border-collapse: collapse; min-width: min(36rem, 100%); font-size: 1em; }
-.jaxmp tbody tr { background: none !important; }
+.jaxmp table { border-collapse: collapse; min-width: min(36rem, 100%); font-size: 1em;
+  color: inherit; }
+.jaxmp tr { background: none !important; }
 .jaxmp th { color: var(--soft); font-weight: 600; white-space: nowrap;
   border-bottom: 2px solid var(--rule); }
 .jaxmp th, .jaxmp td { padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: top; }
@@ -111,9 +112,10 @@ _STYLE = """
 .jaxmp tr > :last-child { padding-right: 0; }
 @media print {
   .jaxmp { --ink: #000; --soft: #444; --rule: #bbb; --page: #fff; max-width: none; padding: 0;
-    font-size: 9.5pt; }
+    font-size: 8.5pt; }
   .jaxmp .wide { overflow: visible; }
   .jaxmp td { min-width: 0; overflow-wrap: anywhere; }
+  .jaxmp td:first-child { overflow-wrap: break-word; }
   .jaxmp tr, .jaxmp h1, .jaxmp h2 { break-inside: avoid; }
   .jaxmp h1, .jaxmp h2 { break-after: avoid; }
 }
@@ -161,8 +163,8 @@ def _html_row(tag: str, cells: Iterable[str], styles: list[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{style}>{_html(cell)}</{tag}>' for cell, style in pairs)}</tr>"
 
 
-# Where a line may be broken besides its blanks: in module paths, and in code.
-_BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)")
+# Where a line may be broken besides its blanks: in module paths, in code, in long names.
+_BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)|(?<=\w{20})_")
 
 
 def _html(text: str) -> str:
