@@ -38,6 +38,7 @@ class Scaling:
     margin: int = 0
     power_of_two: bool = False
     fast_accumulation: tuple[str, ...] = ("fprop",)
+    min_width: int | str = "auto"
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -45,6 +46,9 @@ class Scaling:
         for gemm in GEMMS:
             set_field(gemm, _formats(self, gemm))
         check_count(self, "margin", low=0, high=64)
+        width = self.min_width
+        if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
+            raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
         for name in ("power_of_two", "emulate"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(self, name, "True or False", "True")
@@ -134,6 +138,8 @@ class CurrentScaling(Scaling):
       fast_accumulation: products whose sums may be kept in the Tensor Cores' own fewer bits; the
         others are added up in FP32. By default the forward product only, as in Transformer Engine
         (`use_split_accumulator`) and torchao.
+      min_width: where a recipe decides for a whole model, the narrowest layers that run in FP8 on
+        an accelerator: see `why_not`. "auto", or the least number of inputs and of outputs.
       emulate: a device without FP8 products is allowed, and the numbers are rounded all the same.
 
     Raises:
@@ -163,7 +169,8 @@ class DelayedScaling(Scaling):
       interval: the scales are set anew every `interval` steps; the history grows at each.
       calibrate: where a history is empty, scale by the tensor's own maximum; False: by 1, so that
         the cast never waits for a maximum.
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, emulate: as in `CurrentScaling`.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
 
     Raises:
       RecipeError: naming the setting, what it may be, and a call that works.
@@ -204,7 +211,8 @@ class RowwiseScaling(Scaling):
     "rowwise" recipe: E4M3 throughout.
 
     Args:
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, emulate: as in `CurrentScaling`.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
 
     Raises:
       RecipeError: naming the setting, what it may be, and a call that works.
@@ -232,7 +240,8 @@ class BlockScaling(Scaling):
 
     Args:
       block: the size of a block, in numbers along each of its long sides.
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, emulate: as in `CurrentScaling`.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
 
     Raises:
       RecipeError: naming the setting, what it may be, and a call that works.

@@ -1,0 +1,131 @@
+"""`jnp.einsum` of an input and a kernel, in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._dot_general import dot_general
+
+# Stand for the axes of an ellipsis, the last of them the last: einsum's own labels are letters.
+_ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
+
+
+def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
+    """A stand-in for `jnp.einsum` of two operands whose three products run in FP8.
+
+    Args:
+      recipe: as in `fp8.dot_general`.
+
+    Returns:
+      `product(equation, x, kernel, precision=None, preferred_element_type=None, *,
+      out_sharding=None, state=None)`; `x` is the input, `kernel` the kernel, whichever order the
+      product takes them in. Every label of an operand must stand in the other one or in the result,
+      and none twice in one operand.
+
+    Raises:
+      RecipeError: if `recipe` is none.
+      JaxmpError: from the function, if the equation is not of that kind, or as `dot_general`.
+
+    Example:
+      >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 4, 32), jnp.bfloat16)
+      >>> einsum("current")("btd,dnh->bnth", x, w).shape
+      (2, 4, 8, 32)
+    """
+    product = dot_general(recipe)
+
+    def fp8_einsum(
+        equation: str,
+        x: jax.Array,
+        kernel: jax.Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+        state: Any = None,
+    ) -> jax.Array:
+        x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+        plan = plan_einsum(equation, x.ndim, kernel.ndim)
+        result = product(
+            x,
+            kernel,
+            plan.numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+            state=state,
+        )
+        return lax.transpose(result, plan.order)
+
+    return fp8_einsum
+
+
+class Plan(NamedTuple):
+    """An equation as dimension numbers and a permutation of the product's axes."""
+
+    numbers: Any
+    order: tuple[int, ...]
+
+
+def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> Plan:
+    """Reads an equation of two operands.
+
+    Raises:
+      JaxmpError: if it is not one product of them.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        raise _refused(equation, f"it has {len(terms)} operands")
+    x, kernel = (
+        _labels(equation, term, ndim)
+        for term, ndim in zip(terms, (x_ndim, kernel_ndim), strict=True)
+    )
+    if not arrow:
+        once = sorted({label for label in x + kernel if (x + kernel).count(label) == 1})
+        shared = [label for label in x if label in kernel and label in _ELLIPSIS]
+        dots = [label for label in once if label in _ELLIPSIS]
+        result = sorted(shared + dots) + [label for label in once if label not in _ELLIPSIS]
+    else:
+        most = max((sum(label in _ELLIPSIS for label in term) for term in (x, kernel)), default=0)
+        result = _labels(equation, output, len(output.replace("...", "")) + most)
+    unknown = [label for label in result if label not in x + kernel]
+    if unknown or len(set(result)) < len(result):
+        raise _refused(equation, "its result has a label twice, or one that no operand has")
+    for term, other in ((x, kernel), (kernel, x)):
+        if any(label not in other and label not in result for label in term):
+            raise _refused(equation, "an operand alone is summed over; sum before the product")
+    batch = [label for label in x if label in kernel and label in result]
+    contract = [label for label in x if label in kernel and label not in result]
+    where = lambda labels, term: tuple(term.index(label) for label in labels)
+    numbers = (
+        (where(contract, x), where(contract, kernel)),
+        (where(batch, x), where(batch, kernel)),
+    )
+    used = {*batch, *contract}
+    made = batch + [label for label in x + kernel if label not in used]
+    return Plan(numbers, tuple(made.index(label) for label in result))
+
+
+def _labels(equation: str, term: str, ndim: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    letters = before + after
+    count = ndim - len(letters)
+    if count < 0 or (count and not dots) or (letters and not letters.isalpha()):
+        raise _refused(equation, f"{term!r} does not name the axes of an array of rank {ndim}")
+    labels = [*before, *_ELLIPSIS[len(_ELLIPSIS) - count :], *after] if dots else [*before]
+    if len(set(labels)) < len(labels):
+        raise _refused(equation, f"{term!r} has a label twice")
+    return labels
+
+
+def _refused(equation: str, problem: str) -> JaxmpError:
+    return JaxmpError(
+        f"fp8.einsum({equation!r}, ...): {problem}. It takes one product of an input and a kernel; "
+        'for example fp8.einsum("current")("btd,df->btf", x, kernel).'
+    )

@@ -1,0 +1,130 @@
+"""FP8 einsums against JAX's own, and which layers a recipe takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import fp8
+from jaxmp.errors import JaxmpError, RecipeError
+
+EQUATIONS = [
+    ("ab,bc->ac", (4, 6), (6, 5)),
+    ("ab,bc", (4, 6), (6, 5)),
+    ("ba,bc", (6, 4), (6, 5)),
+    ("btd,dnh->btnh", (2, 3, 4), (4, 5, 6)),
+    ("btd, dnh -> bnth", (2, 3, 4), (4, 5, 6)),
+    ("btnh,nhd->btd", (2, 3, 5, 6), (5, 6, 4)),
+    ("bthn,nhd->dtb", (2, 3, 6, 5), (5, 6, 4)),
+    ("ecd,edf->ecf", (3, 4, 5), (3, 5, 6)),
+    ("ced,efd->fec", (4, 3, 5), (3, 6, 5)),
+    ("...d,df->...f", (2, 3, 4), (4, 5)),
+    ("...d,df", (2, 3, 4), (4, 5)),
+    ("...d,...df->...f", (2, 3, 4), (2, 3, 4, 5)),
+    ("d...,df->...f", (4, 2, 3), (4, 5)),
+    ("...,f->...f", (2, 3), (5,)),
+    ("a,b->ba", (4,), (5,)),
+    ("a,a", (4,), (4,)),
+    ("a,a->a", (4,), (4,)),
+]
+
+
+def test_equations_are_those_of_einsum():
+    """Integers up to 7 and powers of two are exact: what is left is the layout."""
+    product = fp8.einsum(fp8.CurrentScaling(power_of_two=True))
+    rng = np.random.default_rng(0)
+    integers = lambda shape: rng.integers(-7, 8, size=shape).astype(np.float32)
+    pairs = [(integers(x), integers(w)) for _, x, w in EQUATIONS]
+
+    @jax.jit
+    def run(pairs):
+        return [product(eq, x, w) for (eq, *_), (x, w) in zip(EQUATIONS, pairs, strict=True)]
+
+    for (equation, *_), (x, w), got in zip(EQUATIONS, pairs, run(pairs), strict=True):
+        np.testing.assert_array_equal(got, np.einsum(equation, x, w), err_msg=equation)
+
+
+def test_gradients_and_state():
+    recipe = fp8.DelayedScaling(power_of_two=True, amax_history_len=2)
+    x, w = jnp.full((2, 3, 4), 3.0), jnp.full((4, 5, 6), 2.0)
+    product = fp8.einsum(recipe)
+
+    @jax.jit
+    @lambda fn: jax.grad(fn, argnums=(0, 1, 2))
+    def grads(x, w, state):
+        return jnp.sum(product("btd,dnh->bnth", x, w, state=state))
+
+    dx, dw, state = grads(x, w, fp8.init_state(recipe))
+    np.testing.assert_array_equal(dx, jnp.full_like(x, 2 * 5 * 6))
+    np.testing.assert_array_equal(dw, jnp.full_like(w, 3 * 2 * 3))
+    amaxes = {name: float(leaf[0]) for name, leaf in state.items() if name.endswith("history")}
+    assert amaxes == {
+        "input_amax_history": 3,
+        "kernel_amax_history": 2,
+        "output_grad_amax_history": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("equation", "message"),
+    [
+        ("ab,bc,cd->ad", "it has 3 operands"),
+        ("ab->ba", "it has 1 operands"),
+        ("aa,ab->b", "'aa' has a label twice"),
+        ("ab,bc->acc", "a label twice"),
+        ("ab,bc->ad", "one that no operand has"),
+        ("ab,bc->c", "an operand alone is summed over"),
+        ("abc,bc->a", "'abc' does not name the axes of an array of rank 2"),
+        ("a,bc->abc", "'a' does not name the axes of an array of rank 2"),
+        ("a1,1c->ac", "'a1' does not name"),
+    ],
+)
+def test_equations_that_are_no_product(equation, message):
+    with pytest.raises(JaxmpError, match=message):
+        fp8.einsum()(equation, jnp.ones((2, 2)), jnp.ones((2, 2)))
+
+
+# ---------------------------------------------------------------------------
+# Eligible layers
+# ---------------------------------------------------------------------------
+
+ROWWISE = fp8.RowwiseScaling()
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "recipe", "target", "reason"),
+    [
+        (64, 32, None, "cpu", ""),
+        (64, 31, None, "cpu", "N = 31 is no multiple of 16"),
+        (8, 24, "rowwise", "gpu", "K = 8 and N = 24 are no multiple of 16"),
+        # torchao's limits.
+        (4096, 1024, None, "gpu", "K = 4096 <= 4096 and N = 1024 <= 1024: too narrow to gain"),
+        (4112, 1024, None, "gpu", ""),
+        (4096, 1040, None, "gpu", ""),
+        (64, 4096, "delayed", "gpu", ""),
+        (8192, 2048, ROWWISE, "gpu", "N = 2048 <= 2048: too narrow to gain"),
+        (1024, 8192, ROWWISE, "gpu", "K = 1024 <= 1024: too narrow to gain"),
+        (2048, 4096, ROWWISE, "gpu", "K = 2048 <= 2048 and N = 4096 <= 4096: too narrow to gain"),
+        (2064, 4096, ROWWISE, "gpu", ""),
+        (2048, 4112, ROWWISE, "gpu", ""),
+        # Limits of one's own.
+        (512, 512, fp8.CurrentScaling(min_width=512), "gpu", ""),
+        (
+            512,
+            496,
+            fp8.CurrentScaling(min_width=512),
+            "gpu",
+            "K = 512 or N = 496 is below min_width = 512",
+        ),
+        (16, 16, fp8.CurrentScaling(min_width=0), "tpu", ""),
+    ],
+)
+def test_eligible_layers(k, n, recipe, target, reason):
+    assert fp8.why_not(k, n, recipe, target) == reason
+
+
+def test_what_has_no_size():
+    with pytest.raises(JaxmpError, match="k=0 must be a positive integer"):
+        fp8.why_not(0, 16)
+    with pytest.raises(RecipeError, match="no FP8 recipe"):
+        fp8.why_not(16, 16, "tensorwise")
