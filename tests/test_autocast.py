@@ -362,6 +362,9 @@ TRANSFORMED = {
     "hessian-vector": lambda fn, cast: (
         lambda w, x: jax.jvp(jax.grad(cast(fn)), (w, x), (jnp.ones_like(w), x))[1]
     ),
+    "reverse over reverse": lambda fn, cast: (
+        lambda w, x: jax.grad(lambda w: cast(jax.grad(fn))(w, x).sum())(w)
+    ),
     "vmap": lambda fn, cast: jax.grad(
         lambda w, x: jax.vmap(cast(fn), (None, 0))(w, x[:, None]).mean()
     ),

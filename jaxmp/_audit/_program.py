@@ -121,15 +121,7 @@ def _plain(program: Program, step: Step, inside: Computation, dot: Instruction) 
     dtypes = _runs_in(lhs.dtype, precision, algorithm), _runs_in(rhs.dtype, precision, algorithm)
     was = "" if _is_fp8(dtypes) else _was_fp8(program, step, dot, inside)
     named = dot if dot.op_name else step.instruction
-    result = _handed_on(program, inside, dot) if inside is not step.computation else out.dtype
-    return _Product(*dtypes, result, _kernel(step.instruction), was, flops, named)
-
-
-def _handed_on(program: Program, inside: Computation, dot: Instruction) -> str:
-    """The dtype of a product within a kernel, which may round its FP32 sums before it writes."""
-    readers = program.readers(inside, dot.name)
-    one = readers[0] if len(readers) == 1 and readers[0].opcode == "convert" else dot
-    return one.shapes[0].dtype
+    return _Product(*dtypes, out.dtype, _kernel(step.instruction), was, flops, named)
 
 
 def _cublas(program: Program, step: Step, inside: Computation, one: Instruction) -> _Product:
