@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmp import errors as errors
 from jaxmp import optim as optim
+from jaxmp._attention import AttentionChoice as AttentionChoice
+from jaxmp._attention import dot_product_attention as dot_product_attention
+from jaxmp._attention import explain_attention as explain_attention
 from jaxmp._audit import AuditReport as AuditReport
 from jaxmp._audit import audit as audit
 from jaxmp._autocast import autocast as autocast
@@ -30,6 +33,7 @@ from jaxmp._rules import PolicyMap as PolicyMap
 from jaxmp._rules import Rule as Rule
 from jaxmp._trees import all_finite as all_finite
 from jaxmp._trees import cast_floating as cast_floating
+from jaxmp.errors import AttentionError as AttentionError
 from jaxmp.errors import AuditError as AuditError
 from jaxmp.errors import AuditFailed as AuditFailed
 from jaxmp.errors import CompositionError as CompositionError

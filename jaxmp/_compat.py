@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 
@@ -85,6 +86,25 @@ def unchecked_cuda() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that JAX would lower attention for, such as 91200; None: none here."""
+    try:
+        return fused_attention_stablehlo.check_cudnn_version()
+    except Exception:
+        # RuntimeError without the CUDA plugin; whatever a broken installation raises.
+        return None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """That of the GPU here, such as (9, 0); None without one, where JAX assumes the least."""
+    try:
+        (gpu, *_) = jax.local_devices(backend="gpu")
+        major, _, minor = gpu.compute_capability.partition(".")
+        return int(major), int(minor)
+    except (RuntimeError, AttributeError, ValueError):
+        return None
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:

@@ -18,7 +18,7 @@ from flax.core import Scope, freeze
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp._attention import fp32_softmax_attention
+from jaxmp._attention._flax import Stated, Weights, layer_attention, operands, policied_function
 from jaxmp._boundary import (
     Facts,
     Plan,
@@ -32,10 +32,9 @@ from jaxmp._boundary import (
     wide_operator,
 )
 from jaxmp._compat import current_context
-from jaxmp._dtypes import is_half
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp.errors import CompositionError
+from jaxmp.errors import AttentionError, CompositionError
 
 Path = tuple[str, ...]
 
@@ -109,9 +108,9 @@ def _prepare(module: Any, plan: Plan) -> bool:
     set_field("_jaxmp_plan", plan)
     if facts.takes_dtype:
         set_field("dtype", plan.field_dtype)
-    flax_attention = facts.attention and module.attention_fn is nn.dot_product_attention
-    if flax_attention and is_half(policy.compute_dtype):
-        set_field("attention_fn", fp32_softmax_attention)
+    if facts.attention:
+        own, flax = module.attention_fn, nn.dot_product_attention
+        set_field("attention_fn", policied_function(own, flax, attention_function, policy))
     if plan.wide is not None:
         _widen(module, plan.wide, set_field)
     if not facts.casts_params:
@@ -128,6 +127,61 @@ def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
         return cast_tree(value, plan.param_dtype(name), plan.policy.cast_float64)
 
     return param
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+
+@functools.cache
+def attention_function(stated: Stated) -> Callable[..., jax.Array]:
+    """A function for `attention_fn`; see `jaxmp.linen.attention_fn`."""
+
+    def attention_fn(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = True,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        del force_fp32_for_softmax  # It always is.
+        if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
+            raise AttentionError(
+                "qk_attn_weights_einsum and attn_weights_value_einsum must be given together."
+            )
+        if precision and qk_attn_weights_einsum:
+            raise AttentionError(
+                "precision is not used by qk_attn_weights_einsum; give one of them."
+            )
+        sow = (
+            functools.partial(module.sow, "intermediates", "attention_weights") if module else None
+        )
+        weights = Weights(
+            dropout_rate=0.0 if deterministic else dropout_rate,
+            dropout_rng=None if deterministic or not dropout_rate else dropout_rng,
+            broadcast_dropout=broadcast_dropout,
+            sow=sow,
+            precision=precision,
+            qk_einsum=qk_attn_weights_einsum,
+            value_einsum=attn_weights_value_einsum,
+        )
+        promoted = operands(query, key, value, dtype)
+        return layer_attention(promoted, bias, mask, stated, weights)
+
+    # Flax asks for the signature a dozen times in each call of an attention layer.
+    vars(attention_fn).update(__signature__=inspect.signature(attention_fn), jaxmp_stated=stated)
+    return attention_fn
 
 
 # ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -16,7 +17,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
 
-from jaxmp._attention import attend, operands, weight_dropout
+from jaxmp._attention._flax import Stated, Weights, layer_attention, operands, policied_function
 from jaxmp._boundary import (
     Facts,
     Plan,
@@ -29,7 +30,6 @@ from jaxmp._boundary import (
     wide_operator,
 )
 from jaxmp._compat import context, current_context
-from jaxmp._dtypes import is_half
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import cast, is_castable
@@ -207,9 +207,9 @@ def _changes(module: Any, plan: Plan) -> dict[str, Any]:
     attributes = vars(module)
     if plan.facts.takes_dtype and "dtype" in attributes:
         changes["dtype"] = plan.field_dtype
-    flax_attention = attributes.get("attention_fn") is nnx.dot_product_attention
-    if plan.facts.attention and flax_attention and is_half(plan.policy.compute_dtype):
-        changes["attention_fn"] = fp32_softmax_attention
+    if plan.facts.attention and "attention_fn" in attributes:
+        own, flax = attributes["attention_fn"], nnx.dot_product_attention
+        changes["attention_fn"] = policied_function(own, flax, attention_function, plan.policy)
     if plan.wide is not None and attributes.get("promote_dtype") is flax_promote_dtype:
         changes |= _widening(module, plan.wide)
     return changes
@@ -568,60 +568,40 @@ def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
 # ---------------------------------------------------------------------------
 
 
-def fp32_softmax_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    promote_dtype: Any = None,
-    is_causal: bool = False,
-) -> jax.Array:
-    """`softmax(q k^T / sqrt(H) + bias) v`, a drop-in for `flax.nnx.dot_product_attention`.
+@functools.cache
+def attention_function(stated: Stated) -> Callable[..., jax.Array]:
+    """A function for `attention_fn`; see `jaxmp.nnx.attention_fn`."""
 
-    Args:
-      query: `[B..., T, N, H]`.
-      key, value: `[B..., S, K, H]`; each of the K heads serves N / K heads of `query`.
-      bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision: as
-        in Linen's.
-      module: an NNX module that sows the weights as an `nnx.Intermediate` `attention_weights`.
-      promote_dtype: casts `(query, key, value)`, as in Flax; None: all to `dtype`.
-      is_causal: position t attends to positions up to t.
+    def attention_fn(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        promote_dtype: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        if promote_dtype is None:
+            promoted = operands(query, key, value, dtype)
+        else:
+            promoted = promote_dtype((query, key, value), dtype=dtype)
+        sow = None if module is None else functools.partial(module.sow, nnx.Intermediate)
+        weights = Weights(
+            dropout_rate=0.0 if deterministic else dropout_rate,
+            dropout_rng=None if deterministic or not dropout_rate else dropout_rng,
+            broadcast_dropout=broadcast_dropout,
+            sow=None if sow is None else functools.partial(sow, "attention_weights"),
+            precision=precision,
+        )
+        known = dataclasses.replace(stated, is_causal=True) if is_causal else stated
+        return layer_attention(promoted, bias, mask, known, weights)
 
-    Returns:
-      `[B..., T, N, H]` in the compute dtype.
-
-    Example:
-      >>> q, k = jnp.ones((1, 4, 4, 8), jnp.bfloat16), jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-      >>> fp32_softmax_attention(q, k, k, is_causal=True).shape
-      (1, 4, 4, 8)
-
-    Raises:
-      ValueError: if N is no multiple of K.
-    """
-    if promote_dtype is None:
-        promoted = operands(query, key, value, dtype=dtype)
-    else:
-        promoted = promote_dtype((query, key, value), dtype=dtype)
-    if is_causal:
-        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
-        mask = causal if mask is None else jnp.logical_and(mask, causal)
-    elif mask is not None:
-        mask = mask.astype(bool)
-
-    sow = None if module is None else functools.partial(module.sow, nnx.Intermediate)
-    return attend(
-        *promoted,
-        bias=bias,
-        mask=mask,
-        dropout=weight_dropout(deterministic, dropout_rate, dropout_rng, broadcast_dropout),
-        sow=None if sow is None else functools.partial(sow, "attention_weights"),
-        precision=precision,
-    )
+    vars(attention_fn).update(jaxmp_stated=stated)
+    return attention_fn

@@ -16,6 +16,7 @@ from jaxmp.errors import PolicyError, did_you_mean
 T = TypeVar("T")
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32")
+ATTENTION = ("auto", "cudnn", "blockwise", "xla")
 
 # Every accepted key of a policy string, dict or TOML table -> field.
 FIELD_KEYS = {
@@ -23,6 +24,7 @@ FIELD_KEYS = {
     **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
     **dict.fromkeys(("o", "out", "output", "output_dtype"), "output_dtype"),
     "matmul": "matmul",
+    "attention": "attention",
     "respect_explicit": "respect_explicit",
     "cast_float64": "cast_float64",
 }
@@ -65,6 +67,9 @@ class Policy:
       output_dtype: the dtype in which results are handed on.
       matmul: precision of FP32 matmuls: "default" leaves JAX's own choice (TF32 on NVIDIA
         Tensor Cores), "tf32" asks for TF32, "highest" for full FP32.
+      attention: how Flax's attention layers attend, as in `dot_product_attention`: "auto" takes
+        cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax; "cudnn",
+        "blockwise" and "xla" ask for one in any dtype.
       respect_explicit: keep the `dtype` that a model's author set on a Flax module.
       cast_float64: cast float64 arrays too; they are left alone otherwise.
 
@@ -83,6 +88,7 @@ class Policy:
     compute_dtype: Any
     output_dtype: Any
     matmul: str = dataclasses.field(default="default", kw_only=True)
+    attention: str = dataclasses.field(default="auto", kw_only=True)
     respect_explicit: bool = dataclasses.field(default=False, kw_only=True)
     cast_float64: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -120,6 +126,8 @@ class Policy:
         )
         if self.matmul != "default":
             text += f",matmul={self.matmul}"
+        if self.attention != "auto":
+            text += f",attention={self.attention}"
         for name in ("respect_explicit", "cast_float64"):
             if getattr(self, name):
                 text += f",{name}=true"
@@ -148,6 +156,14 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
             raise PolicyError(
                 f"Unknown matmul precision {value!r}{where}.{hint} Allowed: "
                 f"{', '.join(map(repr, MATMUL_PRECISIONS))}; for example 'p=f32,matmul=tf32'."
+            )
+        return value
+    if name == "attention":
+        if value not in ATTENTION:
+            hint = did_you_mean(value, ATTENTION) if isinstance(value, str) else ""
+            raise PolicyError(
+                f"Unknown attention {value!r}{where}.{hint} Allowed: "
+                f"{', '.join(map(repr, ATTENTION))}; for example 'p=f32,c=bf16,attention=cudnn'."
             )
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -243,7 +259,7 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "respect_explicit, cast_float64; for example 'p=f32,c=bf16,o=f32'."
+                "attention, respect_explicit, cast_float64; for example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

@@ -380,7 +380,10 @@ def _build(layers: _Layers) -> RecipeData:
     tables: dict[str, dict[str, Setting]] = {}
     for (table, key), setting in layers.settings.items():
         tables.setdefault(table, {})[key] = setting
-    policies = PolicyMap(get_policy(_values(tables.get("policy", {}))), layers.rules)
+    default = _values(tables.get("policy", {}))
+    if "attention" in tables:
+        default["attention"] = tables["attention"]["implementation"].value
+    policies = PolicyMap(get_policy(default), layers.rules)
     data = RecipeData(
         name=layers.name,
         summary=layers.summary,

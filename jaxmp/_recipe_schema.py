@@ -11,7 +11,7 @@ from jaxmp import _toml
 from jaxmp._dtypes import bits, canonical_dtype
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._ops import OPS, Op, OpTable
-from jaxmp._policy import FIELD_KEYS, MATMUL_PRECISIONS
+from jaxmp._policy import ATTENTION, FIELD_KEYS, MATMUL_PRECISIONS
 from jaxmp._rules import Rule
 from jaxmp.errors import JaxmpError, OpError, RecipeError, RuleError, did_you_mean
 
@@ -149,6 +149,7 @@ TABLES = {
         **DYNAMIC,
     },
     "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
+    "attention": {"implementation": _choice(*ATTENTION)},
     "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
     "ops": {name: _category(op) for name, op in OPS.items()},
 }
@@ -159,6 +160,7 @@ RULE = {
     "required": _BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"', _is_text),
     **_POLICY,
+    "attention": _choice(*ATTENTION),
 }
 
 
@@ -179,7 +181,7 @@ def example(table: str, key: str, literal: str = "") -> str:
 def _example_rule(key: str, setting: str) -> list[str]:
     about = 'module_type = "LayerNorm"' if key == "subtree" else 'path = "**/lm_head"'
     lines = ["[[rules]]", *[about] * (key not in ("path", "module_type")), setting]
-    return lines + ['output_dtype = "float32"'] * (key not in _POLICY)
+    return lines + ['output_dtype = "float32"'] * (key not in (*_POLICY, "attention"))
 
 
 # ---------------------------------------------------------------------------

@@ -19,6 +19,9 @@ _LOSS_SCALE = {
     "dynamic": "# Gradients are scaled as far as they stay finite; divided out in FP32.",
 }
 _OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a step that is not finite is left out."
+_ATTENTION = (
+    "# How the attention layers of Flax attend: auto takes cuDNN's fused kernel where it fits."
+)
 _GRADIENTS = "# What gradients are added up in, over microbatches and over devices."
 _OPS = "# What autocast does otherwise than by its default table."
 _RULES = "# The first rule that matches a module decides alone; the rest comes from [policy]."
@@ -39,9 +42,10 @@ def recipe_text(data: RecipeData) -> str:
     head = [_HEAD, "", *_settings({"name": data.name, "summary": data.summary})]
     blocks = [
         head,
-        [_POLICY, "[policy]", *_settings(_policy_fields(data.policies.default))],
+        [_POLICY, "[policy]", *_settings(_default_fields(data.policies.default))],
         [_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", *_settings(_scale(data.loss_scale))],
         [_OPTIMIZER, "[optimizer]", *_settings({"master": data.master, "skip": data.skip})],
+        [_ATTENTION, "[attention]", *_settings(_attention(data))],
         [_GRADIENTS, "[gradients]", *_settings(_gradients(data))],
         *[[_OPS, "[ops]", *_settings(dict(data.ops.edits))]] * bool(data.ops.edits),
         *[[_RULES]] * bool(data.policies.rules),
@@ -62,6 +66,17 @@ def _policy_fields(holder: Any) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+def _default_fields(policy: Any) -> dict[str, Any]:
+    """Without what has a table of its own."""
+    fields = _policy_fields(policy)
+    del fields["attention"]
+    return fields
+
+
+def _attention(data: RecipeData) -> dict[str, Any]:
+    return {"implementation": data.policies.default.attention}
 
 
 def _rule_fields(rule: Rule) -> dict[str, Any]:

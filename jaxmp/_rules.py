@@ -149,8 +149,8 @@ class Rule:
         None: they are given by keyword.
       module_type: a class, or a class name (`*` allowed), its base classes included. The rule
         covers modules of that type, not their children. None: any type.
-      param_dtype, compute_dtype, output_dtype, matmul, respect_explicit, cast_float64: the fields
-        of `Policy`. None: the default's.
+      param_dtype, compute_dtype, output_dtype, matmul, attention, respect_explicit, cast_float64:
+        the fields of `Policy`. None: the default's.
       why: the reason, printed by `explain` and `jaxmp show`.
       required: refuse a model in which the rule matches nothing.
       subtree: a rule by type covers everything below those modules too.
@@ -171,6 +171,7 @@ class Rule:
     compute_dtype: Any = dataclasses.field(default=None, kw_only=True)
     output_dtype: Any = dataclasses.field(default=None, kw_only=True)
     matmul: str | None = dataclasses.field(default=None, kw_only=True)
+    attention: str | None = dataclasses.field(default=None, kw_only=True)
     respect_explicit: bool | None = dataclasses.field(default=None, kw_only=True)
     cast_float64: bool | None = dataclasses.field(default=None, kw_only=True)
     why: str = dataclasses.field(default="", kw_only=True)

@@ -36,6 +36,10 @@ class LossScaleError(JaxmpError):
     """A loss scale was given values it cannot hold."""
 
 
+class AttentionError(JaxmpError):
+    """Arguments of attention do not fit together, or an implementation cannot serve them."""
+
+
 class AuditError(JaxmpError):
     """A program cannot be audited, or an audit cannot be read."""
 

@@ -13,12 +13,14 @@ from typing import Any, TypeVar, cast
 import flax.linen as nn
 import jax
 
+from jaxmp._attention._flax import Stated
 from jaxmp._boundary import cast_like, cast_tree
 from jaxmp._compat import context, current_context
 from jaxmp._linen_calls import (
     Applier,
     Plain,
     Root,
+    attention_function,
     is_by_path,
     key_scopes,
     modules_in,
@@ -351,6 +353,44 @@ def apply_policy(model: M, policies: Any) -> M:
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # Without its parent: like any new module it belongs to the method that it is made in.
     return cast(M, cls(**{name: getattr(model, name) for name in fields if name != "parent"}))
+
+
+def attention_fn(
+    *,
+    implementation: str = "auto",
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    padding_mask: bool = False,
+) -> Callable[..., jax.Array]:
+    """`jaxmp.dot_product_attention` for `flax.linen.MultiHeadDotProductAttention(attention_fn=…)`.
+
+    A policy in 16 bits puts it there by itself. Put it there yourself to state what a mask only
+    shows: cuDNN's fused kernel skips what causality and lengths hide, and reads a mask as an array.
+
+    Args:
+      implementation: as in `dot_product_attention`; "auto" leaves it to the policy.
+      is_causal: position t sees positions 0 to t. Leave the causal mask out.
+      local_window_size: `(left, right)`, or one number for both.
+      padding_mask: the layer's mask hides what stands behind the end of each sequence, and nothing
+        else but what is stated here; it is handed on as lengths.
+
+    Returns:
+      A function; the same one for the same arguments.
+
+    Raises:
+      AttentionError: if `implementation` is unknown; when it is called, what
+        `dot_product_attention` raises, or for `sow_weights`, `precision` or custom einsums, which
+        need all weights, with an implementation that never holds them.
+
+    Example:
+      >>> layer = flax.linen.MultiHeadDotProductAttention(
+      ...     num_heads=2, attention_fn=jaxmp.linen.attention_fn(is_causal=True)
+      ... )
+      >>> x = jnp.ones((1, 4, 8))
+      >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+      (1, 4, 8)
+    """
+    return attention_function(Stated(implementation, is_causal, local_window_size, padding_mask))
 
 
 def _check_model(model: Any) -> None:

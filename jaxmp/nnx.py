@@ -13,8 +13,10 @@ import optax
 from flax import linen, nnx
 
 from jaxmp import _gradients, _nnx_calls, _trees, optim
+from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import NoLossScale
+from jaxmp._nnx_calls import attention_function
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
@@ -83,6 +85,44 @@ def apply_policy(model: M, policies: Any) -> M:
         path = _deciding_path(place, policies, paths)
         _nnx_calls.bind(place.module, policies, path, _ancestors(path, paths))
     return copy
+
+
+def attention_fn(
+    *,
+    implementation: str = "auto",
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    padding_mask: bool = False,
+) -> Callable[..., jax.Array]:
+    """`jaxmp.dot_product_attention` for `flax.nnx.MultiHeadAttention(attention_fn=…)`.
+
+    A policy in 16 bits puts it there by itself. Put it there yourself to state what a mask only
+    shows: cuDNN's fused kernel skips what causality and lengths hide, and reads a mask as an array.
+
+    Args:
+      implementation: as in `dot_product_attention`; "auto" leaves it to the policy.
+      is_causal: position t sees positions 0 to t. Leave the causal mask out.
+      local_window_size: `(left, right)`, or one number for both.
+      padding_mask: the layer's mask hides what stands behind the end of each sequence, and nothing
+        else but what is stated here; it is handed on as lengths.
+
+    Returns:
+      A function; the same one for the same arguments.
+
+    Raises:
+      AttentionError: if `implementation` is unknown; when it is called, what
+        `dot_product_attention` raises, or for `sow_weights` or `precision`, which need all weights,
+        with an implementation that never holds them.
+
+    Example:
+      >>> layer = flax.nnx.MultiHeadAttention(
+      ...     2, 8, rngs=flax.nnx.Rngs(0), decode=False,
+      ...     attention_fn=jaxmp.nnx.attention_fn(is_causal=True),
+      ... )
+      >>> layer(jnp.ones((1, 4, 8))).shape
+      (1, 4, 8)
+    """
+    return attention_function(Stated(implementation, is_causal, local_window_size, padding_mask))
 
 
 def module_paths(model: nnx.Module) -> dict[str, type | None]:

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp._attention import fp32_softmax_attention
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
-from jaxmp.linen import apply_policy, explain, module_paths
+from jaxmp.linen import apply_policy, attention_fn, explain, module_paths
 from models import MIXED, floats, tokens
 from models_linen import CNN, MLP, Attention, RawParam, TiedLM, Transformer
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
 
 KEY = jax.random.key(0)
+fp32_softmax_attention = attention_fn()
 BF16 = "p=f32,c=bf16,o=bf16"
 
 

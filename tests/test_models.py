@@ -17,7 +17,6 @@ from flax import nnx
 
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._nnx_calls import fp32_softmax_attention
 from models import BUILDS, CASES, MIXED, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
@@ -271,7 +270,7 @@ def test_nnx_takes_no_more_operations_than_by_hand():
     build = BY_NAME["transformer-nnx"]
     by_hand = nnx.clone(build.model())
     by_hand.set_attributes(dtype=jnp.bfloat16)
-    by_hand.set_attributes(attention_fn=fp32_softmax_attention)
+    by_hand.set_attributes(attention_fn=jaxmp.nnx.attention_fn())
 
     def count(model):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)

@@ -1,0 +1,138 @@
+"""Attention that holds the logits of all pairs, which it keeps in FP32 with mask and softmax.
+
+Shape suffixes: B any batch dimensions, T query positions, S key positions, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._attention._arguments import Arguments, sees
+from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._products import wide_product
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    dropout: Callable[[jax.Array], jax.Array] | None,
+    sow: Callable[[jax.Array], Any] | None,
+    precision: Any,
+    scale: float | None = None,
+    qk_einsum: Callable[..., jax.Array] | None = None,
+    value_einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """What all share whose logits are held as a whole; operands of one dtype, the result's."""
+    if key.shape[-2] != query.shape[-2]:
+        key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
+    logits = _logits(query, key, precision, qk_einsum)
+    logits *= logits.dtype.type(query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = _softmax(logits, bias, mask).astype(query.dtype)
+    if sow is not None:
+        sow(weights)
+    if dropout is not None:
+        weights = dropout(weights)
+    einsum = value_einsum or functools.partial(jnp.einsum, precision=precision)
+    return einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
+    """Grouped queries: `[B..., S, K, H]` -> `[B..., S, N, H]`, each head N / K times in a row."""
+    if heads % array.shape[-2]:
+        raise ValueError(
+            f"query has {heads} heads, key and value have {array.shape[-2]}; grouped-query "
+            "attention needs a multiple."
+        )
+    return jnp.repeat(array, heads // array.shape[-2], axis=-2)
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: Any, einsum: Any) -> jax.Array:
+    """QK^T `[B..., N, T, S]` in FP32, or in float64 where the operands are."""
+    wide = FLOAT32 if is_half(query.dtype) else query.dtype
+    if einsum is not None:
+        return einsum("...qhd,...khd->...hqk", query, key).astype(wide)
+    heads, size = query.ndim - 2, query.ndim - 1
+    batch = (*range(query.ndim - 3), heads)
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((size,), (size,)), (batch, batch)),
+        precision=precision,
+    )
+    if query.dtype == wide:
+        return product(query, key)
+    return wide_product(product, query, key, wide)
+
+
+def _softmax(logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None) -> jax.Array:
+    # A query that sees no key gives zero and hands back no gradient, never NaN: its logits are
+    # replaced by finite ones before the softmax, and its weights by zero after it.
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+        seeing = logits.max(-1, keepdims=True) > -jnp.inf
+        logits = jnp.where(seeing | jnp.isnan(logits), logits, 0)
+    else:
+        seeing = True
+    if mask is not None:
+        logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+        seeing &= mask.any(-1, keepdims=True)
+    weights = jax.nn.softmax(logits)
+    return weights if seeing is True else jnp.where(seeing, weights, 0)
+
+
+def weight_dropout(
+    deterministic: bool, rate: float, rng: Any, broadcast: bool
+) -> Callable[[jax.Array], jax.Array] | None:
+    """Drops weights `[B..., N, T, S]` at `rate`, the same ones for all of B and N or not."""
+    if deterministic or rate == 0.0:
+        return None
+
+    def dropout(weights: jax.Array) -> jax.Array:
+        shape = weights.shape
+        if broadcast:
+            shape = (1,) * (weights.ndim - 2) + shape[-2:]
+        keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+        multiplier = keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype)
+        return weights * multiplier
+
+    return dropout
+
+
+def xla_attention(given: Arguments) -> jax.Array:
+    """`[B, T, N, V]` in the operands' dtype; the logits of all pairs are held in memory."""
+    settings = given.settings
+    rate, broadcast = settings.dropout_rate, settings.broadcast_dropout
+    return attend(
+        given.query,
+        given.key,
+        given.value,
+        bias=given.bias,
+        mask=whole_mask(given),
+        dropout=weight_dropout(given.dropout_rng is None, rate, given.dropout_rng, broadcast),
+        sow=None,
+        precision=None,
+        scale=settings.scale,
+    )
+
+
+def whole_mask(given: Arguments) -> jax.Array | None:
+    """The bool mask `[B|1, N|1, T, S]` of everything that hides a key; None if nothing does."""
+    _, _, queries, keys = given.logits_shape
+    rows = lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
+    columns = lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)
+    masks = [] if given.mask is None else [given.mask]
+    if given.settings.is_causal or given.settings.window is not None:
+        masks.append(sees(given.settings, rows, columns))
+    for lengths, positions in ((given.query_lengths, rows), (given.key_lengths, columns)):
+        if lengths is not None:
+            masks.append(positions < lengths[:, None, None, None])
+    return functools.reduce(jnp.logical_and, masks) if masks else None
