@@ -42,22 +42,25 @@ class Dims(NamedTuple):
     def transposed(self, side: int) -> tuple[Dims, Axes]:
         """The product of the result's gradient with the other operand: the gradient of `side`.
 
+        The result's gradient takes the place of `side` in it, so that for a linear layer no axis
+        has to be moved afterwards.
+
         Returns:
-          The dimension numbers, the gradient of the result being the left operand, and the
-          permutation that brings the product's axes into the order of the operand's.
+          The dimension numbers, and the permutation that brings the product's axes into the order
+          of the operand's.
         """
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
-        dims = Dims(
-            contract=(self.in_result(other), self.free(other)),
-            batch=(batch, self.batch[other]),
-            ndims=(self.result_ndim, self.ndims[other]),
-        )
+        ours, others = (self.in_result(other), self.free(other)), (batch, self.batch[other])
+        ndims = self.result_ndim, self.ndims[other]
+        if side:
+            ours, others, ndims = ours[::-1], others[::-1], ndims[::-1]
         # What is left of the other operand are its contracted axes, in their own order.
         pairs = zip(self.contract[other], self.contract[side], strict=True)
         contracted = [axis for _, axis in sorted(pairs)]
-        axes = [*self.batch[side], *self.free(side), *contracted]
-        return dims, tuple(int(axis) for axis in np.argsort(axes))
+        free = [*contracted, *self.free(side)] if side else [*self.free(side), *contracted]
+        order = tuple(int(axis) for axis in np.argsort([*self.batch[side], *free]))
+        return Dims(ours, others, ndims), order
 
     def spread(self, factor: jax.Array, side: int) -> jax.Array:
         """Factors of an operand, of size 1 on its contracted axes, for each number of the result.

@@ -243,7 +243,7 @@ def _for_backward(call: _Call, side: int, x: Any, forwards: Operand, seen: Any) 
     if _shared(call, role, "fprop", gemm):
         return forwards
     dims, _ = call.dims.transposed(1 - side)
-    return _operand(call, gemm, role, x, dims, 1, seen)
+    return _operand(call, gemm, role, x, dims, side, seen)
 
 
 def _shared(call: _Call, role: str, one: str, other: str) -> bool:
@@ -267,12 +267,15 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
         gemm = call.gemm_of_gradient(side)
         dims, order = call.dims.transposed(side)
         if operand is None or not _shared(call, "output_grad", "dgrad", "wgrad"):
-            operand = _operand(call, gemm, "output_grad", gradient, dims, 0, of_gradient)
+            operand = _operand(call, gemm, "output_grad", gradient, dims, side, of_gradient)
         if operand.factor is None:
             # Not FP8: a wide result's gradient is rounded to what it is multiplied with.
             values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
             operand = Operand(values, None)
-        product = _multiply(call, gemm, operand, kept[1 - side], dims, call.dtypes[side])
+        # The gradient in its own operand's place.
+        pair = [kept[0], kept[1]]
+        pair[side] = operand
+        product = _multiply(call, gemm, *pair, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
     if not isinstance(call.recipe, DelayedScaling):
         return (results[0], results[1], None)

@@ -1,0 +1,184 @@
+"""One linear layer, forwards and backwards, in BF16 and in FP8: as compiled, and timed.
+
+    python benchmarks/fp8_linear.py                        # compiled for an H200 that is not there
+    python benchmarks/fp8_linear.py --out fp8_linear.json  # and written
+    python benchmarks/fp8_linear.py --time                 # timed, on the GPU that is there
+
+Compiling needs XLA's GPU compiler: pip install "jaxmp[aot]". Counted are the bytes that kernels
+other than matmuls read and write, where nothing stays in cache. Flax's own FP8 op stands beside
+ours.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+if "--time" not in sys.argv:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+from jax import lax
+
+from jaxmp import fp8
+from jaxmp._audit._arguments import trace
+from jaxmp._audit._compile import compile_for
+from jaxmp._hlo import Program
+
+LINEAR = (((1,), (0,)), ((), ()))
+# Tokens, inputs, outputs: squares, and the layers of Llama 3 8B.
+SHAPES = [(n, n, n) for n in (1024, 2048, 4096, 8192, 16384)] + [
+    (16384, 4096, 1024),
+    (16384, 4096, 14336),
+    (16384, 14336, 4096),
+]
+
+
+def ours(recipe, x, w, state):
+    return fp8.dot_general(recipe)(x, w, LINEAR, state=state)
+
+
+def flax_direct(x, w, state):
+    return fp8_ops.Fp8DirectDotGeneralOp().apply(state, x, w, LINEAR)
+
+
+def schemes():
+    """Name -> (product of x, w and a state; its state before the first step)."""
+    found = {"bf16": (lambda x, w, state: lax.dot_general(x, w, LINEAR), None)}
+    for name in ("current", "delayed", "rowwise"):
+        recipe = fp8.as_recipe(name)
+        state = fp8.init_state(recipe) if recipe.is_stateful else None
+        found[name] = (functools.partial(ours, recipe), state)
+    uncalibrated = fp8.DelayedScaling(calibrate=False)
+    found["delayed, uncalibrated"] = (functools.partial(ours, uncalibrated), fp8.init_state())
+    x = jnp.ones((16, 16), jnp.bfloat16)
+    state = fp8_ops.Fp8DirectDotGeneralOp().init(jax.random.key(0), x, x, LINEAR)
+    found["flax direct"] = (flax_direct, state)
+    return found
+
+
+def step(product):
+    """The result of one layer, gradients of its operands, and the next state."""
+
+    def run(x, w, g, state):
+        y, backward = jax.vjp(product, x, w, state)
+        return y, backward(g)
+
+    return run
+
+
+# ---------------------------------------------------------------------------
+# Compiled
+# ---------------------------------------------------------------------------
+
+
+def count(product, state, shape):
+    """FP8 matmuls, kernels, and bytes that kernels other than matmuls move."""
+    m, k, n = shape
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
+    traced = trace(step(product), (*arrays, jax.eval_shape(lambda: state)), {})
+    program = Program(compile_for("h200", traced).text)
+    moved, kernels, real = 0, 0, 0
+    for one in program.steps():
+        instruction = one.instruction
+        if instruction.opcode == "custom-call":
+            real += "matmul$f8" in instruction.attribute("custom_call_target")
+        elif instruction.opcode in ("fusion", "copy", "reduce", "transpose"):
+            inside = one.computation.instructions
+            operands = [inside[name].shapes for name in instruction.operands]
+            shapes = [*instruction.shapes, *(shape for found in operands for shape in found)]
+            moved += sum(shape.bytes for shape in shapes)
+            kernels += 1
+    elements = m * k + k * n + m * n
+    return {
+        "shape": shape,
+        "fp8_matmuls": real,
+        "kernels": kernels,
+        "bytes_per_element": round(moved / elements, 2),
+    }
+
+
+# ---------------------------------------------------------------------------
+# Timed
+# ---------------------------------------------------------------------------
+
+
+def seconds(run, args, repeats):
+    jax.block_until_ready(run(*args))
+    start = time.perf_counter()
+    for _ in range(repeats):
+        out = run(*args)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / repeats
+
+
+def timed(shape, rounds=7, repeats=10):
+    """Milliseconds of each scheme, and over BF16: medians of interleaved rounds."""
+    m, k, n = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, g = (
+        jax.random.normal(key, s, jnp.bfloat16)
+        for key, s in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
+    )
+    runs = {
+        name: (jax.jit(step(product)), (x, w, g, state))
+        for name, (product, state) in schemes().items()
+    }
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, (run, args) in runs.items():
+            times[name].append(seconds(run, args, repeats))
+    rows = []
+    for name, found in times.items():
+        ratios = [bf16 / own for bf16, own in zip(times["bf16"], found, strict=True)]
+        rows.append(
+            {
+                "scheme": name,
+                "shape": shape,
+                "ms": round(1e3 * statistics.median(found), 4),
+                "over_bf16": round(statistics.median(ratios), 3),
+                "spread": [round(min(ratios), 3), round(max(ratios), 3)],
+            }
+        )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--time", action="store_true", help="time it on the GPU that is there")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    if options.time:
+        if jax.default_backend() != "gpu":
+            sys.exit("--time needs a GPU; without it the program is compiled for an H200.")
+        device = jax.devices()[0].device_kind
+        rows = [row for shape in SHAPES for row in timed(shape)]
+    else:
+        device = "NVIDIA H200 (compiled without one, nothing was run)"
+        rows = [
+            {"scheme": name, **count(product, state, (16384, 4096, 4096))}
+            for name, (product, state) in schemes().items()
+        ]
+    print(f"{device}; jax {jax.__version__} on {platform.machine()}")
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    if options.out:
+        report = {
+            "command": "python " + " ".join(sys.argv),
+            "device": device,
+            "versions": {"jax": jax.__version__, "flax": flax.__version__},
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
