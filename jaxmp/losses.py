@@ -103,7 +103,7 @@ def softmax_cross_entropy(
       >>> jax.grad(loss)(logits).dtype
       dtype(bfloat16)
     """
-    logits = _floating(logits, "logits")
+    logits, reduction = _floating(logits, "logits"), _reduction(reduction)
     axis = _axis(axis, logits)
     terms = _terms(label_smoothing, z_loss, axis)
     size = logits.shape[axis]
@@ -125,7 +125,7 @@ def softmax_cross_entropy(
     factors = _factors(weights, kept, rows, wide)
     logits, labels, factors, valid = _vary_alike(logits, labels, factors, valid)
     losses = _known(_row_losses(terms, logits, labels), valid)
-    return _reduce(losses, factors, _reduction(reduction))
+    return _reduce(losses, factors, reduction)
 
 
 class _Terms(NamedTuple):
@@ -167,7 +167,10 @@ def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(wide)
     # A comparison, not a gather: along a V that is split over devices it stays where it is.
-    return (lax.broadcasted_iota(labels.dtype, logits.shape, axis) == labels).astype(wide)
+    sharding = jax.typeof(logits).sharding
+    explicit = sharding if any(sharding.spec) else None
+    classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis, out_sharding=explicit)
+    return (classes == labels).astype(wide)
 
 
 def _forward(terms: _Terms, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, _Rows]:
@@ -336,6 +339,7 @@ def linear_cross_entropy(
       >>> float(value), gradient.dtype
       (2.3025..., dtype('float32'))
     """
+    reduction = _reduction(reduction)
     hidden, kernel = _floating(hidden, "hidden"), _floating(kernel, "kernel")
     size = _check_layer(hidden, kernel, transposed)
     bias = None if bias is None else _floating(bias, "bias")
@@ -351,8 +355,6 @@ def linear_cross_entropy(
     labels, kept, valid = _read_indices(labels, size, ignore_index)
     wide = _wide(hidden.dtype)
     factors = _factors(weights, kept, rows, wide)
-    reduction = _reduction(reduction)
-
     count = math.prod(rows)
     layer = _Layer(terms, _chunk_rows(chunk, count, hidden.shape[-1]), transposed, precision)
     hidden, labels = hidden.reshape(count, hidden.shape[-1]), labels.reshape(count)
@@ -585,10 +587,10 @@ def mse(
       >>> float(jaxmp.losses.mse(predictions, jnp.zeros(2, jnp.float16)))
       45000.5
     """
-    predictions = _floating(predictions, "predictions")
+    predictions, reduction = _floating(predictions, "predictions"), _reduction(reduction)
     targets = _same_shape(_floating(targets, "targets"), predictions, "predictions")
-    losses = _from_half(optax.squared_error)(predictions, targets)
-    return _reduce_entries(losses, weights, reduction)
+    factors = _entry_factors(weights, predictions, targets)
+    return _reduce(_from_half(optax.squared_error)(predictions, targets), factors, reduction)
 
 
 def sigmoid_binary_cross_entropy(
@@ -624,7 +626,7 @@ def sigmoid_binary_cross_entropy(
       >>> jaxmp.losses.sigmoid_binary_cross_entropy(logits, labels, reduction="none").round(4)
       Array([0.000e+00, 6.931e-01, 6.000e+04], dtype=float32)
     """
-    logits = _floating(logits, "logits")
+    logits, reduction = _floating(logits, "logits"), _reduction(reduction)
     labels = _same_shape(jnp.asarray(labels), logits, "logits")
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         labels = labels.astype(_wide(logits.dtype))
@@ -638,7 +640,8 @@ def sigmoid_binary_cross_entropy(
         losses = optax.sigmoid_binary_cross_entropy(logits, labels)
         return jnp.where(certain, jnp.zeros_like(losses), losses)
 
-    return _reduce_entries(_from_half(entries)(logits, labels), weights, reduction)
+    factors = _entry_factors(weights, logits, labels)
+    return _reduce(_from_half(entries)(logits, labels), factors, reduction)
 
 
 def kl_divergence(
@@ -681,7 +684,7 @@ def kl_divergence(
       0.69140625
     """
     log_predictions = _floating(log_predictions, "log_predictions")
-    targets = _floating(targets, "targets")
+    targets, reduction = _floating(targets, "targets"), _reduction(reduction)
     targets = _same_shape(targets, log_predictions, "log_predictions")
     axis = _axis(axis, log_predictions)
 
@@ -695,30 +698,34 @@ def kl_divergence(
         chances = jnp.exp(targets) if log_targets else targets
         return jnp.sum(jnp.where(absent, none, chances * (logs - log_predictions)), axis)
 
-    losses = _from_half(rows)(log_predictions, targets)
-    factors = _factors(weights, None, losses.shape, losses.dtype)
-    return _reduce(losses, factors, _reduction(reduction))
+    shape = targets.shape[:axis] + targets.shape[axis + 1 :]
+    factors = _factors(weights, None, shape, _widest(log_predictions, targets))
+    return _reduce(_from_half(rows)(log_predictions, targets), factors, reduction)
 
 
 def _from_half(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`fn` on operands in FP32; what is saved for its backward pass are the operands as given."""
 
     def widened(*operands: jax.Array) -> jax.Array:
-        wide = FLOAT64 if any(one.dtype == FLOAT64 for one in operands) else FLOAT32
+        wide = _widest(*operands)
         return fn(*(one.astype(wide) for one in operands))
 
     return jax.checkpoint(widened)
 
 
-def _reduce_entries(losses: jax.Array, weights: Any, reduction: Any) -> Any:
-    """Reduces losses of entries; weights may be those of rows."""
+def _widest(*operands: jax.Array) -> Any:
+    return FLOAT64 if any(one.dtype == FLOAT64 for one in operands) else FLOAT32
+
+
+def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
+    """The factor of every entry; weights may be those of rows."""
+    shape = operands[0].shape
     if weights is not None:
         weights = jnp.asarray(weights)
-        if weights.ndim < losses.ndim and weights.shape == losses.shape[: weights.ndim]:
-            missing = range(weights.ndim, losses.ndim)
-            weights = jnp.broadcast_to(jnp.expand_dims(weights, tuple(missing)), losses.shape)
-    factors = _factors(weights, None, losses.shape, losses.dtype)
-    return _reduce(losses, factors, _reduction(reduction))
+        if weights.ndim < len(shape) and weights.shape == shape[: weights.ndim]:
+            missing = tuple(range(weights.ndim, len(shape)))
+            weights = jnp.broadcast_to(jnp.expand_dims(weights, missing), shape)
+    return _factors(weights, None, shape, _widest(*operands))
 
 
 # ---------------------------------------------------------------------------

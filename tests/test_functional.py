@@ -1,0 +1,319 @@
+"""Norms and rotary positions of half operands, against FP64 and against the usual traps."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import functional
+from jaxmp.errors import JaxmpError
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+HALVES = DTYPES[1:]
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def half_ulp(dtype):
+    """Half the relative and the absolute spacing of a dtype."""
+    info = jnp.finfo(dtype)
+    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
+
+
+def assert_rounded_once(found, exact, *, fp32=4e-6):
+    """Within half a unit of the last place of `found`'s dtype, beside `fp32` of FP32 rounding."""
+    relative, absolute = half_ulp(found.dtype)
+    allowed = 1.01 * relative * np.abs(exact) + absolute + fp32 * (1 + np.abs(exact))
+    error = np.abs(f64(found) - exact)
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+# ---------------------------------------------------------------------------
+# Norms
+# ---------------------------------------------------------------------------
+
+
+def norm_64(x, scale, bias, axes, centred, epsilon=1e-6):
+    x = f64(x)
+    if centred:
+        x = x - x.mean(axes, keepdims=True)
+    out = x / np.sqrt((x**2).mean(axes, keepdims=True) + epsilon)
+    shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
+    out = out * f64(scale).reshape(shape)
+    return out + f64(bias).reshape(shape) if centred else out
+
+
+@jax.jit
+def last_axis(x, scale, bias):
+    return functional.rms_norm(x, scale), functional.layer_norm(x, scale, bias)
+
+
+@hypothesis.given(
+    dtype=st.sampled_from(DTYPES),
+    mean=st.sampled_from([0.0, 1.0, 300.0, 2000.0]),
+    deviation=st.sampled_from([1e-3, 1.0, 300.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@hypothesis.settings(max_examples=40)
+def test_norms_are_those_of_fp64(dtype, mean, deviation, seed):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(mean + deviation * rng.normal(size=(4, 48)), dtype)
+    scale, bias = (jnp.asarray(rng.normal(size=48), jnp.float32) for _ in range(2))
+    rms, layer = last_axis(x, scale, bias)
+    assert rms.dtype == layer.dtype == dtype
+    assert_rounded_once(rms, norm_64(x, scale, bias, (1,), False))
+    # The mean of numbers near m is right to an FP32 rounding of m, beside their deviation.
+    spread = np.sqrt(f64(x).var(-1, keepdims=True) + 1e-6)
+    fp32 = 8e-6 + 2.0**-22 * np.abs(mean) / spread * np.abs(f64(scale)).max()
+    assert_rounded_once(layer, norm_64(x, scale, bias, (1,), True), fp32=fp32)
+
+
+@pytest.mark.parametrize("axis", [0, -2, (0, 2), (-1, 1)])
+def test_axes(axis):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
+    axes = tuple(sorted(one % 3 for one in (axis if isinstance(axis, tuple) else (axis,))))
+    sizes = [x.shape[one] for one in axes]
+    scale, bias = (jnp.asarray(rng.normal(size=sizes), jnp.bfloat16) for _ in range(2))
+    for centred, found in (
+        (False, functional.rms_norm(x, scale, axis=axis)),
+        (True, functional.layer_norm(x, scale, bias, axis=axis)),
+    ):
+        assert_rounded_once(found, norm_64(x, scale, bias, axes, centred))
+
+
+def test_float16_of_300_whose_square_is_infinite():
+    x = jnp.array([[300.0, -300.0, 300.0, -300.0]], jnp.float16)
+    assert jnp.square(x)[0, 0] == jnp.inf
+    assert functional.rms_norm(x)[0].tolist() == [1, -1, 1, -1]
+    assert functional.layer_norm(x)[0].tolist() == [1, -1, 1, -1]
+    slope = jax.grad(lambda x: functional.rms_norm(x).astype(jnp.float32)[0, 0])(x)
+    assert np.isfinite(slope).all() and slope[0, 0] > 0
+
+
+def test_a_small_deviation_beside_a_large_mean():
+    x = jnp.asarray(4096 + np.arange(8.0) % 2, jnp.float32)[None]
+    fast = jnp.square(x).mean() - jnp.square(x.mean())
+    assert abs(fast - 0.25) > 0.1  # the shortcut: FP32 squares have steps of 1 or 2 there
+    exact = norm_64(x, np.ones(8), np.zeros(8), (1,), True)
+    assert_rounded_once(functional.layer_norm(x), exact)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_are_those_of_fp64_and_parameters_sum_in_fp32(dtype):
+    rng = np.random.default_rng(0)
+    # Sums over 4096 rows: in 16 bits they stop growing long before.
+    x = jnp.asarray(rng.normal(size=(4096, 16)) + 1, dtype)
+    scale, bias = jnp.asarray(rng.normal(size=16), jnp.float32), jnp.zeros(16)
+    weights = jnp.asarray(rng.uniform(0.5, 1.5, size=(4096, 16)), dtype)
+
+    def loss(x, scale, bias, fn):
+        return (fn(x, scale, bias).astype(jnp.float32) * weights.astype(jnp.float32)).sum()
+
+    def centred_64(scale, bias, x):
+        d = f64(x) - f64(x).mean(-1, keepdims=True)
+        inverse = 1 / np.sqrt((d**2).mean(-1, keepdims=True) + 1e-6)
+        hat, g = d * inverse, f64(weights) * f64(scale)
+        of_x = inverse * (g - g.mean(-1, keepdims=True) - hat * (g * hat).mean(-1, keepdims=True))
+        return of_x, (f64(weights) * hat).sum(0), f64(weights).sum(0)
+
+    slopes = jax.jit(jax.grad(lambda *args: loss(*args, functional.layer_norm), (0, 1, 2)))(
+        x, scale, bias
+    )
+    exact = centred_64(scale, bias, x)
+    assert [slope.dtype for slope in slopes] == [dtype, jnp.float32, jnp.float32]
+    assert_rounded_once(slopes[0], exact[0], fp32=1e-5)
+    np.testing.assert_allclose(slopes[1], exact[1], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(slopes[2], exact[2], rtol=1e-5)
+    in_half = functools.reduce(np.add, np.asarray(weights))
+    assert in_half.dtype == dtype
+    assert (np.abs(f64(in_half) - exact[2]) > 1e-3 * exact[2]).any()  # what FP32 sums avoid
+
+    rms = lambda x, scale, bias: functional.rms_norm(x, scale) + bias.astype(dtype)
+    slope = jax.jit(jax.grad(lambda scale: loss(x, scale, bias, rms)))(scale)
+    hat = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(slope, (f64(weights) * hat).sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [functional.rms_norm, functional.layer_norm])
+def test_saved_for_the_backward_pass_are_half_rows_and_statistics(norm):
+    x, scale = jnp.ones((32, 64), jnp.bfloat16), jnp.ones(64)
+    saved = jax.tree.leaves(jax.vjp(norm, x, scale)[1])
+    wide = [array.size for array in saved if array.dtype == jnp.float32]
+    assert max(wide) == 64 and wide.count(32) == (2 if norm is functional.layer_norm else 1)
+    assert sum(array.size for array in saved if array.dtype == jnp.bfloat16) == 32 * 64
+
+
+def test_norms_under_transformations():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.bfloat16)
+    scale = jnp.linspace(0.5, 1.5, 8)
+    plain = functional.layer_norm(x, scale)
+    mapped = jax.vmap(functional.layer_norm, (0, None))(x, scale)
+    np.testing.assert_array_equal(mapped, plain)
+    remat = jax.jit(jax.checkpoint(functional.layer_norm))(x, scale)
+    np.testing.assert_array_equal(remat, plain)
+    wide = x.astype(jnp.float32)
+    total = lambda x: functional.rms_norm(x, scale).sum()
+    forward = jax.jvp(total, (wide,), (jnp.ones_like(wide),))[1]
+    np.testing.assert_allclose(forward, jax.grad(total)(wide).sum(), rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------
+# Rotary positions
+# ---------------------------------------------------------------------------
+
+
+def rotary_64(x, positions, *, base=10000.0, scaling=1.0, interleaved=False):
+    """With angles in extended precision, `[..., T, N, H]`."""
+    size = x.shape[-1]
+    rates = np.longdouble(base) ** -(np.arange(0, size, 2) / np.longdouble(size)) / scaling
+    angles = np.asarray(positions).astype(np.longdouble)[..., None] * rates
+    cos, sin = (fn(angles)[..., None, :] for fn in (np.cos, np.sin))
+    x = f64(x)
+    if interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+    a, b = np.split(x, 2, -1)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+# Compiled: of operations that run one by one, each would be compiled by itself.
+rotate = jax.jit(
+    functional.rotary_embedding, static_argnames=("base", "scaling", "interleaved", "rotary_dim")
+)
+
+FAR = np.array([0, 1, 255, 257, 2049, 2**17, 2**17 + 1, 2**24 + 1, 2**31 - 1, -1, -(2**20)])
+
+
+def activations(dtype, size=64, rows=11):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=(2, rows, 3, size)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_int32_position_is_rotated_as_in_fp64(dtype, interleaved):
+    x = activations(dtype)
+    options = {"interleaved": interleaved, "base": 500000.0, "scaling": 4.0}
+    found = rotate(x, FAR, **options)
+    assert found.dtype == dtype
+    # Of the longdouble oracle 64 bits are right: 2**31 radians to 1e-10.
+    assert_rounded_once(found, rotary_64(x, FAR, **options).astype(np.float64), fp32=2e-6)
+
+
+def test_what_goes_wrong_elsewhere():
+    x = activations(jnp.float32)
+    exact = rotary_64(x, FAR).astype(np.float64)
+    rates = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+
+    def usual(positions, angle_dtype):
+        angles = positions.astype(angle_dtype)[:, None] * jnp.asarray(rates, angle_dtype)[None]
+        angles = angles.astype(jnp.float32)[:, None]
+        cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+    positions = jnp.asarray(FAR, jnp.int32)
+    error = lambda found, row: np.abs(f64(found) - exact)[:, row].max()
+    ours = rotate(x, positions)
+    assert max(error(ours, row) for row in range(len(FAR))) < 4e-6
+    # bfloat16 positions: 257 is 256.
+    assert jnp.bfloat16(257) == jnp.bfloat16(256)
+    assert error(usual(positions, jnp.bfloat16), 3) > 0.5
+    # float16 angles: 2049 is 2048, and 2**17 is infinite.
+    assert error(usual(positions, jnp.float16), 4) > 0.5
+    assert np.isnan(usual(positions, jnp.float16)[:, 5]).any()
+    # FP32 angles at 2**17: off by more than the rounding of a bfloat16 result.
+    assert error(usual(positions, jnp.float32), 5) > 2.0**-9
+
+
+def test_gradient_is_the_rotation_back():
+    x = activations(jnp.bfloat16, rows=4)
+    positions = jnp.array([0, 1, 300, 2**17])
+    cotangent = activations(jnp.bfloat16, rows=4)[::-1]
+    (slope,) = jax.jit(lambda x, c: jax.vjp(lambda x: rotate(x, positions), x)[1](c))(x, cotangent)
+    assert slope.dtype == jnp.bfloat16
+    assert_rounded_once(slope, rotary_64(cotangent, -positions).astype(np.float64))
+
+
+def test_scores_depend_on_distance_alone():
+    q, k = activations(jnp.float32, rows=4), activations(jnp.float32, rows=4)[::-1]
+    score = lambda start: jnp.einsum(
+        "btnh,btnh->btn",
+        rotate(q, jnp.arange(4) + start),
+        rotate(k, jnp.arange(4) * 2 + start),
+    )
+    np.testing.assert_allclose(score(0), score(2**20), rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_of_positions_part_of_the_features_and_given_frequencies():
+    x = activations(jnp.bfloat16, rows=5)
+    row = jnp.arange(5) * 1000
+    whole = rotate(x, row)
+    each = rotate(x, jnp.stack([row, row]))
+    np.testing.assert_array_equal(each, whole)
+    np.testing.assert_array_equal(rotate(x[0], row), whole[0])
+    mapped = jax.vmap(rotate, (0, None))(x, row)
+    np.testing.assert_array_equal(mapped, whole)
+
+    part = rotate(x, row, rotary_dim=16)
+    np.testing.assert_array_equal(part[..., 16:], x[..., 16:])
+    alone = rotate(x[..., :16], row)
+    np.testing.assert_array_equal(part[..., :16], alone)
+
+    rates = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+    given = functional.rotary_embedding(x, row, frequencies=rates)
+    np.testing.assert_array_equal(given, whole)
+    # Fractions of positions, in FP32.
+    halves = rotate(x, jnp.arange(5) / 2)
+    scaled = rotate(x, jnp.arange(5), scaling=2.0)
+    np.testing.assert_allclose(f64(halves), f64(scaled), rtol=2**-7, atol=1e-6)
+    small = rotate(x, row.astype(jnp.int16))
+    np.testing.assert_array_equal(small, whole)
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------
+
+X, T = jnp.zeros((1, 4, 2, 6)), jnp.arange(4)
+rotary, rms = functional.rotary_embedding, functional.rms_norm
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rms(jnp.arange(4)), r"x is int32 of shape \[4\].*x.astype\(jnp.float32\)"),
+        (lambda: rms(X.astype("float8_e5m2")), "16 bits"),
+        (lambda: rms(X, jnp.ones(4)), r"scale has shape \[4\].*\[6\].*scale.reshape\(\(6,\)\)"),
+        (lambda: functional.layer_norm(X, None, jnp.ones((1, 6))), "bias has shape"),
+        (lambda: rms(X, axis=4), "axis=4.*-4 to 3"),
+        (lambda: rms(X, axis=(0, -4)), "several different"),
+        (lambda: rms(X, axis=()), "must name one axis"),
+        (lambda: rms(X, axis=1.5), "not an integer"),
+        (lambda: rotary(X, T.astype(jnp.bfloat16)), r"bfloat16.*beyond 256.*jnp.arange\(4\)"),
+        (lambda: rotary(X, T.astype(jnp.float16)), "float16.*beyond 2048"),
+        (lambda: rotary(X, T > 0), "bool cannot hold"),
+        (lambda: rotary(X, jnp.arange(3)), r"\[3\].*\[1, 4\].*jnp.arange\(4\)"),
+        (lambda: rotary(X, jnp.zeros((2, 4), int)), r"\[2, 4\]"),
+        (lambda: rotary(X[0, 0], T), r"\[\.\.\., T, N, H\]"),
+        (lambda: rotary(X[..., :5], T), "must be even.*rotary_dim=4"),
+        (lambda: rotary(X, T, rotary_dim=8), "from 2 to 6"),
+        (lambda: rotary(X, T, rotary_dim=2.0), "not an integer"),
+        (lambda: rotary(X, T, base=0), "base=0 must be a number above 0"),
+        (lambda: rotary(X, T, scaling="2x"), "scaling='2x'.*scaling=1.0"),
+        (lambda: jax.jit(lambda b: rotary(X, T, base=b))(2.0), "known when the program is built"),
+        (lambda: rotary(X, T, frequencies=[1.0]), r"shape \[1\].*shape \[3\]"),
+        (lambda: rotary(X, T, frequencies=[1.0] * 3, base=5.0), "Leave out base"),
+        (lambda: jax.jit(lambda f: rotary(X, T, frequencies=f))(jnp.ones(3)), "NumPy array"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(JaxmpError, match=message):
+        call()

@@ -1,0 +1,988 @@
+"""FP32 losses of half operands, against FP64, and in the programs that XLA compiles."""
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxmp
+import loss_memory
+from jaxmp import losses
+from jaxmp._hlo import Program
+from jaxmp.errors import JaxmpError
+
+ROOT = Path(__file__).parent.parent
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+HALVES = DTYPES[1:]
+F32_EPS = 2.0**-24  # half a unit in the last place, relative
+
+
+def has_compiler():
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+)
+
+
+# ---------------------------------------------------------------------------
+# The oracle
+# ---------------------------------------------------------------------------
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
+    """In FP64, V last: losses `[...]`, the logits' gradients of each `[..., V]`, logsumexp."""
+    logits = f64(logits)
+    masked = logits == -np.inf
+    top = np.where(masked, -1e300, logits).max(-1, keepdims=True)
+    lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    labels = np.asarray(labels)
+    soft = labels.ndim == logits.ndim
+    q = f64(labels) if soft else (np.arange(logits.shape[-1]) == labels[..., None]) * 1.0
+    if label_smoothing:
+        even = ~masked / np.maximum((~masked).sum(-1, keepdims=True), 1)
+        q = (1 - label_smoothing) * q + label_smoothing * even
+    with np.errstate(invalid="ignore"):
+        loss = -np.where(q == 0, 0, q * (logits - lse)).sum(-1) + z_loss * lse[..., 0] ** 2
+    slope = np.exp(logits - lse) * (q.sum(-1, keepdims=True) + 2 * z_loss * lse) - q
+    return loss, np.where(masked, 0, slope), lse
+
+
+def half_ulp(dtype):
+    """Relative and absolute half spacing of a dtype."""
+    info = jnp.finfo(dtype)
+    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
+
+
+def residuals(fn, *args):
+    """What the forward pass of `fn` keeps for its backward pass."""
+    return jax.tree.leaves(jax.vjp(fn, *args)[1])
+
+
+def norm_error(found, exact):
+    return np.linalg.norm(f64(found) - exact) / np.linalg.norm(exact)
+
+
+# Compiled: of operations that run one by one, each would be compiled by itself.
+compiled = functools.partial(
+    jax.jit, static_argnames=("label_smoothing", "z_loss", "ignore_index", "reduction", "axis")
+)
+softmax = compiled(losses.softmax_cross_entropy)
+
+
+# ---------------------------------------------------------------------------
+# softmax_cross_entropy
+# ---------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    rows, classes = 5, 64
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.sampled_from([0.1, 3.0, 200.0, 60000.0]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    logits = np.clip(rng.normal(size=(rows, classes)) * size, -65504, 65504)
+    logits[:, 1:][rng.random((rows, classes - 1)) < draw(st.sampled_from([0.0, 0.3]))] = -np.inf
+    labels = np.array([rng.choice(np.flatnonzero(row > -np.inf)) for row in logits], np.int32)
+    kind = draw(st.sampled_from(["indices", "float32", jnp.bfloat16]))
+    if kind != "indices":
+        labels = (rng.dirichlet(np.ones(classes), rows) * (logits > -np.inf)).astype(kind)
+    smoothing, z_loss = draw(st.sampled_from([(0.0, 0.0), (0.1, 1e-4), (1.0, 0.0)]))
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    weights = draw(
+        st.sampled_from(
+            [np.ones(rows), rng.gamma(1.0, size=rows), rng.random(rows) < 0.5, np.zeros(rows)]
+        )
+    )
+    axis = draw(st.sampled_from([0, 1]))
+    return jnp.asarray(logits, dtype), labels, options, weights.astype(np.float32), axis
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "label_smoothing", "z_loss"))
+def with_slope(logits, labels, weights, **options):
+    loss_fn = lambda logits: losses.softmax_cross_entropy(
+        logits, labels, weights=weights, **options
+    )
+    return jax.value_and_grad(loss_fn)(logits)
+
+
+@hypothesis.given(cases())
+@hypothesis.settings(max_examples=20)
+def test_losses_and_gradients_are_those_of_fp64(case):
+    logits, labels, options, weights, axis = case
+    losses_64, slopes, lse = oracle(logits, labels, **options)
+    factors = f64(weights)
+    total = factors.sum() or 1.0
+
+    turn = lambda array: array.T if axis == 0 else array
+    given_labels = turn(labels) if labels.ndim == 2 else labels
+    loss, slope = with_slope(turn(logits), given_labels, weights, axis=axis, **options)
+    assert loss.dtype == jnp.float32 and slope.dtype == logits.dtype
+
+    finite = np.where(np.isfinite(f64(logits)), f64(logits), 0)
+    spread = np.abs(finite).max()
+    squares = options["z_loss"] * np.square(lse).max()
+    # A handful of FP32 roundings of the largest terms, and of a sum of V.
+    allowed = F32_EPS * (4 * logits.shape[1] + 8 * spread + 8 * squares)
+    np.testing.assert_allclose(
+        loss, (factors * losses_64).sum() / total, rtol=4 * F32_EPS, atol=allowed
+    )
+    exact = slopes * (factors / total)[:, None]
+    relative, absolute = half_ulp(logits.dtype)
+    # One rounding to the logits' dtype, on top of FP32 rounding of p (at most 1, or 1 + 2 z lse).
+    steep = 1 + 2 * options["z_loss"] * np.abs(lse).max()
+    in_fp32 = 32 * F32_EPS * steep * (factors / total).max()
+    error = np.abs(f64(turn(slope)) - exact)
+    assert (error <= 1.01 * relative * np.abs(exact) + absolute + in_fp32).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_vocabulary_of_fifty_thousand(dtype, getkey):
+    logits = (jax.random.normal(getkey(), (4, 50257)) * 4).astype(dtype)
+    labels = jax.random.randint(getkey(), (4,), 0, 50257)
+    found = softmax(logits, labels, reduction="none", label_smoothing=0.1)
+    # FP32 sums of 50,257 terms, added in any order: errors of sqrt(V) roundings or so.
+    np.testing.assert_allclose(found, oracle(logits, labels, 0.1)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_probabilities_of_logits_next_to_the_largest_float16(dtype):
+    logits = jnp.array([[65504.0, 65472.0, 65504.0, -65504.0, -jnp.inf]]).astype(dtype)
+    exact, slopes, _ = oracle(logits, np.array([1]))
+    loss_fn = lambda logits: losses.softmax_cross_entropy(logits, jnp.array([1]))
+    loss, slope = jax.jit(jax.value_and_grad(loss_fn))(logits)
+    # Next to 65504 FP32 has steps of 0.004; a loss made of logsumexp would be that far off.
+    np.testing.assert_allclose(loss, exact[0], rtol=4 * F32_EPS, atol=4 * F32_EPS)
+    np.testing.assert_allclose(f64(slope), slopes, rtol=half_ulp(dtype)[0] * 1.01, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("soft", "options"),
+    [
+        (False, {}),
+        (False, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        (True, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+    ],
+)
+def test_masked_classes_never_make_nan_in_a_gradient(soft, options):
+    inf = jnp.inf
+    logits = jnp.array(
+        [[1.0, -inf, 2.0], [-inf, 1.0, 2.0], [-inf, -inf, -inf]], jnp.float16
+    )  # an honest row, a masked label, nothing but masked classes
+    labels = jnp.array([0, 0, 0])
+    if soft:
+        labels = jax.nn.one_hot(labels, 3, dtype=jnp.float16)
+    loss_fn = functools.partial(softmax, reduction="none", **options)
+    found, pull = jax.vjp(lambda logits: loss_fn(logits, labels), logits)
+    (slope,) = pull(jnp.ones(3))
+    assert np.isfinite(found[0]) and found[1] == inf and found[2] == inf
+    assert np.isfinite(slope).all()
+    assert (slope[logits == -inf] == 0).all()
+    exact = oracle(logits[:1], labels[:1], **options)
+    np.testing.assert_allclose(found[:1], exact[0], rtol=1e-6)
+    np.testing.assert_allclose(f64(slope[:1]), exact[1], rtol=1e-3)
+    if soft:  # the labels' gradient, as in distillation
+        (by_labels,) = jax.vjp(lambda labels: loss_fn(logits, labels), labels)[1](jnp.ones(3))
+        assert np.isfinite(by_labels).all()
+
+
+def test_gradient_by_soft_labels():
+    logits = jnp.array([[3.0, -1.0, 0.5]])
+    labels = jnp.array([[0.2, 0.5, 0.3]])
+    loss_fn = lambda labels: softmax(logits, labels, label_smoothing=0.25)
+    by_hand = -0.75 * jax.nn.log_softmax(logits)
+    np.testing.assert_allclose(jax.grad(loss_fn)(labels), by_hand, rtol=1e-6)
+
+
+def test_an_infinite_or_nan_logit_is_not_hidden():
+    for bad in (jnp.inf, jnp.nan):
+        logits = jnp.array([[1.0, bad, 0.0]])
+        loss, slope = jax.value_and_grad(softmax)(logits, jnp.array([0]))
+        assert np.isnan(loss) and np.isnan(slope).any()
+
+
+# ---------------------------------------------------------------------------
+# Rows that do not count
+# ---------------------------------------------------------------------------
+
+
+@compiled
+def by_logits(hidden, kernel, labels, **options):
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(hidden.dtype)
+    return losses.softmax_cross_entropy(logits, labels, **options)
+
+
+@compiled
+def by_chunks(hidden, kernel, labels, **options):
+    return losses.linear_cross_entropy(hidden, kernel, labels, chunk=2, **options)
+
+
+both = pytest.mark.parametrize("loss_fn", [by_logits, by_chunks])
+
+
+def layer(dtype=jnp.float32, rows=5, features=8, classes=11):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(rows, features)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(features, classes)), jnp.float32)
+    return hidden, kernel.astype(dtype), jnp.asarray(rng.integers(0, classes, rows))
+
+
+@both
+@pytest.mark.parametrize("how", ["ignore_index", "weights"])
+def test_rows_that_do_not_count_may_hold_anything(loss_fn, how):
+    hidden, kernel, labels = layer()
+    bad = hidden.at[1].set(jnp.nan).at[3].set(jnp.inf)
+    skip = jnp.array([False, True, False, True, False])
+    options = {"weights": ~skip}
+    given = labels
+    if how == "ignore_index":
+        options, given = {"ignore_index": -100}, jnp.where(skip, -100, labels)
+    loss, slopes = jax.value_and_grad(loss_fn, (0, 1))(bad, kernel, given, **options)
+    rest = jnp.array([0, 2, 4])
+    loss_3, slopes_3 = jax.value_and_grad(loss_fn, (0, 1))(hidden[rest], kernel, labels[rest])
+    np.testing.assert_allclose(loss, loss_3, rtol=1e-6)
+    if loss_fn is by_chunks:  # elsewhere the kernel meets the rows in the user's own product
+        np.testing.assert_allclose(slopes[1], slopes_3[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slopes[0][rest], slopes_3[0], rtol=1e-5, atol=1e-6)
+    assert (slopes[0][skip] == 0).all()
+    each = loss_fn(bad, kernel, given, reduction="none", **options)
+    assert (each[skip] == 0).all() and (each[rest] > 0).all()
+
+
+@both
+def test_a_batch_of_padding_costs_nothing(loss_fn):
+    hidden, kernel, labels = layer(jnp.float16)
+    given = jnp.full_like(labels, 7)
+    run = jax.jit(jax.value_and_grad(functools.partial(loss_fn, ignore_index=7), (0, 1)))
+    loss, slopes = run(hidden, kernel, given)
+    assert loss == 0 and all((slope == 0).all() for slope in slopes)
+    assert loss_fn(hidden, kernel, labels, weights=jnp.zeros(5)) == 0
+    empty = loss_fn(hidden[:0], kernel, labels[:0])
+    assert empty == 0
+
+
+@both
+def test_reductions(loss_fn):
+    hidden, kernel, labels = layer()
+    weights = jnp.array([0.5, 2.0, 0.0, 1.0, 1.5])
+    run = lambda reduction, **more: loss_fn(hidden, kernel, labels, reduction=reduction, **more)
+    each = run("none")
+    assert each.shape == (5,)
+    np.testing.assert_allclose(run("sum"), each.sum(), rtol=1e-6)
+    np.testing.assert_allclose(run("mean"), each.mean(), rtol=1e-6)
+    np.testing.assert_allclose(run("none", weights=weights), each * weights, rtol=1e-6)
+    total, weight = run("sum_and_weight", weights=weights)
+    assert weight == 5.0
+    np.testing.assert_allclose(total, (each * weights).sum(), rtol=1e-6)
+    np.testing.assert_allclose(run("mean", weights=weights), total / 5.0, rtol=1e-6)
+    assert run("sum_and_weight")[1] == 5
+    weight = run("sum_and_weight", ignore_index=int(labels[0]))[1]
+    assert int(weight) == int((labels != labels[0]).sum())
+
+
+@both
+def test_gradient_by_weights(loss_fn):
+    hidden, kernel, labels = layer()
+    each = loss_fn(hidden, kernel, labels, reduction="none")
+    weights = jnp.array([0.5, 2.0, 0.0, 1.0, 1.5])
+    by_weights = lambda weights, reduction: loss_fn(
+        hidden, kernel, labels, weights=weights, reduction=reduction
+    )
+    np.testing.assert_allclose(jax.grad(by_weights)(weights, "sum"), each, rtol=1e-6)
+    mean = (each * weights).sum() / 5
+    np.testing.assert_allclose(
+        jax.grad(by_weights)(weights, "mean"), (each - mean) / 5, rtol=1e-5, atol=1e-6
+    )
+
+
+@both
+def test_microbatches_of_unequal_weight_mean_what_the_batch_means(loss_fn):
+    hidden, kernel, labels = layer(rows=8)
+    weights = jnp.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0])
+
+    def pair(kernel, batch):
+        return loss_fn(
+            batch["hidden"],
+            kernel,
+            batch["labels"],
+            weights=batch["weights"],
+            reduction="sum_and_weight",
+        )
+
+    batch = {"hidden": hidden, "labels": labels, "weights": weights}
+    loss, slope = jaxmp.value_and_grad(pair, microbatches=4)(kernel, batch)
+    whole, slope_1 = jax.value_and_grad(loss_fn, 1)(hidden, kernel, labels, weights=weights)
+    np.testing.assert_allclose(loss, whole, rtol=1e-6)
+    np.testing.assert_allclose(slope, slope_1, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------
+# Class indices
+# ---------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("wrong", [-1, 11, 2**31 - 1])
+def test_a_class_index_out_of_range(loss_fn, wrong):
+    hidden, kernel, labels = layer()
+    labels = labels.at[2].set(wrong)
+    with pytest.raises(JaxmpError, match=rf"labels\[2\] is {wrong}, .* 0 to 10.*ignore_index="):
+        loss_fn.__wrapped__(hidden, kernel, labels)
+    # Where its value is not known: NaN in the loss, where nobody can overlook it.
+    each = loss_fn(hidden, kernel, labels, reduction="none")
+    assert np.flatnonzero(np.isnan(each)).tolist() == [2]
+    loss, slope = jax.value_and_grad(loss_fn)(hidden, kernel, labels)
+    assert np.isnan(loss)
+    assert (slope[2] == 0).all() and np.isfinite(slope).all() and (slope[0] != 0).any()
+    # And jaxmp's gradients of it are NaN: the step is skipped.
+    assert np.isnan(jaxmp.grad(loss_fn)(hidden, kernel, labels)).any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32"])
+def test_labels_of_any_integer_dtype(dtype):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300)), jnp.float32)
+    labels = np.array([3, 120], dtype)  # beside 300 classes, which 8 bits cannot count
+    found = softmax(logits, labels)
+    np.testing.assert_allclose(found, oracle(logits, labels)[0].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 5, 10**6])
+def test_an_ignored_index_may_be_any_integer(ignored):
+    hidden, kernel, labels = layer()
+    labels = labels.at[1].set(ignored)
+    each = by_logits(hidden, kernel, labels, ignore_index=ignored, reduction="none")
+    assert ((each == 0) == (labels == ignored)).all()
+
+
+# ---------------------------------------------------------------------------
+# Transformations
+# ---------------------------------------------------------------------------
+
+
+@both
+def test_transformations(loss_fn):
+    loss_fn = functools.partial(loss_fn.__wrapped__, label_smoothing=0.1, z_loss=1e-2)
+    hidden, kernel, labels = layer(rows=6)
+    run = jax.value_and_grad(loss_fn, (0, 1))
+    plain = run(hidden, kernel, labels)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, jax.jit(run)(hidden, kernel, labels), plain)
+    again = jax.jit(jax.value_and_grad(jax.checkpoint(loss_fn), (0, 1)))(hidden, kernel, labels)
+    jax.tree.map(close, again, plain)
+
+    parts = (hidden.reshape(3, 2, -1), labels.reshape(3, 2))
+    one = lambda part: run(part[0], kernel, part[1])
+    mapped = jax.jit(jax.vmap(one))(parts)
+    scanned = jax.lax.scan(lambda carry, part: (carry, one(part)), 0, parts)[1]
+    jax.tree.map(close, mapped, scanned)
+    close(mapped[0].mean(), plain[0])
+    close(mapped[1][1].mean(0), plain[1][1])
+
+
+def test_forward_over_reverse_is_the_second_derivative():
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    hidden, kernel, labels = layer(rows=3, classes=5)
+    logits = hidden @ kernel
+
+    def by_hand(logits):
+        logp = jax.nn.log_softmax(logits)
+        q = optax.smooth_labels(jax.nn.one_hot(labels, 5), options["label_smoothing"])
+        z = jax.nn.logsumexp(logits, -1)
+        return (-(q * logp).sum(-1) + options["z_loss"] * z**2).mean()
+
+    found = jax.jit(jax.hessian(lambda x: softmax(x, labels, **options)))(logits)
+    np.testing.assert_allclose(found, jax.jit(jax.hessian(by_hand))(logits), rtol=1e-4, atol=1e-6)
+    direction = jnp.ones_like(kernel)
+    product = lambda fn: jax.jit(lambda: jax.jvp(jax.grad(fn), (kernel,), (direction,))[1])()
+    np.testing.assert_allclose(
+        product(lambda kernel: by_chunks(hidden, kernel, labels, **options)),
+        product(lambda kernel: by_hand(hidden @ kernel)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_in_autocast():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 9)), jnp.bfloat16)
+    labels = jnp.array([0, 4, 8])
+    cast = jax.jit(jaxmp.autocast(losses.softmax_cross_entropy, "bf16"))
+    np.testing.assert_allclose(
+        cast(logits.astype(jnp.float32), labels),
+        softmax(logits, labels),
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.slow
+def test_in_float64():
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+from jaxmp import losses
+x = np.random.default_rng(0).normal(size=(3, 9)); y = np.array([0, 4, 8])
+exact = (np.log(np.exp(x).sum(1)) - x[range(3), y]).mean()
+for loss in (losses.softmax_cross_entropy(x, y), losses.linear_cross_entropy(x, np.eye(9), y)):
+    assert loss.dtype == np.float64 and abs(loss - exact) < 1e-15 * 8, (loss, exact)
+assert losses.softmax_cross_entropy(jnp.asarray(x, jnp.bfloat16), y).dtype == np.float32
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# ---------------------------------------------------------------------------
+# linear_cross_entropy
+# ---------------------------------------------------------------------------
+
+
+def layer_oracle(hidden, kernel, labels, bias=0.0, weights=None, **options):
+    """In FP64: loss, gradients of hidden, kernel `[D, V]` and bias."""
+    hidden, kernel = f64(hidden), f64(kernel)
+    each, slopes, _ = oracle(hidden @ kernel + f64(bias), labels, **options)
+    factors = np.ones(len(each)) if weights is None else f64(weights)
+    slopes = slopes * (factors / factors.sum())[:, None]
+    loss = (each * factors).sum() / factors.sum()
+    return loss, slopes @ kernel.T, hidden.T @ slopes, slopes.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "transposed", "reduction", "weighted", "options"),
+    [
+        (12, None, False, "mean", False, {}),
+        (12, 3, True, "mean", True, {"label_smoothing": 0.1}),
+        (7, 3, False, "sum", True, {"z_loss": 1e-3}),
+        (7, 5, True, "none", True, {"z_loss": 1e-3, "label_smoothing": 0.1}),
+        (7, 1, False, "none", False, {}),
+        (1, 100, True, "sum_and_weight", True, {}),
+    ],
+)
+def test_a_layer_in_fp32_is_that_of_fp64(rows, chunk, transposed, reduction, weighted, options):
+    hidden, kernel, labels = layer(rows=rows)
+    bias = jnp.linspace(-1.0, 1.0, kernel.shape[1])
+    weights = jnp.linspace(0.5, 1.5, rows) if weighted else None
+    scale = 1.0 if reduction == "mean" else float(rows if weights is None else weights.sum())
+
+    def loss_fn(hidden, kernel, bias):
+        given = kernel.T if transposed else kernel
+        found = losses.linear_cross_entropy(
+            hidden.reshape(1, rows, -1),
+            given,
+            labels.reshape(1, rows),
+            bias=bias,
+            transposed=transposed,
+            chunk=chunk,
+            weights=None if weights is None else weights.reshape(1, rows),
+            reduction=reduction,
+            precision="highest",
+            **options,
+        )
+        found = found[0] if reduction == "sum_and_weight" else found
+        return found.sum() / scale
+
+    loss, slopes = jax.jit(jax.value_and_grad(loss_fn, (0, 1, 2)))(hidden, kernel, bias)
+    exact = layer_oracle(hidden, kernel, labels, bias, weights, **options)
+    # FP32 rounding of sums over at most 12 rows and 11 classes.
+    for found, wanted in zip((loss, *slopes), exact, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [(jnp.bfloat16, "mean"), (jnp.float16, "mean"), (jnp.float16, "none")],
+)
+def test_a_half_layer_is_as_near_to_fp64_as_the_plain_one(dtype, reduction):
+    hidden, kernel, labels = layer(dtype, rows=96, features=64, classes=500)
+    exact = layer_oracle(hidden, kernel, labels)
+
+    def plain(hidden, kernel):
+        logits = (hidden @ kernel).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def chunked(hidden, kernel):
+        return losses.linear_cross_entropy(
+            hidden, kernel, labels, chunk=40, reduction=reduction
+        ).mean()
+
+    run = lambda fn: jax.jit(jax.value_and_grad(fn, (0, 1)))(hidden, kernel)
+    (ours, our_slopes), (theirs, their_slopes) = run(chunked), run(plain)
+    assert abs(ours - exact[0]) <= abs(theirs - exact[0]) + 1e-5
+    for our, their, wanted in zip(our_slopes, their_slopes, exact[1:3], strict=True):
+        assert our.dtype == dtype
+        assert norm_error(our, wanted) <= 1.05 * norm_error(their, wanted)
+
+
+def test_an_fp32_kernel_beside_half_hidden_gets_a_gradient_that_was_not_rounded():
+    hidden, kernel, labels = layer(jnp.bfloat16, rows=64, features=32, classes=100)
+    run = lambda kernel: jax.grad(by_chunks, 1)(hidden, kernel, labels)
+    wide, narrow = run(kernel.astype(jnp.float32)), run(kernel)
+    assert wide.dtype == jnp.float32 and narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), narrow)
+    assert (wide != narrow.astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize(("reduction", "heavy"), [("mean", 1.0), ("none", 3e4)])
+def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
+    # Probabilities near 1 / 2000 over 4096 rows: 1.2e-7, where float16 has steps of 6e-8.
+    hidden, kernel, labels = layer(jnp.float16, rows=4096, features=16, classes=2000)
+    hidden, kernel = hidden * jnp.float16(0.1), kernel.astype(jnp.float32)
+    labels %= 1000
+    weights = jnp.where(jnp.arange(4096) % 2 == 0, 1.0, heavy)
+    exact = layer_oracle(hidden, kernel.astype(jnp.float16), labels, weights=weights)[2]
+
+    def plain(kernel):
+        logits = (hidden @ kernel.astype(jnp.float16)).astype(jnp.float32)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return (each * weights).sum() / weights.sum()
+
+    def ours(kernel):
+        found = losses.linear_cross_entropy(
+            hidden, kernel, labels, weights=weights, reduction=reduction
+        )
+        return found.sum() / weights.sum() if reduction == "none" else found
+
+    # Classes that are no label: their gradients are made of small probabilities alone.
+    error = lambda fn: norm_error(jax.jit(jax.grad(fn))(kernel)[:, 1000:], exact[:, 1000:])
+    assert error(ours) < 2.0**-11  # each entry of the logits' gradient is rounded once
+    assert error(plain) > 2.0**-7
+
+
+def test_products_have_half_operands_and_fp32_results():
+    hidden, kernel, labels = layer(jnp.bfloat16, rows=6)
+    run = jax.value_and_grad(lambda *args: by_chunks(*args, bias=jnp.zeros(11)), (0, 1))
+    text = str(jax.make_jaxpr(run)(hidden, kernel.astype(jnp.float32), labels))
+    report = jaxmp.audit(run, hidden, kernel.astype(jnp.float32), labels)
+    assert {(row.lhs, row.rhs) for row in report.matmuls} == {("bfloat16", "bfloat16")}
+    assert text.count("dot_general") == text.count("preferred_element_type=float32") == 3
+    # Three products for a loss with gradients, one without.
+    assert report.flops == 3 * (2 * 6 * 8 * 11)
+    alone = jaxmp.audit(by_chunks, hidden, kernel, labels)
+    assert alone.flops == 2 * 6 * 8 * 11
+
+
+# ---------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------
+
+
+def wide_steps(program, elements):
+    """Instructions outside fusions that hold FP32 arrays of `elements` or more."""
+    found = []
+    for step in Program(program.as_text()).steps():
+        shapes = step.instruction.shapes
+        if any(one.dtype == "float32" and one.elements >= elements for one in shapes):
+            found.append(step.instruction.name)
+    return found
+
+
+LOSSES = {
+    "indices": lambda x, y: losses.softmax_cross_entropy(x, y, ignore_index=-1),
+    "smoothed": lambda x, y: losses.softmax_cross_entropy(x, y, label_smoothing=0.1, z_loss=1e-4),
+    "soft": lambda x, y: losses.softmax_cross_entropy(x, jax.nn.one_hot(y, 4000, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_fp32_logits_on_a_cpu(dtype, name):
+    args = jax.ShapeDtypeStruct((256, 4000), dtype), jax.ShapeDtypeStruct((256,), jnp.int32)
+    compiled = jax.jit(jax.value_and_grad(LOSSES[name])).lower(*args).compile()
+    assert wide_steps(compiled, 256 * 4000) == []
+    assert compiled.memory_analysis().temp_size_in_bytes < 256 * 4000 * 2 * 1.1
+
+
+def test_the_check_for_fp32_logits_can_fail():
+    args = jax.ShapeDtypeStruct((256, 4000), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.int32)
+
+    def plain(x, y):
+        x = x.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(x, y).mean()
+
+    assert wide_steps(jax.jit(jax.value_and_grad(plain)).lower(*args).compile(), 256 * 4000)
+
+
+def test_saved_for_the_backward_pass_are_half_logits_and_a_few_numbers_a_row():
+    logits, labels = jnp.zeros((8, 100), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+    saved = residuals(lambda logits: softmax(logits, labels), logits)
+    assert max(array.size for array in saved if array.dtype == jnp.float32) == 8
+    assert sum(array.size for array in saved if array.dtype == jnp.bfloat16) == 800
+
+
+SIZES = {"tokens": 2048, "features": 128, "classes": 8192}
+
+
+def shares(target):
+    rows = loss_memory.measure(target, **SIZES)
+    return {(row["dtype"], row["way"]): row["of_plain"] for row in rows}
+
+
+def test_memory_on_a_cpu():
+    found = shares("cpu")
+    for dtype in ("float32", "bfloat16"):
+        assert found[dtype, "linear_cross_entropy"] <= 0.25
+        # A CPU multiplies in FP32: its bfloat16 layer holds FP32 logits whatever the loss does.
+        assert found[dtype, "softmax_cross_entropy"] <= 0.8
+
+
+@needs_compiler
+def test_memory_on_an_h200():
+    found = shares("h200")
+    for dtype in ("float32", "bfloat16"):
+        assert found[dtype, "linear_cross_entropy"] <= 0.25
+    assert found["float32", "softmax_cross_entropy"] <= 0.55
+    assert found["bfloat16", "softmax_cross_entropy"] <= 0.40
+
+
+@needs_compiler
+def test_no_fp32_logits_on_an_h200():
+    for name in ("softmax_cross_entropy", "linear_cross_entropy"):
+        program = loss_memory.compiled(
+            loss_memory.WAYS[name], jnp.bfloat16, "h200", tokens=1024, features=64, classes=5000
+        )
+        assert wide_steps(program, 1024 * 5000) == []
+    plain = loss_memory.compiled(
+        loss_memory.plain, jnp.bfloat16, "h200", tokens=1024, features=64, classes=5000
+    )
+    assert wide_steps(plain, 1024 * 5000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quarter_of_the_memory_at_a_vocabulary_of_fifty_thousand(dtype):
+    sizes = {"tokens": 8192, "features": 768, "classes": 50257}
+    ways = (loss_memory.plain, loss_memory.from_hidden)
+    plain, ours = (
+        loss_memory.compiled(way, jnp.dtype(dtype), "cpu", **sizes).memory_analysis()
+        for way in ways
+    )
+    assert ours.temp_size_in_bytes <= 0.25 * plain.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_the_committed_figures_hold_what_the_document_says(target):
+    report = json.loads((ROOT / f"benchmarks/results/loss_memory_{target}.json").read_text())
+    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    for row in report["rows"]:
+        if row["way"] == "linear_cross_entropy" and row["chunk"] is None:
+            assert row["of_plain"] <= 0.25
+        if row["chunk"] is None:
+            figure = f"{row['temp_bytes'] / 1e6:,.0f} MB"
+            assert re.search(rf"{row['way']}.*{figure}", text), (row, figure)
+
+
+# ---------------------------------------------------------------------------
+# Many devices
+# ---------------------------------------------------------------------------
+
+
+def make_mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def collectives(program):
+    """[(opcode, elements of the largest array, how often)] of what devices exchange."""
+    found = []
+    for step in Program(program.as_text()).steps():
+        one = step.instruction
+        if re.match("all-|reduce-scatter|collective", one.opcode) and "-done" not in one.opcode:
+            found.append((one.opcode, max(shape.elements for shape in one.shapes), step.times))
+    return found
+
+
+def placed(mesh, array, *spec):
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("spec", [("data", None), (None, "model"), ("data", "model")])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_logits_stay_where_they_are(spec, kind):
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3}
+    rows, classes, mesh = 16, 512, make_mesh(kind)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, classes)), jnp.bfloat16)
+    labels = jnp.arange(rows) * 7
+    args = placed(mesh, logits, *spec), placed(mesh, labels, spec[0])
+    run = jax.jit(jax.value_and_grad(functools.partial(losses.softmax_cross_entropy, **options)))
+    # What is exchanged are a few numbers a row and device.
+    program = run.lower(*args).compile()
+    assert max(size for _, size, _ in collectives(program)) <= 4 * rows < classes
+    loss, slope = program(*args)
+    exact, slopes, _ = oracle(logits, labels, **options)
+    np.testing.assert_allclose(loss, exact.mean(), rtol=1e-6)
+    np.testing.assert_allclose(f64(slope), slopes / rows, rtol=2**-8, atol=1e-7)
+    assert slope.sharding.is_equivalent_to(args[0].sharding, 2)
+
+
+def test_a_layer_on_many_devices():
+    mesh = make_mesh()
+    hidden, kernel, labels = layer(jnp.bfloat16, rows=64, features=16, classes=512)
+    args = (
+        placed(mesh, hidden, "data"),
+        placed(mesh, kernel, None, "model"),
+        placed(mesh, labels, "data"),
+    )
+    run = jax.value_and_grad(lambda *args: losses.linear_cross_entropy(*args, chunk=16), (0, 1))
+    program = jax.jit(run).lower(*args).compile()
+    # The kernel's gradient is added over "data", half of it on each device. Beside that: no chunk
+    # of logits, no kernel; C numbers of logsumexp and [C, D] of hidden's gradient.
+    sizes = sorted(size for _, size, _ in collectives(program))
+    assert sizes[-1] == kernel.size // 2 and sizes[-2] <= 16 * 16 < 16 * 512
+    loss, slopes = program(*args)
+    exact = layer_oracle(hidden, kernel, labels)
+    np.testing.assert_allclose(loss, exact[0], rtol=1e-6)
+    for found, wanted in zip(slopes, exact[1:3], strict=True):
+        assert norm_error(found, wanted) < 2.0**-7
+    assert slopes[1].sharding.is_equivalent_to(args[1].sharding, 2)
+
+
+@both
+def test_in_shard_map_a_replicated_kernel_is_summed_once(loss_fn):
+    hidden, kernel, labels = layer(rows=8)
+    rows = PartitionSpec(("data", "model"))
+
+    def local(hidden, kernel, labels):
+        total, weight = loss_fn(hidden, kernel, labels, reduction="sum_and_weight")
+        axes = ("data", "model")
+        return jax.lax.psum(total, axes) / (weight * 4)
+
+    whole = jax.shard_map(
+        local,
+        mesh=make_mesh(),
+        in_specs=(rows, PartitionSpec(), rows),
+        out_specs=PartitionSpec(),
+    )
+    program = jax.jit(jax.value_and_grad(whole, (0, 1))).lower(hidden, kernel, labels).compile()
+    loss, slopes = program(hidden, kernel, labels)
+    loss_1, slopes_1 = jax.value_and_grad(loss_fn, (0, 1))(hidden, kernel, labels)
+    np.testing.assert_allclose(loss, loss_1, rtol=1e-6)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), slopes, slopes_1
+    )
+    assert [times for _, size, times in collectives(program) if size >= kernel.size] == [1]
+
+
+@needs_compiler
+def test_data_parallel_on_h200s_adds_the_kernel_gradient_once_and_in_fp32():
+    code = """
+import json, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxmp import _compat, losses
+from jaxmp._audit._gpus import GPUS
+from jaxmp._hlo import Program
+mesh = Mesh(np.array(_compat.described_gpus(GPUS["h200"].description, 8)), ("data",))
+def shape(dtype, sizes, *spec):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+args = (shape(jnp.bfloat16, (1024, 64), "data"), shape(jnp.float32, (64, 4096)),
+        shape(jnp.int32, (1024,), "data"))
+run = jax.value_and_grad(lambda *args: losses.linear_cross_entropy(*args, chunk=128), (0, 1))
+text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
+found = [(s.instruction.opcode, [str(x.dtype) for x in s.instruction.shapes],
+          max(x.elements for x in s.instruction.shapes), s.times)
+         for s in Program(text).steps() if s.instruction.opcode.startswith(("all-", "reduce-s"))]
+print(json.dumps(found))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(result.stdout.splitlines()[-1])
+    (large,) = (one for one in found if one[2] >= 64 * 4096)
+    assert set(large[1]) == {"float32"} and large[3] == 1, found
+    assert all(size <= 64 * 4096 + 1 for *_, size, _ in found), found
+
+
+# ---------------------------------------------------------------------------
+# Other losses
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mse_against_fp64(dtype):
+    rng = np.random.default_rng(0)
+    predictions = jnp.asarray(rng.normal(size=(6, 5)) * 300, dtype)
+    targets = jnp.asarray(rng.normal(size=(6, 5)) * 300, dtype)
+    loss, slope = jax.jit(jax.value_and_grad(losses.mse))(predictions, targets)
+    difference = f64(predictions) - f64(targets)
+    np.testing.assert_allclose(loss, (difference**2).mean(), rtol=1e-6)
+    assert slope.dtype == dtype and loss.dtype == jnp.float32
+    np.testing.assert_allclose(f64(slope), 2 * difference / 30, rtol=half_ulp(dtype)[0] + 1e-6)
+    weights = jnp.arange(6) / 2  # of rows
+    np.testing.assert_allclose(
+        losses.mse(predictions, targets, weights=weights),
+        (difference**2).mean(-1) @ f64(weights) / f64(weights).sum(),
+        rtol=1e-6,
+    )
+
+
+def test_mse_where_float16_overflows():
+    far = jnp.array([400.0], jnp.float16)
+    assert optax.squared_error(far) == jnp.inf
+    assert losses.mse(far, jnp.zeros(1, jnp.float16)) == 160000
+
+
+@pytest.mark.parametrize(("dtype", "smoothing"), list(zip(DTYPES, (0.0, 0.2, 0.0), strict=True)))
+def test_sigmoid_binary_cross_entropy_against_fp64(dtype, smoothing):
+    logits = jnp.array([-60000.0, -90.0, -8.0, -0.1, 0.0, 0.1, 8.0, 90.0, 60000.0]).astype(dtype)
+    logits = jnp.stack([logits, logits])
+    labels = jnp.stack([jnp.zeros(9), jnp.linspace(0.0, 1.0, 9)]).astype(dtype)
+    x, y = f64(logits), f64(labels) * (1 - smoothing) + smoothing / 2
+    exact = y * np.logaddexp(0, -x) + (1 - y) * np.logaddexp(0, x)
+    loss_fn = lambda logits: losses.sigmoid_binary_cross_entropy(
+        logits, labels, label_smoothing=smoothing, reduction="none"
+    )
+    found, pull = jax.vjp(jax.jit(loss_fn), logits)
+    np.testing.assert_allclose(found, exact, rtol=4e-6, atol=1e-30)
+    (slope,) = pull(jnp.ones_like(found))
+    assert slope.dtype == dtype
+    relative, absolute = half_ulp(dtype)
+    with np.errstate(over="ignore"):
+        wanted = 1 / (1 + np.exp(-x)) - y
+    close = {"rtol": 1.01 * relative + 1e-6, "atol": absolute + 2e-7}
+    np.testing.assert_allclose(f64(slope), wanted, **close)
+
+
+def test_sigmoid_binary_cross_entropy_of_masked_entries():
+    inf = jnp.inf
+    logits = jnp.array([-inf, inf, -inf, inf], jnp.bfloat16)
+    labels = jnp.array([False, True, True, False])
+    for smoothing in (0.0, 0.1):
+        loss_fn = lambda logits: losses.sigmoid_binary_cross_entropy(
+            logits, labels, reduction="none", label_smoothing=smoothing
+        )
+        found, pull = jax.vjp(jax.jit(loss_fn), logits)
+        assert found.tolist() == [0, 0, inf, inf]
+        (slope,) = pull(jnp.ones(4))
+        assert np.isfinite(slope).all() and slope[:2].tolist() == [0, 0]
+    in_fp32 = optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), labels)
+    assert np.isnan(in_fp32[:2]).any()  # why optax is not asked
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("log_targets", "axis"), [(False, -1), (True, 0)])
+def test_kl_divergence_against_fp64(dtype, log_targets, axis):
+    rng = np.random.default_rng(0)
+    log_p = jnp.asarray(np.log(rng.dirichlet(np.ones(7), 4)), dtype)
+    targets = rng.dirichlet(np.ones(7), 4)
+    targets[1, 3] = 0
+    log_p = log_p.at[1, 3].set(-jnp.inf)
+    with np.errstate(divide="ignore"):
+        targets = jnp.asarray(np.log(targets) if log_targets else targets, dtype)
+    t = np.exp(f64(targets)) if log_targets else f64(targets)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.where(t == 0, 0, t * (np.log(t) - f64(log_p))).sum(-1)
+    turn = lambda array: array.T if axis == 0 else array
+    loss_fn = lambda log_p, targets: losses.kl_divergence(
+        log_p, targets, log_targets=log_targets, axis=axis
+    )
+    loss, slopes = jax.jit(jax.value_and_grad(loss_fn, (0, 1)))(turn(log_p), turn(targets))
+    np.testing.assert_allclose(loss, exact.mean(), rtol=2e-6, atol=1e-7)
+    assert all(slope.dtype == dtype and np.isfinite(slope).all() for slope in slopes)
+    np.testing.assert_allclose(
+        f64(turn(slopes[0])), -t / 4, rtol=half_ulp(dtype)[0] + 1e-6, atol=half_ulp(dtype)[1]
+    )
+    if not log_targets and dtype == jnp.float32:
+        assert np.isnan(optax.kl_divergence(log_p, targets)).tolist() == [False, True, False, False]
+        safe = log_p.at[1, 3].set(-9.0)
+        np.testing.assert_allclose(
+            losses.kl_divergence(safe, targets, reduction="none"),
+            optax.kl_divergence(safe, targets),
+            rtol=1e-6,
+        )
+
+
+def test_kl_divergence_of_a_class_that_only_the_predictions_rule_out():
+    log_p = jnp.array([[0.0, -jnp.inf]])
+    loss, slope = jax.value_and_grad(losses.kl_divergence)(log_p, jnp.array([[0.5, 0.5]]))
+    assert loss == jnp.inf and np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [losses.mse, losses.sigmoid_binary_cross_entropy, losses.kl_divergence]
+)
+def test_what_is_saved_stays_half(loss_fn):
+    arrays = jnp.full((8, 16), 0.5, jnp.bfloat16), jnp.full((8, 16), 0.25, jnp.bfloat16)
+    saved = residuals(loss_fn, *arrays)
+    assert max((one.size for one in saved if one.dtype == jnp.float32), default=0) <= 8
+    # The check can fail:
+    saved = residuals(lambda x, y: optax.log_cosh(x.astype(jnp.float32)).mean(), *arrays)
+    assert max(one.size for one in saved if one.dtype == jnp.float32) == 128
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------
+
+X, Y = jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)
+K = jnp.zeros((3, 5))
+ce, linear = losses.softmax_cross_entropy, losses.linear_cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ce(X.astype(jnp.int32), Y), r"logits is int32 of shape \[2, 3\].*astype"),
+        (lambda: ce(X.astype("float8_e4m3fn"), Y), "16 bits or more"),
+        (lambda: ce(X, Y[:, None]), r"labels have shape \[2, 1\].*labels.reshape\(\(2,\)\)"),
+        (lambda: ce(X, Y.astype(jnp.float32)), r"must be equal"),
+        (lambda: ce(X, Y > 0), "bool.*labels.astype"),
+        (lambda: ce(X, X, ignore_index=0), "probabilities.*weights="),
+        (lambda: ce(X, Y, ignore_index=0.5), "not an integer, such as -100"),
+        (lambda: ce(X, Y, axis=2), "axis=2.*-2 to 1.*axis=-1"),
+        (lambda: ce(X, Y, axis=(0, 1)), "one axis"),
+        (lambda: ce(X, Y, label_smoothing=1.5), "from 0 to 1, for example label_smoothing="),
+        (lambda: ce(X, Y, z_loss=-1), "0 or more"),
+        (lambda: ce(X, Y, z_loss="x"), "z_loss='x'"),
+        (lambda: ce(X, Y, reduction="sums"), "Did you mean 'sum'"),
+        (lambda: ce(X, Y, weights=jnp.ones(3)), r"\[3\].*\[2\].*jnp.full"),
+        (lambda: ce(X, Y, weights=jnp.ones(2, "complex64")), "complex64.*real weight"),
+        (lambda: ce(X[:, :0], Y), "no classes"),
+        (lambda: jax.jit(lambda s: ce(X, Y, z_loss=s))(0.1), "static_argnames='z_loss'"),
+        (lambda: linear(X, K.T, Y), "transposed=True"),
+        (lambda: linear(X, K, Y, transposed=True), "transposed=False"),
+        (lambda: linear(X, jnp.zeros((4, 5)), Y), "3 features.*takes 4.*must be D"),
+        (lambda: linear(X, K[0], Y), r"\[\.\.\., D\] and \[D, V\]"),
+        (lambda: linear(X, K[:, :0], Y), "no classes"),
+        (lambda: linear(X, K, Y, bias=jnp.zeros(3)), r"5 classes.*bias.reshape\(5\)"),
+        (lambda: linear(X, K, Y, chunk=0), "chunk=0.*chunk=512"),
+        (lambda: linear(X, K, Y, chunk=True), "chunk=True"),
+        (lambda: linear(X, K, jnp.zeros((2, 5))), "softmax_cross_entropy"),
+        (lambda: linear(X, K, Y[:1]), r"labels have shape \[1\]"),
+        (lambda: losses.mse(X, X[0]), r"\[2, 3\].*\[3\].*broadcast_to"),
+        (lambda: losses.mse(X, X, weights=jnp.ones(3)), "weights"),
+        (lambda: losses.mse(X, X, reduction=None), "Unknown reduction=None"),
+        (lambda: losses.sigmoid_binary_cross_entropy(X, Y), "must be equal"),
+        (lambda: losses.kl_divergence(X, Y), "targets is int32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(JaxmpError, match=re.compile(message, re.DOTALL)):
+        call()
+
+
+def test_forward_mode_alone_is_refused():
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda x: ce(x, Y), (X,), (X,))
