@@ -32,7 +32,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxmp._boundary import matmul_precision
 from jaxmp._compat import jaxpr_body, jaxpr_like, scan_counts
 from jaxmp._dtypes import FLOAT32, bits, is_half
-from jaxmp._jaxprs import is_literal, module_paths_of, scope_names, sub_jaxprs
+from jaxmp._jaxprs import AUTOCAST, is_literal, module_paths_of, scope_names, sub_jaxprs
 from jaxmp._ops import OpTable
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
@@ -198,8 +198,10 @@ class _Scope:
             return value.array
         key = id(value.array), np.dtype(dtype)
         if key not in self.casts:
-            # The value is kept beside its cast, so that its id stays its own.
-            self.casts[key] = value.array, _to_half(value, dtype)
+            # The value is kept beside its cast, so that its id stays its own. The scope tells an
+            # audit that this is no promotion that nobody asked for.
+            with jax.named_scope(AUTOCAST):
+                self.casts[key] = value.array, _to_half(value, dtype)
         return self.casts[key][1]
 
 

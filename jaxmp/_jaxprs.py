@@ -13,8 +13,11 @@ Path = tuple[str, ...]
 
 # What JAX writes around a scope: `transpose(jvp(block))`, `vmap(block)`.
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
-# Scopes that JAX itself adds for a rematerialised region; for an einsum it adds "ij,jk->ik".
-_REMAT_SCOPES = frozenset({"rematted_computation", "checkpoint"})
+# The scope of a cast that autocast puts in.
+AUTOCAST = "jaxmp_autocast"
+# Scopes that are no modules. JAX adds two for a rematerialised region; for an einsum it adds
+# "ij,jk->ik".
+_NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -73,7 +76,7 @@ def scope_names(name_stack: str) -> Path:
       ('Net', 'block')
     """
     names = tuple(name for name in _TRANSFORM.sub("", name_stack).split("/") if name)
-    names = tuple(name for name in names if name not in _REMAT_SCOPES and "->" not in name)
+    names = tuple(name for name in names if name not in _NO_MODULES and "->" not in name)
     return collapsed(names) if "transpose(" in name_stack else names
 
 

@@ -205,11 +205,15 @@ def test_a_rule_by_type_allows_what_it_asks_for():
 
 def test_full_precision_is_allowed():
     def fn(x, w):
-        with jaxmp.full_precision():
+        with jax.named_scope("lin"), jaxmp.full_precision():
             return x.astype(jnp.float32) @ w
 
     args = shape(16, 16), shape(16, 16, dtype=jnp.float32)
-    assert audit(fn, *args, policies=BF16).ok and audit(fn, *args).ok
+    report = audit(fn, *args, policies=BF16)
+    assert report.ok and audit(fn, *args).ok
+    # Its mark is no module.
+    assert {row.module for row in (*report.matmuls, *report.casts)} == {"lin"}
+    assert {row.module for row in report.modules} == {"", "lin"}
 
 
 def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
@@ -495,6 +499,23 @@ def test_silent_promotions_in_other_ways(fn):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         report = audit(fn, shape(4, 64), shape(4, 64, dtype=jnp.float32))
     assert kinds(report) == {"silent_promotion"}
+
+
+def test_what_autocast_lifts_is_no_silent_promotion():
+    def fn(w, b, x):
+        with jax.named_scope("lin"):
+            # Towards the mean, and beside what was added up in FP32.
+            return (x @ w + b[None]).mean() + (x @ w * jnp.exp(x @ w)).sum()
+
+    args = jnp.ones((16, 16)), jnp.ones((16,)), jnp.ones((8, 16))
+    for gradient in (lambda fn: fn, jax.value_and_grad):
+        report = audit(gradient(jaxmp.autocast(fn, "bf16")), *args, policies="bf16")
+        assert report.ok and {row.module for row in report.casts} == {"lin"}
+        assert report.casts and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
+    half = args[0].astype(jnp.bfloat16), args[1], args[2].astype(jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # the same by hand
+        report = audit(fn, *half, policies="bf16")
+    assert "silent_promotion" in kinds(report)
 
 
 def test_casts_that_somebody_wrote_are_no_silent_promotion():

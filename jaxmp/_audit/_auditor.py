@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from jaxmp._audit._context import FULL_PRECISION, Body, Drafts, Judge, Site, dtype_of, named
+from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, named
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import (
     WAS_HALF,
@@ -17,7 +17,7 @@ from jaxmp._audit._labels import (
     why_unfused,
 )
 from jaxmp._audit._operations import judge_carry, judge_half, judge_promotion, judge_root
-from jaxmp._audit._places import Place, Places
+from jaxmp._audit._places import FULL_PRECISION, Place, Places
 from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, padded, product_of
 from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._audit._kinds import FAULT, KINDS
-from jaxmp._audit._places import Lines, Place
+from jaxmp._audit._places import FULL_PRECISION, Lines, Place
 from jaxmp._dtypes import FLOAT32, HALF
 from jaxmp._jaxprs import Path, consumers, is_literal, module_paths_of
 from jaxmp._ops import OpTable
 from jaxmp._rules import PolicyMap
-
-FULL_PRECISION = "jaxmp_full_precision"
 
 
 def named(words: str) -> frozenset[str]:

@@ -11,7 +11,7 @@ from jaxmp._audit._compile import Compiled
 from jaxmp._audit._context import Draft
 from jaxmp._audit._judge_program import program_findings
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
-from jaxmp._audit._places import module_of, root_of
+from jaxmp._audit._places import FULL_PRECISION, module_of, root_of
 from jaxmp._audit._products import MULTIPLES
 from jaxmp._audit._program import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
@@ -131,6 +131,8 @@ def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tup
     modules: dict[str, ModuleRow] = {}
     decided: dict[Rule, dict[str, None]] = {rule: {} for rule in policies.rules}
     for names in auditor.places.names:
+        if FULL_PRECISION in names:
+            continue
         path, rule = auditor.judge.decide(names)
         module = module_of(names, root)
         if rule is not None:

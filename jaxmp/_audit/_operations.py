@@ -10,7 +10,7 @@ from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, 
 from jaxmp._audit._kinds import NOTE
 from jaxmp._audit._places import call_site
 from jaxmp._dtypes import FLOAT32, HALF, is_half
-from jaxmp._jaxprs import BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
+from jaxmp._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
 
 # Primitives that hand an array on, or its absolute value, as jnp's logsumexp does.
 _LAYOUT = named(
@@ -228,8 +228,10 @@ def judge_promotion(site: Site, judge: Judge, drafts: Drafts) -> None:
     """A cast from 16 bits to FP32 that JAX put in, because the other operand is FP32.
 
     JAX casts and computes in one call, at one place of the source; a cast that somebody wrote
-    has a place of its own.
+    has a place of its own, and autocast marks those that it puts in.
     """
+    if AUTOCAST in str(site.equation.source_info.name_stack):
+        return
     source, target = dtype_of(site.equation.invars[0]), dtype_of(site.equation.outvars[0])
     if site.place.phase != FORWARD or target != FLOAT32 or not is_half(source):
         return

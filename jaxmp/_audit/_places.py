@@ -16,6 +16,9 @@ from jaxmp._jaxprs import BACKWARD, FORWARD, Path, collapsed, phase_of, scope_na
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "jaxmp", "chex", "typer", "click")
 
 
+# The scope that `jaxmp.full_precision` leaves; no module.
+FULL_PRECISION = "jaxmp_full_precision"
+
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -70,7 +73,7 @@ def root_of(names: dict[Path, None]) -> Path:
 def module_of(names: Path, root: Path) -> str:
     """The `/`-joined module path below the root."""
     below = names[len(root) :] if root and names[: len(root)] == root else names
-    return "/".join(name.partition(".")[0] for name in below)
+    return "/".join(name.partition(".")[0] for name in below if name != FULL_PRECISION)
 
 
 # ---------------------------------------------------------------------------
