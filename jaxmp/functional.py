@@ -177,7 +177,7 @@ def rotary_embedding(
     As in Su et al. 2021 (arXiv:2104.09864): pair i of H / 2 turns by
     `position * base ** (-2 i / H) / scaling` radians. In bfloat16 positions beyond 256 run into
     each other, and an angle of 1000 has steps of 4, more than half a turn. In FP32 the angle of
-    position 2**17 is off by up to 0.008, four times the rounding of a bfloat16 result. Here integer
+    position 2**17 is off by up to 0.004, twice the rounding of a bfloat16 result. Here integer
     positions are multiplied by turns per position in 64-bit fixed point, in which whole turns drop
     out: the angle is right to 4e-7 at every int32 position, negative ones too. Sine, cosine and
     rotation are in FP32; the result is rounded once.

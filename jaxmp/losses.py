@@ -29,6 +29,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp import _compat
@@ -355,18 +356,14 @@ def linear_cross_entropy(
     labels, kept, valid = _read_indices(labels, size, ignore_index)
     wide = _wide(hidden.dtype)
     factors = _factors(weights, kept, rows, wide)
-    count = math.prod(rows)
-    layer = _Layer(terms, _chunk_rows(chunk, count, hidden.shape[-1]), transposed, precision)
-    hidden, labels = hidden.reshape(count, hidden.shape[-1]), labels.reshape(count)
-    arrays = _Arrays(hidden, kernel, bias, labels, None if valid is None else valid.reshape(count))
-    arrays, factors = _vary_alike(arrays, factors)
-    if reduction == "none":
-        losses: Any = _layer_losses(layer, arrays)
-        return _reduce(losses.reshape(rows), factors, "none")
-    flat = jnp.ones(count, wide) if factors is None else factors.reshape(count)
-    (flat,) = _vary_alike(flat, like=arrays)
-    total: Any = _layer_total(layer, arrays, flat)
-    return _finish(total, _total_weight(factors, rows, wide), reduction)
+    layer = _Layer(
+        terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
+    )
+    each = reduction == "none"
+    compute = functools.partial(_each_loss if each else _total_loss, layer)
+    compute = _automatic(compute, hidden, kernel, like=labels if each else None)
+    found = compute(hidden, kernel, bias, labels, valid, factors)
+    return found if each else _finish(found, _total_weight(factors, rows, wide), reduction)
 
 
 class _Layer(NamedTuple):
@@ -387,6 +384,42 @@ class _Arrays(NamedTuple):
     labels: jax.Array
     # Whether a label names a class; None where all are known to.
     valid: jax.Array | None
+
+
+def _flat(hidden: Any, kernel: Any, bias: Any, labels: Any, valid: Any, factors: Any) -> Any:
+    """Arrays and factors with rows in one dimension."""
+    hidden = hidden.reshape(labels.size, hidden.shape[-1])
+    valid, factors = (None if one is None else one.reshape(-1) for one in (valid, factors))
+    return _vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
+
+
+def _each_loss(layer: _Layer, *given: Any) -> jax.Array:
+    """The loss of every row, in the shape of the labels, times its factor."""
+    arrays, factors = _flat(*given)
+    losses: Any = _layer_losses(layer, arrays)
+    weighted = losses if factors is None else _weighted(losses, factors)
+    return weighted.reshape(given[3].shape)
+
+
+def _total_loss(layer: _Layer, *given: Any) -> Any:
+    """The sum of all rows' losses times their factors."""
+    arrays, factors = _flat(*given)
+    if factors is None:
+        ones = jnp.ones(arrays.labels.shape, _wide(arrays.hidden.dtype))
+        (factors,) = _vary_alike(ones, like=arrays)
+    return _layer_total(layer, arrays, factors)
+
+
+def _automatic(fn: Callable[..., Any], *arrays: jax.Array, like: jax.Array | None) -> Any:
+    """`fn`, and on a mesh of explicit axes with the partitioner choosing how its insides are split.
+
+    The result is split as `like`; None: it is a scalar.
+    """
+    for mesh in (jax.typeof(array).sharding.mesh for array in arrays):
+        if AxisType.Explicit in mesh.axis_types:
+            spec = PartitionSpec() if like is None else jax.typeof(like).sharding.spec
+            return jax.sharding.auto_axes(fn, out_sharding=NamedSharding(mesh, spec))
+    return fn
 
 
 class _Gradients(NamedTuple):
