@@ -35,6 +35,7 @@ from jaxmp._compat import current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp.errors import AttentionError, CompositionError
+from jaxmp.fp8._layers import LayerEinsum, LayerProduct, layer_scaling
 
 Path = tuple[str, ...]
 
@@ -95,7 +96,7 @@ def _check_bridge(module: Any, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _prepare(module: Any, plan: Plan) -> bool:
+def _prepare(module: Any, plan: Plan, path: Path, fp8: Any) -> bool:
     """Sets the fields and the `param` that `module` computes with; False: its author's stand."""
     policy, facts = plan.policy, plan.facts
     if facts.takes_dtype and policy.respect_explicit:
@@ -111,7 +112,8 @@ def _prepare(module: Any, plan: Plan) -> bool:
     if facts.attention:
         own, flax = module.attention_fn, nn.dot_product_attention
         set_field("attention_fn", policied_function(own, flax, attention_function, policy))
-    if plan.wide is not None:
+    quantises = policy.matmul == "fp8" and _quantise(module, plan, path, fp8, set_field)
+    if plan.wide is not None and not quantises:
         _widen(module, plan.wide, set_field)
     if not facts.casts_params:
         set_field("param", _casting_param(weakref.ref(module), plan))
@@ -182,6 +184,56 @@ def attention_function(stated: Stated) -> Callable[..., jax.Array]:
     # Flax asks for the signature a dozen times in each call of an attention layer.
     vars(attention_fn).update(__signature__=inspect.signature(attention_fn), jaxmp_stated=stated)
     return attention_fn
+
+
+# ---------------------------------------------------------------------------
+# FP8 products
+# ---------------------------------------------------------------------------
+
+
+def _quantise(
+    module: Any, plan: Plan, path: Path, fp8: Any, set_field: Callable[..., None]
+) -> bool:
+    """Makes a Flax linear layer multiply in FP8, unless its author gave it a product."""
+    if getattr(module, "promote_dtype", None) is not promote_dtype:
+        return False
+    if not isinstance(module, (nn.Dense, nn.DenseGeneral)):
+        return False
+    if module.dot_general is not None or module.dot_general_cls is not None:
+        return False
+    scaling = layer_scaling(fp8)
+    set_field("dot_general", LayerProduct(scaling, plan.wide, "/".join(path)))
+    if plan.wide is not None:
+        set_field("promote_dtype", _wide_promote(plan.wide))
+    return True
+
+
+def _is_fp8_einsum(module: Any, plan: Plan) -> bool:
+    cls = getattr(type(module), "_jaxmp_class", type(module))
+    return plan.policy.matmul == "fp8" and cls.__call__ is nn.Einsum.__call__
+
+
+def _fp8_einsum(module: Any, plan: Plan, path: Path, fp8: Any) -> Callable[..., jax.Array]:
+    """`Einsum.__call__`, which has no field for its product."""
+    product = LayerEinsum(layer_scaling(fp8), plan.wide, "/".join(path))
+
+    def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in equation or equation.count(",") != 1:
+            raise ValueError(
+                f"einsum_str={equation!r} must have two operands, one comma, and include '->'."
+            )
+        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+        bias, shown = None, None
+        if module.use_bias:
+            shape, shown = module._get_bias_shape(equation, inputs, kernel)
+            bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+        inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+        preferred = module.preferred_element_type
+        out = product(equation, inputs, kernel, module.precision, preferred)
+        return out if bias is None else out + jnp.reshape(bias, shown)
+
+    return call
 
 
 # ---------------------------------------------------------------------------
@@ -289,7 +341,7 @@ class Applier:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
         plan = self._plan(module, path)
-        follows = _prepare(module, plan)
+        follows = _prepare(module, plan, path, self.root.policies.fp8)
         if self.by_path:
             key_scopes(module)
         if method == "setup":
@@ -302,6 +354,8 @@ class Applier:
             args, kwargs = cast_inputs(plan, method, args, kwargs)
         if crosses and plan.wide is not None and method == "attend":
             call = _wide_attend(module, plan.wide, call)
+        if follows and method == "__call__" and _is_fp8_einsum(module, plan):
+            call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
         with self._frame(module, path, plan, is_function):
             out = call(*args, **kwargs)
         out, carry = self._split_carry(plan, module, method, body, out, *incoming)

@@ -33,6 +33,7 @@ from jaxmp._compat import context, current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import cast, is_castable
+from jaxmp.fp8._layers import LayerEinsum, LayerProduct, layer_scaling
 
 Path = tuple[str, ...]
 
@@ -173,7 +174,7 @@ def bind(module: Any, policies: PolicyMap, path: Path, ancestors: tuple[type, ..
     """Puts a module, which is nobody else's, under its policy."""
     cls = type(module)
     plan = Bound(policies, path, cls, ancestors).plan
-    changes = _changes(module, plan)
+    changes = _changes(module, plan, path, policies.fp8)
     author = tuple((name, vars(module)[name]) for name in changes)
     if not _follows(module, plan):
         changes, author = {}, (("followed", False),)
@@ -201,7 +202,7 @@ def _follows(module: Any, plan: Plan) -> bool:
     return not _is_explicit(module, dtype) or np.dtype(dtype) == plan.policy.compute_dtype
 
 
-def _changes(module: Any, plan: Plan) -> dict[str, Any]:
+def _changes(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
     """The attributes of Flax's own layers that a plan sets."""
     changes: dict[str, Any] = {}
     attributes = vars(module)
@@ -210,9 +211,28 @@ def _changes(module: Any, plan: Plan) -> dict[str, Any]:
     if plan.facts.attention and "attention_fn" in attributes:
         own, flax = attributes["attention_fn"], nnx.dot_product_attention
         changes["attention_fn"] = policied_function(own, flax, attention_function, plan.policy)
-    if plan.wide is not None and attributes.get("promote_dtype") is flax_promote_dtype:
-        changes |= _widening(module, plan.wide)
+    if attributes.get("promote_dtype") is flax_promote_dtype:
+        quantising = _quantising(module, plan, path, fp8) if plan.policy.matmul == "fp8" else {}
+        widening = {} if plan.wide is None else _widening(module, plan.wide)
+        # An FP8 product is as wide as it is asked to be.
+        changes |= widening | quantising
     return changes
+
+
+# ---------------------------------------------------------------------------
+# FP8 products
+# ---------------------------------------------------------------------------
+
+
+def _quantising(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
+    """The attributes by which a Flax linear layer multiplies in FP8, unless its author set them."""
+    attributes, name = vars(module), "/".join(path)
+    if isinstance(module, (nnx.Linear, nnx.LinearGeneral)):
+        if attributes.get("dot_general") in (None, lax.dot_general):
+            return {"dot_general": LayerProduct(layer_scaling(fp8), plan.wide, name)}
+    elif isinstance(module, nnx.Einsum) and attributes.get("einsum_op") is jnp.einsum:
+        return {"einsum_op": LayerEinsum(layer_scaling(fp8), plan.wide, name)}
+    return {}
 
 
 # ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jaxmp.errors import PolicyError, did_you_mean
 
 T = TypeVar("T")
 
-MATMUL_PRECISIONS = ("default", "highest", "tf32")
+MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
 ATTENTION = ("auto", "cudnn", "blockwise", "xla")
 
 # Every accepted key of a policy string, dict or TOML table -> field.
@@ -66,7 +66,8 @@ class Policy:
       compute_dtype: the dtype in which the code computes.
       output_dtype: the dtype in which results are handed on.
       matmul: precision of FP32 matmuls: "default" leaves JAX's own choice (TF32 on NVIDIA
-        Tensor Cores), "tf32" asks for TF32, "highest" for full FP32.
+        Tensor Cores), "tf32" asks for TF32, "highest" for full FP32; "fp8": the linear layers of
+        Flax multiply in FP8, whatever the compute dtype, where their sizes allow.
       attention: how Flax's attention layers attend, as in `dot_product_attention`: "auto" takes
         cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax; "cudnn",
         "blockwise" and "xla" ask for one in any dtype.
@@ -152,7 +153,6 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
     if name == "matmul":
         if value not in MATMUL_PRECISIONS:
             hint = did_you_mean(value, MATMUL_PRECISIONS) if isinstance(value, str) else ""
-            hint = " FP8 matmuls are not available in this version." if value == "fp8" else hint
             raise PolicyError(
                 f"Unknown matmul precision {value!r}{where}.{hint} Allowed: "
                 f"{', '.join(map(repr, MATMUL_PRECISIONS))}; for example 'p=f32,matmul=tf32'."

@@ -102,6 +102,11 @@ class Recipe:
         """What `autocast` does with each operation: the default table, and this recipe's edits."""
         return self.data.ops
 
+    @property
+    def fp8(self) -> Any:
+        """How modules with `matmul = "fp8"` are scaled; None: by `jaxmp.fp8.CurrentScaling()`."""
+        return self.policies.fp8
+
     # ------------------------------------------------------------------ What it does
 
     def wrap(self, model: M) -> M:
@@ -178,8 +183,9 @@ class Recipe:
         Args:
           **changes: `policies` (anything that names policies), `loss_scale` (a loss scale, a
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
-            dict, laid over the recipe's own table, or an `OpTable` in its place), `master`, `skip`,
-            `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
+            dict, laid over the recipe's own table, or an `OpTable` in its place), `fp8` (a scaling
+            of `jaxmp.fp8`, or its name), `master`, `skip`, `accumulate_dtype`,
+            `reduce_dtype`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that was automatic is decided anew for other policies.

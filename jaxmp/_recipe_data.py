@@ -20,6 +20,7 @@ from jaxmp import _toml
 from jaxmp._dtypes import canonical_dtype
 from jaxmp._ops import OpTable
 from jaxmp._policy import get_policy
+from jaxmp._recipe_fp8 import read_fp8
 from jaxmp._recipe_scale import (
     LossScaleData,
     automatic_kind,
@@ -29,6 +30,7 @@ from jaxmp._recipe_scale import (
 from jaxmp._recipe_schema import TABLES, TOP, Setting, example, module_dtype, read_contents
 from jaxmp._rules import PolicyMap, Rule, named_dtypes
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
+from jaxmp.fp8._recipes import as_recipe
 
 _FLOAT16 = np.dtype("float16")
 
@@ -147,6 +149,7 @@ def changed(
     policies: Any = None,
     loss_scale: Any = None,
     ops: Any = None,
+    fp8: Any = None,
     name: str | None = None,
     summary: str | None = None,
     **settings: Any,
@@ -159,6 +162,7 @@ def changed(
       data: the recipe to start from.
       policies: anything that `as_policy_map` takes.
       loss_scale: anything that `loss_scale_data` takes.
+      fp8: a scaling of `jaxmp.fp8`, or its name.
       ops: operation -> category, laid over the recipe's own table; or an `OpTable`, in its place.
       name: what to call it.
       summary: one line about it.
@@ -169,6 +173,7 @@ def changed(
       OpError: if an operation is unknown, or cannot have the category.
     """
     rules = data.policies if policies is None else as_policy_map(policies)
+    rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_recipe(fp8))
     if loss_scale is None:
         automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if automatic else data.loss_scale
@@ -202,7 +207,7 @@ _CHANGEABLE = {
 def _change(key: str, value: Any) -> Any:
     """A value given in Python, held to what a file may say."""
     if key not in _CHANGEABLE:
-        names = ["policies", "loss_scale", "ops", *_CHANGEABLE]
+        names = ["policies", "loss_scale", "ops", "fp8", *_CHANGEABLE]
         raise RecipeError(
             f"A recipe has no {key!r} to replace.{did_you_mean(key, names)} Allowed: "
             f"{', '.join(names)}; for example recipe.replace(master='fp32')."
@@ -369,9 +374,11 @@ def _base(document: _toml.Document, extends: str, chain: _Chain) -> _Layers:
 def _laid_over(
     base: dict[tuple[str, str], Setting], own: dict[tuple[str, str], Setting]
 ) -> dict[tuple[str, str], Setting]:
-    """Own settings replace the base's; another kind of loss scale replaces it as a whole."""
+    """Own settings replace the base's; another loss scale or FP8 scaling replaces it as a whole."""
     if own.keys() & {("loss_scale", "kind"), ("loss_scale", "preset")}:
         base = {key: setting for key, setting in base.items() if key[0] != "loss_scale"}
+    if ("fp8", "scaling") in own:
+        base = {key: setting for key, setting in base.items() if key[0] != "fp8"}
     # Own settings stand first: where two contradict each other, a message names the user's file.
     return {**own, **{key: setting for key, setting in base.items() if key not in own}}
 
@@ -383,7 +390,8 @@ def _build(layers: _Layers) -> RecipeData:
     default = _values(tables.get("policy", {}))
     if "attention" in tables:
         default["attention"] = tables["attention"]["implementation"].value
-    policies = PolicyMap(get_policy(default), layers.rules)
+    fp8 = read_fp8(tables.get("fp8", {}))
+    policies = PolicyMap(get_policy(default), layers.rules, fp8)
     data = RecipeData(
         name=layers.name,
         summary=layers.summary,

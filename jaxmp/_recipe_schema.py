@@ -12,6 +12,7 @@ from jaxmp._dtypes import bits, canonical_dtype
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._ops import OPS, Op, OpTable
 from jaxmp._policy import ATTENTION, FIELD_KEYS, MATMUL_PRECISIONS
+from jaxmp._recipe_fp8 import SCALINGS, frozen, is_formats, is_products, is_width
 from jaxmp._rules import Rule
 from jaxmp.errors import JaxmpError, OpError, RecipeError, RuleError, did_you_mean
 
@@ -118,6 +119,27 @@ _POLICY = {
     "cast_float64": _BOOLEAN,
 }
 
+_FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', is_formats, frozen)
+# Ranges are the business of the recipes of `jaxmp.fp8`.
+_FP8 = {
+    "scaling": _choice(*SCALINGS),
+    "fprop": _FORMATS._replace(example='["e4m3fn", "e4m3fn"]'),
+    "dgrad": _FORMATS._replace(example='["e5m2", "e4m3fn"]'),
+    "wgrad": _FORMATS,
+    "margin": _COUNT._replace(example="1"),
+    "power_of_two": _BOOLEAN,
+    "fast_accumulation": Field(
+        'a list of products among "fprop", "dgrad", "wgrad"', '["fprop"]', is_products, frozen
+    ),
+    "min_width": Field('"auto" or an integer that is not negative', "2048", is_width),
+    "emulate": _BOOLEAN,
+    "amax_history_len": _COUNT._replace(example="1024"),
+    "amax_compute": _choice("max", "most_recent"),
+    "interval": _COUNT._replace(example="1"),
+    "calibrate": _BOOLEAN,
+    "block": _COUNT._replace(example="128"),
+}
+
 # Their ranges are the business of `DynamicLossScale`, which checks them when a recipe is built.
 DYNAMIC = {
     "init_scale": _NUMBER,
@@ -150,6 +172,7 @@ TABLES = {
     },
     "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
     "attention": {"implementation": _choice(*ATTENTION)},
+    "fp8": _FP8,
     "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
     "ops": {name: _category(op) for name, op in OPS.items()},
 }
@@ -172,10 +195,19 @@ def example(table: str, key: str, literal: str = "") -> str:
     if table == "rules":
         lines += _example_rule(key, setting)
     elif table:
-        lines += [f"[{table}]", *['kind = "static"'] * (key == "value"), setting]
+        lines += [f"[{table}]", *_companions(key), setting]
     else:
         lines += [setting]
     return "\n".join(f"    {line}" for line in lines)
+
+
+def _companions(key: str) -> list[str]:
+    """What must stand beside a key."""
+    if key == "value":
+        return ['kind = "static"']
+    if key in ("amax_history_len", "amax_compute", "interval", "calibrate"):
+        return ['scaling = "delayed"']
+    return ['scaling = "block"'] if key == "block" else []
 
 
 def _example_rule(key: str, setting: str) -> list[str]:
@@ -293,8 +325,6 @@ def _read_value(document: _toml.Document, key: _toml.Key, field: Field, value: A
     table, name = str(key[0]) if len(key) > 1 else "", _field_name(key)
     if not field.accepts(value):
         hint = did_you_mean(value, field.allowed.split('"')[1::2]) if _is_text(value) else ""
-        if (name, value) == ("matmul", "fp8"):
-            hint = " FP8 matmuls are not available in this version."
         raise RecipeError(
             f"{document.where(*key)}: {shown(value)} is not allowed.{hint} Allowed: "
             f"{field.allowed}. For example:\n{example(table, name)}"

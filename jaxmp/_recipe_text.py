@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmp._policy import FIELD_NAMES
 from jaxmp._recipe_data import RecipeData
+from jaxmp._recipe_fp8 import fp8_settings
 from jaxmp._recipe_scale import LossScaleData
 from jaxmp._rules import Rule
 from jaxmp._toml import literal
@@ -22,6 +23,7 @@ _OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a step that is not fi
 _ATTENTION = (
     "# How the attention layers of Flax attend: auto takes cuDNN's fused kernel where it fits."
 )
+_FP8 = '# How modules with matmul = "fp8" are scaled.'
 _GRADIENTS = "# What gradients are added up in, over microbatches and over devices."
 _OPS = "# What autocast does otherwise than by its default table."
 _RULES = "# The first rule that matches a module decides alone; the rest comes from [policy]."
@@ -46,6 +48,7 @@ def recipe_text(data: RecipeData) -> str:
         [_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", *_settings(_scale(data.loss_scale))],
         [_OPTIMIZER, "[optimizer]", *_settings({"master": data.master, "skip": data.skip})],
         [_ATTENTION, "[attention]", *_settings(_attention(data))],
+        *_fp8(data.policies.fp8),
         [_GRADIENTS, "[gradients]", *_settings(_gradients(data))],
         *[[_OPS, "[ops]", *_settings(dict(data.ops.edits))]] * bool(data.ops.edits),
         *[[_RULES]] * bool(data.policies.rules),
@@ -77,6 +80,12 @@ def _default_fields(policy: Any) -> dict[str, Any]:
 
 def _attention(data: RecipeData) -> dict[str, Any]:
     return {"implementation": data.policies.default.attention}
+
+
+def _fp8(scaling: Any) -> list[list[str]]:
+    if scaling is None:
+        return []
+    return [[_FP8, "[fp8]", *(f"{key} = {text}" for key, text in fp8_settings(scaling).items())]]
 
 
 def _rule_fields(rule: Rule) -> dict[str, Any]:

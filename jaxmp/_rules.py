@@ -382,6 +382,8 @@ class PolicyMap:
     Args:
       default: anything that `get_policy` takes.
       rules: rules in order of precedence.
+      fp8: how modules with `matmul = "fp8"` are scaled: a recipe of `jaxmp.fp8`; None: the default
+        one.
 
     Example:
       >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
@@ -393,6 +395,7 @@ class PolicyMap:
 
     default: Policy
     rules: tuple[Rule, ...] = ()
+    fp8: Any = None
     _cache: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -408,13 +411,13 @@ class PolicyMap:
                     f"{rule!r} is not a Rule; for example "
                     "PolicyMap('bf16', [Rule('head', 'c=f32')])."
                 )
-        object.__setattr__(self, "_hash", hash((self.default, rules)))
+        object.__setattr__(self, "_hash", hash((self.default, rules, self.fp8)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        return PolicyMap, (self.default, self.rules)
+        return PolicyMap, (self.default, self.rules, self.fp8)
 
     def resolve(
         self, path: str | Iterable[Any], module_type: Any = None, ancestors: tuple[Any, ...] = ()

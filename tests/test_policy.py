@@ -141,7 +141,7 @@ def test_short_names_read_back(dtype):
         ("mixed_bf61", ["Unknown policy 'mixed_bf61'", "Did you mean 'mixed_bf16'?"]),
         ("", ["Unknown policy ''"]),
         ("p=f32,matmul=tf23", ["'tf23'", "Did you mean 'tf32'?"]),
-        ("p=f32,matmul=fp8", ["'fp8'", "not available in this version"]),
+        ("p=f32,matmul=f8", ["'f8'", "Did you mean 'fp8'?"]),
         ("p=f32,respect_explicit=maybe", ["neither true nor false"]),
         ("int8", ["Integer format 'int8'"]),
         ("p=f32,c=uint4", ["Integer format 'uint4'", "'p=f32,c=uint4'"]),

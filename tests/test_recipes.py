@@ -398,7 +398,7 @@ REFUSED = {
     'extends = "bf16"\nsummary = "two\\nlines"': ["key 'summary'", "one line"],
     # Values.
     '[policy]\nmatmul = "tf23"': ['"tf23" is not allowed', "Did you mean 'tf32'?"],
-    '[policy]\nmatmul = "fp8"': ["FP8 matmuls are not available in this version"],
+    '[policy]\nmatmul = "f8"': ["Did you mean 'fp8'?"],
     '[policy]\n# c\ncompute_dtype = "bf61"': ["line 3", "'bf61'", "Did you mean 'bf16'?"],
     '[policy]\ncompute_dtype = "int8"': ["Integer format 'int8'"],
     '[policy]\nparam_dtype = "float8_e4m3fn"': ["float8_e4m3fn is too narrow for a module"],

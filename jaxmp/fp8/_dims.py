@@ -51,16 +51,25 @@ class Dims(NamedTuple):
         """
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
-        ours, others = (self.in_result(other), self.free(other)), (batch, self.batch[other])
-        ndims = self.result_ndim, self.ndims[other]
+        contract, others = self.in_result(other), self.free(other)
         if side:
-            ours, others, ndims = ours[::-1], others[::-1], ndims[::-1]
+            dims = Dims(
+                (others, contract),
+                (self.batch[other], batch),
+                (self.ndims[other], self.result_ndim),
+            )
+        else:
+            dims = Dims(
+                (contract, others),
+                (batch, self.batch[other]),
+                (self.result_ndim, self.ndims[other]),
+            )
         # What is left of the other operand are its contracted axes, in their own order.
         pairs = zip(self.contract[other], self.contract[side], strict=True)
         contracted = [axis for _, axis in sorted(pairs)]
         free = [*contracted, *self.free(side)] if side else [*self.free(side), *contracted]
         order = tuple(int(axis) for axis in np.argsort([*self.batch[side], *free]))
-        return Dims(ours, others, ndims), order
+        return dims, order
 
     def spread(self, factor: jax.Array, side: int) -> jax.Array:
         """Factors of an operand, of size 1 on its contracted axes, for each number of the result.

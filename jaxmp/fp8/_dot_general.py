@@ -273,9 +273,8 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
             values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
             operand = Operand(values, None)
         # The gradient in its own operand's place.
-        pair = [kept[0], kept[1]]
-        pair[side] = operand
-        product = _multiply(call, gemm, *pair, dims, call.dtypes[side])
+        lhs, rhs = (kept[0], operand) if side else (operand, kept[1])
+        product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
     if not isinstance(call.recipe, DelayedScaling):
         return (results[0], results[1], None)

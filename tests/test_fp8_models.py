@@ -1,0 +1,456 @@
+"""`matmul = "fp8"` in policies and recipes: Linen and NNX models, what is left out, and why."""
+
+import copy
+import functools
+import importlib.util
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from byte_gpt import GPT, in_nnx
+from jaxmp import PolicyMap, Recipe, Rule, _compat, audit, fp8, load_recipe
+from jaxmp._jaxprs import equations
+from jaxmp.errors import CompositionError, RecipeError
+from relaxed import relaxed
+from train_lm import prepare, prepare_nnx
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+HEAD = Rule("**/lm_head", "o=f32,matmul=default", required=False)
+
+
+def policies(scaling=None, *rules):
+    return PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", (*rules, HEAD), scaling)
+
+
+def products(fn, *args):
+    """Operand dtypes and the result's, of every product."""
+    found = equations(jax.make_jaxpr(fn)(*args))
+    return [
+        (*(str(v.aval.dtype) for v in eqn.invars), str(eqn.outvars[0].aval.dtype))
+        for eqn in found
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+def in_fp8(found):
+    return [row for row in found if row[0].startswith("float8")]
+
+
+SMALL = GPT(layers=2, width=32, heads=2, max_length=16)
+TOKENS = jnp.arange(32).reshape(2, 16)
+
+
+@functools.cache
+def parameters():
+    return SMALL.init(jax.random.key(0), TOKENS)["params"]
+
+
+def linen_loss(policy_map):
+    model = jaxmp.linen.apply_policy(SMALL, policy_map)
+    return lambda params: model.apply({"params": params}, TOKENS).sum(), parameters()
+
+
+def nnx_loss(policy_map):
+    model = jaxmp.nnx.apply_policy(in_nnx(SMALL, parameters()), policy_map)
+    graph, state = nnx.split(model)
+    return lambda state: nnx.merge(graph, state)(TOKENS).sum(), state
+
+
+each_framework = pytest.mark.parametrize("loss_of", [linen_loss, nnx_loss], ids=["linen", "nnx"])
+
+# ---------------------------------------------------------------------------
+# What runs in FP8
+# ---------------------------------------------------------------------------
+
+
+@each_framework
+def test_every_linear_layer_multiplies_in_fp8_three_times(loss_of):
+    loss, params = loss_of(policies())
+    found = products(jax.grad(loss), params)
+    # Six layers in each of two blocks.
+    bf16 = "bfloat16"
+    assert found.count((E4M3, E4M3, bf16)) == 12
+    assert found.count((E5M2, E4M3, bf16)) == found.count((E4M3, E5M2, bf16)) == 12
+    # The head's product, whose FP32 sums are handed on, and two of attention in each block.
+    assert len(found) - len(in_fp8(found)) == 3 + 2 * 6
+    assert (bf16, bf16, "float32") in found and "float32" not in {row[0] for row in found}
+
+
+@each_framework
+def test_explain_lists_every_layer_and_its_reason(loss_of):
+    loss, params = loss_of(policies(None, Rule("block_1/**", "matmul=default")))
+    names = [f"attention/{name}" for name in ("query", "key", "value", "out")]
+    names = [f"block_0/{name}" for name in [*names, "mlp_up", "mlp_down"]]
+    rows = fp8.explain(loss, params)
+    assert {row.path: row.why_not for row in rows} == dict.fromkeys(names, "")
+    assert {(row.k, row.n) for row in rows} == {(32, 32), (32, 128), (128, 32)}
+    on_gpu = fp8.explain(loss, params, target="gpu")
+    assert {row.path for row in on_gpu} == set(names)
+    assert all("too narrow to gain" in row.why_not for row in on_gpu)
+
+
+@each_framework
+@pytest.mark.parametrize(
+    ("scaling", "count"),
+    [(None, 0), (fp8.CurrentScaling(min_width=32), 12), (fp8.CurrentScaling(min_width=33), 0)],
+)
+def test_narrow_layers_stay_in_16_bits_on_a_gpu(loss_of, scaling, count):
+    loss, params = loss_of(policies(scaling))
+    with _compat.context(target="gpu"):
+        assert len(in_fp8(products(loss, params))) == count
+
+
+@each_framework
+def test_the_scaling_is_that_of_the_policies(loss_of):
+    loss, params = loss_of(policies(fp8.CurrentScaling(wgrad="high", dgrad="e4m3fn")))
+    assert set(in_fp8(products(jax.grad(loss), params))) == {(E4M3, E4M3, "bfloat16")}
+
+
+@each_framework
+def test_wide_results(loss_of):
+    loss, params = loss_of(policies(None, Rule("block_*/mlp_up", "o=f32")))
+    found = in_fp8(products(loss, params))
+    assert found.count((E4M3, E4M3, "float32")) == 2 and len(found) == 12
+
+
+def test_both_frameworks_compute_the_same():
+    results = []
+    for loss_of in (linen_loss, nnx_loss):
+        loss, params = loss_of(policies())
+        results.append(jax.jit(loss)(params))
+    plain, params = linen_loss("bf16")
+    assert float(results[0]) == pytest.approx(float(results[1]), rel=1e-3)
+    assert float(results[0]) != float(jax.jit(plain)(params))
+
+
+class Layers(nn.Module):
+    """One of each."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(30, name="odd")(x)
+        x = nn.Dense(64, name="own", dot_general=lambda *a, **k: lax.dot_general(*a, **k))(x)
+        x = nn.Einsum((64, 4, 16), "btd,dnh->btnh", name="einsum")(x)
+        return nn.DenseGeneral(32, axis=(-2, -1), name="general")(x)
+
+
+class NnxLayers(nnx.Module):
+    def __init__(self, rngs):
+        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
+        self.odd = nnx.Linear(32, 30, rngs=rngs)
+        self.own = nnx.Linear(30, 64, dot_general=own, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dnh->btnh", (64, 4, 16), (4, 16), rngs=rngs)
+        self.general = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        return self.general(self.einsum(self.own(self.odd(x))))
+
+
+def both_layers(policy_map):
+    """Linen's and NNX's, as functions of x, with the same numbers."""
+    x = jax.random.normal(jax.random.key(1), (2, 16, 32))
+    plain = Layers()
+    params = plain.init(jax.random.key(0), x)["params"]
+    numbers = NnxLayers(nnx.Rngs(0))
+    nnx.update(numbers, params)
+    linen = jaxmp.linen.apply_policy(plain, policy_map)
+    return (
+        x,
+        lambda x: linen.apply({"params": params}, x),
+        jaxmp.nnx.apply_policy(numbers, policy_map),
+    )
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["linen", "nnx"])
+def test_layers_of_each_kind(which):
+    x, *models = both_layers(policies())
+    rows = fp8.explain(models[which - 1], x)
+    assert [tuple(row) for row in rows] == [
+        ("odd", 32, 30, "N = 30 is no multiple of 16"),
+        ("einsum", 64, 64, ""),
+        ("general", 64, 32, ""),
+    ]
+    assert len(in_fp8(products(models[which - 1], x))) == 2
+
+
+def test_layers_of_each_kind_compute_what_they_should():
+    x, linen, flax_nnx = both_layers(policies())
+    _, exact, _ = both_layers("p=f32,c=f32,o=f32")
+    got, twin, want = jax.jit(lambda x: (linen(x), flax_nnx(x), exact(x)))(x)
+    error = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+    # A last bit of BF16 may move a number across a rounding of FP8.
+    assert error(got, twin) < 0.02
+    # Two layers at 28.5 dB each leave 25.5 dB: 5% of the norm.
+    assert 0.03 < error(got, want) < 0.07
+
+
+def test_einsum_keeps_its_parameters_and_messages():
+    layer = nn.Einsum((32, 4, 16))
+    model = jaxmp.linen.apply_policy(layer, policies())
+    x, equation = jnp.ones((2, 16, 32)), "btd,dnh->btnh"
+    plain, policied = (m.init(jax.random.key(0), x, equation) for m in (layer, model))
+    jax.tree.map(np.testing.assert_array_equal, plain, policied)
+    assert in_fp8(products(lambda x: model.apply(plain, x, equation), x))
+    with pytest.raises(ValueError, match="two operands"):
+        model.apply(plain, x, "btd->dbt")
+
+
+def test_an_einsum_that_is_no_product_stays_in_16_bits():
+    model = jaxmp.linen.apply_policy(nn.Einsum((32, 16), "bd,df->f", use_bias=False), policies())
+    x = jnp.ones((16, 32))
+    variables = model.init(jax.random.key(0), x)
+    (row,) = fp8.explain(model.apply, variables, x)
+    assert "summed over" in row.why_not
+    assert in_fp8(products(model.apply, variables, x)) == []
+
+
+# ---------------------------------------------------------------------------
+# Under Flax's transformations
+# ---------------------------------------------------------------------------
+
+
+class ScannedDense(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(x.shape[-1], name="dense")(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            nn.remat(ScannedDense, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return layers(name="layers")(x, None)[0]
+
+
+def test_scan_and_remat():
+    model = jaxmp.linen.apply_policy(Scanned(), policies())
+    x = jax.random.normal(jax.random.key(1), (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    loss = lambda v: jnp.sum(model.apply(v, x) ** 2)
+    found = in_fp8(products(jax.grad(loss), variables))
+    assert {row[:2] for row in found} == {(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
+    grads = jax.jit(jax.grad(loss))(variables)
+    exact = jax.jit(jax.grad(lambda v: jnp.sum(Scanned().apply(v, x).astype(jnp.float32) ** 2)))(
+        variables
+    )
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
+        assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.2
+
+
+class Jitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.Dense)(32, name="dense")(x)
+
+
+def test_no_trace_of_another_scaling_is_used():
+    """`nn.jit` keeps traces for the whole process."""
+    x = jax.random.normal(jax.random.key(1), (16, 32))
+    variables = Jitted().init(jax.random.key(0), x)
+    maps = [
+        "bf16",
+        policies(),
+        policies("rowwise"),
+        "bf16",
+        policies(fp8.CurrentScaling(power_of_two=True)),
+    ]
+    outputs = [jaxmp.linen.apply_policy(Jitted(), m).apply(variables, x) for m in maps]
+    same = lambda a, b: bool(jnp.array_equal(outputs[a], outputs[b]))
+    assert same(0, 3)
+    assert not any(same(a, b) for a, b in [(0, 1), (1, 2), (0, 2), (1, 4)])
+
+
+def test_policied_models_stay_equal_and_can_be_copied():
+    model = jaxmp.linen.apply_policy(SMALL, policies())
+    assert model == jaxmp.linen.apply_policy(SMALL, policies())
+    assert model != jaxmp.linen.apply_policy(SMALL, policies("rowwise"))
+    flax_nnx = jaxmp.nnx.apply_policy(in_nnx(SMALL, parameters()), policies())
+    want = flax_nnx(TOKENS)
+    np.testing.assert_array_equal(copy.deepcopy(flax_nnx)(TOKENS), want)
+    layer = jaxmp.nnx.apply_policy(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), policies())
+    x = jnp.ones((16, 32))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    plain = jaxmp.nnx.apply_policy(flax_nnx, "bf16")
+    assert in_fp8(products(plain, TOKENS)) == []
+    assert plain.block_0.mlp_up.dot_general is lax.dot_general
+
+
+# ---------------------------------------------------------------------------
+# Recipes
+# ---------------------------------------------------------------------------
+
+TOML = """
+extends = "bf16"
+
+[policy]
+matmul = "fp8"
+
+[fp8]
+"""
+
+
+def load(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "scaling"),
+    [
+        ('scaling = "current"', fp8.CurrentScaling()),
+        ('wgrad = "high"\nmin_width = 512', fp8.CurrentScaling(wgrad="high", min_width=512)),
+        (
+            'scaling = "rowwise"\ndgrad = ["e5m2", "e4m3fn"]\nfast_accumulation = []',
+            fp8.RowwiseScaling(dgrad=("e5m2", "e4m3fn"), fast_accumulation=()),
+        ),
+        (
+            'scaling = "delayed"\namax_history_len = 16\namax_compute = "most_recent"',
+            fp8.DelayedScaling(amax_history_len=16, amax_compute="most_recent"),
+        ),
+        ('scaling = "block"\nblock = 64\nemulate = true', fp8.BlockScaling(block=64, emulate=True)),
+    ],
+)
+def test_recipe_files(tmp_path, lines, scaling):
+    recipe = load(tmp_path, TOML + lines)
+    assert recipe.fp8 == recipe.policies.fp8 == scaling
+    assert recipe.policies.default.matmul == "fp8"
+    assert load(tmp_path, recipe.to_toml()) == recipe
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    hash(recipe)
+
+
+def test_recipes_without_a_table():
+    recipe = Recipe("p=f32,c=bf16,o=f32,matmul=fp8")
+    assert recipe.fp8 is None and "[fp8]" not in recipe.to_toml()
+    assert recipe.replace(fp8="rowwise").fp8 == fp8.RowwiseScaling()
+    assert recipe.replace(fp8="rowwise") != recipe
+
+
+def test_another_scaling_replaces_the_whole_table(tmp_path):
+    (tmp_path / "base.toml").write_text(TOML + 'scaling = "delayed"\ninterval = 2')
+    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nscaling = "rowwise"')
+    assert recipe.fp8 == fp8.RowwiseScaling()
+    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nmargin = 1')
+    assert recipe.fp8 == fp8.DelayedScaling(interval=2, margin=1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("block = 64", r"key 'fp8.block': block does not go with scaling = \"current\""),
+        ("interval = 2", r"(?s)key 'fp8.interval'.*scaling = \"delayed\"\n    interval = 2"),
+        ("margin = -1", "key 'fp8.margin': CurrentScaling.margin=-1."),
+        ('wgrad = ["e5m2", "e5m2"]', "key 'fp8.wgrad': .*not both 'e5m2'"),
+        ('wgrad = ["e5m2"]', "key 'fp8.wgrad'.*is not allowed"),
+        ('scaling = "tensorwise"', "key 'fp8.scaling'.*is not allowed"),
+        ('fast_accumulation = ["forward"]', "key 'fp8.fast_accumulation'.*is not allowed"),
+        ("width = 3", "(?s)'width' is not known here.*min_width"),
+    ],
+)
+def test_recipe_files_that_are_refused(tmp_path, lines, message):
+    with pytest.raises(RecipeError, match=message):
+        load(tmp_path, TOML + lines)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_scaling_with_a_state_is_refused(framework):
+    loss_of = {"linen": linen_loss, "nnx": nnx_loss}[framework]
+    with pytest.raises(CompositionError, match=r"Use fp8.CurrentScaling\(\)"):
+        loss, params = loss_of(policies("delayed"))
+        loss(params)
+
+
+class OldCard:
+    device_kind = "NVIDIA A100-SXM4-80GB"
+    compute_capability = "8.0"
+
+
+class NewCard(OldCard):
+    compute_capability = "9.0"
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
+    loss, params = linen_loss(policies(fp8.CurrentScaling(emulate=emulate)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [OldCard()])
+    if emulate:
+        assert len(fp8.explain(loss, params)) == 12
+    else:
+        with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
+            fp8.explain(loss, params)
+    monkeypatch.setattr(jax, "devices", lambda: [NewCard()])
+    assert len(fp8.explain(loss, params)) == 12
+
+
+# ---------------------------------------------------------------------------
+# Compiled for a GPU
+# ---------------------------------------------------------------------------
+
+
+def has_compiler():
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+)
+STEP = GPT(layers=2, width=128, heads=2, max_length=128)
+ANY_WIDTH = Recipe(policies(fp8.CurrentScaling(min_width=0)))
+LINEARS = {
+    f"block_{block}/{name}"
+    for block in (0, 1)
+    for name in (
+        *(f"attention/{part}" for part in ("query", "key", "value", "out")),
+        "mlp_up",
+        "mlp_down",
+    )
+}
+
+
+def compiled_step(framework, recipe, target):
+    tokens = jax.ShapeDtypeStruct((8, 129), jnp.int32)
+    if framework == "linen":
+        state, step, _ = prepare(recipe, STEP, relaxed(optax.adamw(1e-3)))
+        return audit(step, state, tokens, policies=recipe, target=target)
+    model, optimizer, step, _ = prepare_nnx(recipe, STEP, relaxed(optax.adamw(1e-3)))
+    return audit(step, model, optimizer, tokens, policies=recipe, target=target)
+
+
+@needs_compiler
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework):
+    report = compiled_step(framework, ANY_WIDTH, "h200")
+    real = {}
+    for row in report.gemms:
+        if row.kernel == "cublas fp8":
+            assert {row.lhs, row.rhs} <= {E4M3, E5M2}
+            real[row.module] = real.get(row.module, 0) + row.count
+    assert real == dict.fromkeys(LINEARS, 3)
+    assert {row.lhs for row in report.gemms if row.module == "lm_head"} == {"bfloat16"}
+    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert report.ok, report
+
+
+@needs_compiler
+def test_an_a100_does_not_and_the_audit_says_so():
+    report = compiled_step("linen", ANY_WIDTH, "a100")
+    fallen = {finding.module for finding in report.faults if finding.kind == "fp8_fallback"}
+    assert fallen == LINEARS
