@@ -108,6 +108,8 @@ def softmax_cross_entropy(
     axis = _axis(axis, logits)
     terms = _terms(label_smoothing, z_loss, axis)
     size = logits.shape[axis]
+    if not size:
+        raise JaxmpError(f"logits have shape {_shape(logits)}: no classes at axis={axis}.")
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     wide = _wide(logits.dtype)
     labels = jnp.asarray(labels)
@@ -937,8 +939,6 @@ def _check_indices(
             f"labels have shape {_shape(labels)}, and {name} of shape {list(given)} has rows of "
             f"shape {list(rows)}. Give one class index a row: labels.reshape({tuple(rows)})."
         )
-    if not size:
-        raise JaxmpError(f"{name} of shape {list(given)} has no classes.")
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
     values = np.asarray(labels)

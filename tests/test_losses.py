@@ -637,8 +637,10 @@ def test_memory_on_an_h200():
     found = shares("h200")
     for dtype in ("float32", "bfloat16"):
         assert found[dtype, "linear_cross_entropy"] <= 0.25
-    assert found["float32", "softmax_cross_entropy"] <= 0.55
-    assert found["bfloat16", "softmax_cross_entropy"] <= 0.40
+    # One array of logits' size for two in FP32, and a third of the bytes in bfloat16; beside them
+    # the products' own workspace, which at these sizes is another 6 to 8 %.
+    assert found["float32", "softmax_cross_entropy"] <= 0.6
+    assert found["bfloat16", "softmax_cross_entropy"] <= 0.45
 
 
 @needs_compiler
@@ -954,6 +956,7 @@ ce, linear = losses.softmax_cross_entropy, losses.linear_cross_entropy
         (lambda: ce(X, Y, weights=jnp.ones(3)), r"\[3\].*\[2\].*jnp.full"),
         (lambda: ce(X, Y, weights=jnp.ones(2, "complex64")), "complex64.*real weight"),
         (lambda: ce(X[:, :0], Y), "no classes"),
+        (lambda: ce(X[:, :0], X[:, :0]), "no classes"),
         (lambda: jax.jit(lambda s: ce(X, Y, z_loss=s))(0.1), "static_argnames='z_loss'"),
         (lambda: linear(X, K.T, Y), "transposed=True"),
         (lambda: linear(X, K, Y, transposed=True), "transposed=False"),
