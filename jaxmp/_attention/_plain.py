@@ -29,13 +29,14 @@ def attend(
     sow: Callable[[jax.Array], Any] | None,
     precision: Any,
     scale: float | None = None,
+    wide_gradients: bool = False,
     qk_einsum: Callable[..., jax.Array] | None = None,
     value_einsum: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """What all share whose logits are held as a whole; operands of one dtype, the result's."""
     if key.shape[-2] != query.shape[-2]:
         key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
-    logits = _logits(query, key, precision, qk_einsum)
+    logits = _logits(query, key, precision, qk_einsum, wide_gradients)
     logits *= logits.dtype.type(query.shape[-1] ** -0.5 if scale is None else scale)
     weights = _softmax(logits, bias, mask).astype(query.dtype)
     if sow is not None:
@@ -56,7 +57,9 @@ def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(array, heads // array.shape[-2], axis=-2)
 
 
-def _logits(query: jax.Array, key: jax.Array, precision: Any, einsum: Any) -> jax.Array:
+def _logits(
+    query: jax.Array, key: jax.Array, precision: Any, einsum: Any, wide_gradients: bool
+) -> jax.Array:
     """QK^T `[B..., N, T, S]` in FP32, or in float64 where the operands are."""
     wide = FLOAT32 if is_half(query.dtype) else query.dtype
     if einsum is not None:
@@ -70,6 +73,8 @@ def _logits(query: jax.Array, key: jax.Array, precision: Any, einsum: Any) -> ja
     )
     if query.dtype == wide:
         return product(query, key)
+    if wide_gradients:
+        return product(query, key, preferred_element_type=wide)
     return wide_product(product, query, key, wide)
 
 
@@ -121,6 +126,7 @@ def xla_attention(given: Arguments) -> jax.Array:
         sow=None,
         precision=None,
         scale=settings.scale,
+        wide_gradients=settings.wide_gradients,
     )
 
 

@@ -1,0 +1,178 @@
+"""Dot-product attention: cuDNN's fused kernel where it fits, the same numbers elsewhere.
+
+`_arguments` checks, `_choice` chooses and says why, `_cudnn`, `_blockwise` and `_plain` compute,
+`_flax` stands where Flax's attention function would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmp._attention._arguments import Arguments, Settings, arguments, check_implementation
+from jaxmp._attention._blockwise import blockwise_attention
+from jaxmp._attention._choice import AttentionChoice as AttentionChoice
+from jaxmp._attention._choice import Blocker as Blocker
+from jaxmp._attention._choice import choose, log_once
+from jaxmp._attention._cudnn import cudnn_attention
+from jaxmp._attention._plain import xla_attention
+from jaxmp._compat import target
+from jaxmp._policy import get_policy
+
+_RUN: dict[str, Callable[[Arguments], jax.Array]] = {
+    "cudnn": cudnn_attention,
+    "blockwise": blockwise_attention,
+    "xla": xla_attention,
+}
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    implementation: str = "auto",
+    policy: Any = None,
+) -> jax.Array:
+    """`softmax(scale * q k^T + bias) v`, logits and softmax in FP32 whatever the operands' dtype.
+
+    The names are those of `jax.nn.dot_product_attention`. B is the batch, T and S the positions of
+    queries and keys, N and K their heads, H and V the sizes of a head.
+
+    Args:
+      query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+      key: `[B, S, K, H]` or `[S, K, H]`, of the same dtype. N is a multiple of K: each key head
+        serves N / K query heads in a row (grouped-query and multi-query attention).
+      value: `[B, S, K, V]` or `[S, K, V]`, of the same dtype.
+      bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]`.
+      mask: bool, broadcastable to `[B, N, T, S]`; False hides a key from a query.
+      is_causal: position t sees keys 0 to t, counted from the start of both.
+      scale: of the logits, a number; None: `H ** -0.5`.
+      query_seq_lengths: integers `[B]`; queries from there on give zero.
+      key_value_seq_lengths: integers `[B]`; keys from there on are seen by no query.
+      local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; one
+        number stands for both. With `is_causal`, right is 0.
+      dropout_rate: probability that a weight is dropped.
+      dropout_rng: key of the dropout; which weights it drops differs between implementations.
+      implementation: "auto" takes cuDNN's fused kernel where it can serve, else "xla", which holds
+        the logits of all pairs, while they are small, else "blockwise", whose memory grows linearly
+        with T and S. "cudnn", "blockwise" or "xla" asks for one.
+      policy: anything `get_policy` takes: the operands are cast to its compute dtype, the result to
+        its output dtype. None: as they are.
+
+    Returns:
+      `[B, T, N, V]`, or `[T, N, V]`, in the operands' dtype. A query that sees no key gives zero
+      and hands back a gradient of zero.
+
+    Raises:
+      AttentionError: if arguments do not fit together, or an implementation that is asked for
+        cannot serve them: naming the argument that blocks it, and the change that would unblock.
+      PolicyError: if `policy` is none.
+
+    Example:
+      >>> q = jnp.ones((2, 6, 4, 8), jnp.bfloat16)
+      >>> k = v = jnp.ones((2, 6, 2, 8), jnp.bfloat16)
+      >>> dot_product_attention(q, k, v, is_causal=True).shape
+      (2, 6, 4, 8)
+
+    Every product reads its operands in their own dtype and adds up in FP32. The gradient of the
+    logits alone is multiplied in FP32 where no Tensor Core would do it (on no GPU) and no `policy`
+    asks for the compute dtype. "cudnn" and "blockwise" have a gradient of their own and no
+    forward-mode derivative; "xla" has all. Sources: FlashAttention-2, arXiv:2307.08691; grouped
+    queries, arXiv:2305.13245.
+    """
+    check_implementation(implementation)
+    given = arguments(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=is_causal,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        policy=policy,
+        # Who names a policy, or has Tensor Cores, wants every product in the compute dtype.
+        wide_gradients=policy is None and target() != "gpu",
+    )
+    out = run(given, implementation)
+    out = out.reshape(*jax.numpy.shape(query)[:-1], out.shape[-1])
+    return out if policy is None else out.astype(get_policy(policy).output_dtype)
+
+
+def explain_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    implementation: str = "auto",
+    **options: Any,
+) -> AttentionChoice:
+    """Which implementation `dot_product_attention` would take for these arguments, and why.
+
+    Args:
+      query, key, value, bias, mask: arrays, or shapes (`jax.ShapeDtypeStruct`).
+      implementation: as in `dot_product_attention`.
+      **options: its other arguments.
+
+    Returns:
+      The choice; `print` shows it with all that keeps cuDNN's kernel from serving the call.
+
+    Raises:
+      AttentionError, PolicyError: what the call itself would raise.
+
+    Example:
+      >>> q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.float32)
+      >>> choice = explain_attention(q, q, q, is_causal=True)
+      >>> choice.implementation, [blocker.argument for blocker in choice.blockers]
+      ('blockwise', ['device', 'policy'])
+    """
+    check_implementation(implementation)
+    return choose(arguments(query, key, value, bias, mask, **options), implementation)
+
+
+def run(given: Arguments, implementation: str) -> jax.Array:
+    """`[B, T, N, V]` by the implementation that is chosen, whose name the program will show."""
+    choice = choose(given, implementation)
+    log_once(choice)
+    because = choice.blockers[0].argument if choice.blockers else ""
+    arrays = {
+        field: getattr(given, field)
+        for field in Arguments.__dataclass_fields__
+        if field != "settings" and getattr(given, field) is not None
+    }
+    return _compiled(choice.implementation, because)(arrays, given.settings)
+
+
+# How a call shows in a jaxpr, as the name of a jitted function, and in the compiled program.
+MARK = "jaxmp_attention"
+
+
+@functools.cache
+def _compiled(implementation: str, because: str) -> Callable[..., jax.Array]:
+    """Traced once for all layers of the same shapes."""
+
+    def attention(arrays: dict[str, jax.Array], settings: Settings) -> jax.Array:
+        fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
+        return _RUN[implementation](Arguments(**{**fields, "settings": settings}))
+
+    attention.__name__ = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
+    return jax.jit(attention, static_argnums=1)

@@ -1,0 +1,349 @@
+"""Attention block by block: online softmax, memory linear in the sequence length.
+
+The algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) as one `lax.scan` over the pairs of
+blocks that causality and window leave. The backward pass computes the weights anew from the largest
+logit and the sum of each row, which are saved apart: the rounding of their logsumexp would go into
+every weight of the row. Logits, weights and all sums are FP32 (float64 for float64 operands); each
+product reads its operands in their own dtype, as on a Tensor Core.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._attention._arguments import Arguments, Settings, sees
+from jaxmp._compat import vary, varying_axes
+from jaxmp._dtypes import FLOAT32, is_half
+
+# Positions of a block, and how many logits may be alive at once: 64 MiB in FP32.
+_BLOCK, _LEAST, _LOGITS = 512, 64, 2**24
+
+
+class _Shape(NamedTuple):
+    """Sizes of one call. Hashable."""
+
+    batch: int
+    groups: int  # key heads
+    shared: int  # query heads that share a key head
+    queries: int
+    keys: int
+    query_block: int
+    key_block: int
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.queries // self.query_block)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.keys // self.key_block)
+
+
+class _Operands(NamedTuple):
+    """What is differentiated, and what only masks."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+    rng: jax.Array | None
+
+
+def blockwise_attention(given: Arguments, block: int = _BLOCK) -> jax.Array:
+    """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero.
+
+    Args:
+      given: the arguments.
+      block: positions of a block, at most.
+    """
+    batch, heads, queries, keys = given.logits_shape
+    groups = given.key.shape[2]
+    while block > _LEAST and batch * heads * block * block > _LOGITS:
+        block //= 2
+    shape = _Shape(
+        batch,
+        groups,
+        heads // groups,
+        queries,
+        keys,
+        min(block, _rounded_up(queries, 8)),
+        min(block, _rounded_up(keys, 8)),
+    )
+    operands = _Operands(
+        given.query,
+        given.key,
+        given.value,
+        given.bias,
+        given.mask,
+        given.query_lengths,
+        given.key_lengths,
+        given.dropout_rng,
+    )
+    return _attention(shape, given.settings, operands)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(shape: _Shape, settings: Settings, operands: _Operands) -> jax.Array:
+    return _forward(shape, settings, operands)[0].astype(operands.query.dtype)
+
+
+# ---------------------------------------------------------------------------
+# Blocks
+# ---------------------------------------------------------------------------
+
+
+def _pairs(shape: _Shape, settings: Settings) -> np.ndarray:
+    """(query block, key block) `[P, 2]` in which some query sees some key; found before tracing."""
+    rows = np.arange(shape.query_blocks)[:, None] * shape.query_block
+    columns = np.arange(shape.key_blocks)[None, :] * shape.key_block
+    last_row = np.minimum(rows + shape.query_block, shape.queries) - 1
+    last_column = np.minimum(columns + shape.key_block, shape.keys) - 1
+    needed = np.ones((shape.query_blocks, shape.key_blocks), bool)
+    if settings.is_causal:
+        needed &= columns <= last_row
+    if settings.window is not None:
+        left, right = settings.window
+        needed &= (last_column >= rows - left) & (columns <= last_row + right)
+    return np.argwhere(needed).astype(np.int32)
+
+
+def _split(array: jax.Array, block: int, blocks: int, shape: _Shape) -> jax.Array:
+    """`[B, L, heads, size]` -> `[blocks, B, K, G, block, size]`, zeros behind the end."""
+    batch, positions, heads, size = array.shape
+    array = jnp.pad(array, ((0, 0), (0, block * blocks - positions), (0, 0), (0, 0)))
+    array = array.reshape(batch, blocks, block, shape.groups, heads // shape.groups, size)
+    return array.transpose(1, 0, 3, 4, 2, 5)
+
+
+def _joined(blocks: jax.Array, positions: int) -> jax.Array:
+    """The inverse of `_split`."""
+    count, batch, groups, shared, block, size = blocks.shape
+    array = blocks.transpose(1, 0, 4, 2, 3, 5)
+    return array.reshape(batch, count * block, groups * shared, size)[:, :positions]
+
+
+def _split_logits(array: jax.Array, shape: _Shape) -> jax.Array:
+    """`[B|1, N|1, T|1, S|1]` -> `[I|1, J|1, B|1, K|1, G|1, block|1, block|1]`."""
+    batch, heads, queries, keys = array.shape
+    pad_q = shape.query_blocks * shape.query_block - queries if queries > 1 else 0
+    pad_k = shape.key_blocks * shape.key_block - keys if keys > 1 else 0
+    array = jnp.pad(array, ((0, 0), (0, 0), (0, pad_q), (0, pad_k)))
+    groups = (shape.groups, shape.shared) if heads > 1 else (1, 1)
+    rows = (shape.query_blocks, shape.query_block) if queries > 1 else (1, 1)
+    columns = (shape.key_blocks, shape.key_block) if keys > 1 else (1, 1)
+    return array.reshape(batch, *groups, *rows, *columns).transpose(3, 5, 0, 1, 2, 4, 6)
+
+
+def _joined_logits(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `_split_logits`."""
+    i, j, batch, groups, shared, rows, columns = blocks.shape
+    array = blocks.transpose(2, 3, 4, 0, 5, 1, 6)
+    array = array.reshape(batch, groups * shared, i * rows, j * columns)
+    return array[:, :, : like.shape[2], : like.shape[3]]
+
+
+def _at(blocks: jax.Array, *index: jax.Array) -> jax.Array:
+    """One block; a dimension of one block serves all."""
+    for axis, i in enumerate(index):
+        blocks = (
+            lax.dynamic_index_in_dim(blocks, i, axis)
+            if blocks.shape[axis] > 1
+            else lax.slice_in_dim(blocks, 0, 1, axis=axis)
+        )
+    return blocks.reshape(blocks.shape[len(index) :])
+
+
+def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
+    starts = [i if blocks.shape[axis] > 1 else 0 for axis, i in enumerate(index)]
+    starts += [0] * (blocks.ndim - len(index))
+    return lax.dynamic_update_slice(blocks, block.reshape((1,) * len(index) + block.shape), starts)
+
+
+class _Blocks:
+    """The operands in blocks; gives the logits and dropout factors of a pair of them."""
+
+    def __init__(self, shape: _Shape, settings: Settings, operands: _Operands) -> None:
+        self.shape, self.settings, self.operands = shape, settings, operands
+        self.dtype = operands.query.dtype
+        self.wide = FLOAT32 if is_half(self.dtype) else self.dtype
+        self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
+        self.key = _split(operands.key, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
+        self.value = _split(operands.value, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
+        self.bias = None if operands.bias is None else _split_logits(operands.bias, shape)
+        self.mask = None if operands.mask is None else _split_logits(operands.mask, shape)
+
+    def product(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Reads the operands' dtype and adds up in FP32."""
+        lhs, rhs = lhs.astype(self.dtype), rhs.astype(self.dtype)
+        return jnp.einsum(equation, lhs, rhs, preferred_element_type=self.wide)
+
+    def product_of_gradient(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Likewise of the logits' gradient, which settings may keep in FP32."""
+        if not self.settings.wide_gradients:
+            return self.product(equation, lhs, rhs)
+        return jnp.einsum(equation, lhs, rhs.astype(self.wide))
+
+    def logits(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """`[B, K, G, block, block]`, -inf where a query does not see a key."""
+        logits = self.product("bkgth,bksh->bkgts", _at(self.query, i), _at(self.key, j))
+        logits *= self.wide.type(self.settings.scale)
+        if self.bias is not None:
+            logits += _at(self.bias, i, j).astype(self.wide)
+        return jnp.where(self._seen(i, j), logits, -jnp.inf)
+
+    def _seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        shape = self.shape
+        # [1, 1, 1, block, 1] and [1, 1, 1, 1, block]
+        rows = i * shape.query_block + lax.broadcasted_iota(
+            jnp.int32, (1, 1, 1, shape.query_block, 1), 3
+        )
+        columns = j * shape.key_block + lax.broadcasted_iota(
+            jnp.int32, (1, 1, 1, 1, shape.key_block), 4
+        )
+        seen = sees(self.settings, rows, columns) & (columns < shape.keys)
+        for lengths, positions in (
+            (self.operands.query_lengths, rows),
+            (self.operands.key_lengths, columns),
+        ):
+            if lengths is not None:
+                seen = seen & (positions < lengths[:, None, None, None, None])
+        return seen if self.mask is None else seen & _at(self.mask, i, j)
+
+    def kept(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
+        """What dropout multiplies the weights of a pair by; the same in both passes."""
+        rate = self.settings.dropout_rate
+        if self.operands.rng is None:
+            return None
+        shape = self.shape
+        rng = jax.random.fold_in(self.operands.rng, i * shape.key_blocks + j)
+        heads = (shape.batch, shape.groups, shape.shared)
+        heads = (1, 1, 1) if self.settings.broadcast_dropout else heads
+        keep = jax.random.bernoulli(rng, 1.0 - rate, (*heads, shape.query_block, shape.key_block))
+        return keep.astype(self.wide) / self.wide.type(1.0 - rate)
+
+
+# ---------------------------------------------------------------------------
+# Forward
+# ---------------------------------------------------------------------------
+
+
+def _forward(
+    shape: _Shape, settings: Settings, operands: _Operands
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """In FP32 the result `[B, T, N, V]`; largest logit and 1 / sum, `[I, B, K, G, block]`."""
+    blocks = _Blocks(shape, settings, operands)
+    value_size = operands.value.shape[-1]
+
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+        sums, most, total = carry
+        i, j = pair
+        logits = blocks.logits(i, j)
+        before = _at(most, i)
+        now = jnp.maximum(before, logits.max(-1))
+        # A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+        finite = jnp.where(now == -jnp.inf, 0, now)
+        weights = jnp.exp(logits - finite[..., None])
+        shrunk = jnp.exp(before - finite)
+        added = weights.sum(-1)
+        kept = blocks.kept(i, j)
+        weights = weights if kept is None else weights * kept
+        part = blocks.product("bkgts,bksv->bkgtv", weights, _at(blocks.value, j))
+        sums = _put(sums, _at(sums, i) * shrunk[..., None] + part, i)
+        total = _put(total, _at(total, i) * shrunk + added, i)
+        return (sums, _put(most, now, i), total), None
+
+    # Like the query, so that they are sharded over a mesh as it is.
+    row = blocks.query[..., :1]
+    start = (
+        jnp.zeros_like(jnp.broadcast_to(row, (*row.shape[:-1], value_size)), blocks.wide),
+        jnp.full_like(row[..., 0], -jnp.inf, blocks.wide),
+        jnp.zeros_like(row[..., 0], blocks.wide),
+    )
+    start = vary(start, varying_axes(operands))
+    (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, settings)))
+    # A row that sees no key: its weights are exp(-inf - 0) / 1.
+    most = jnp.where(most == -jnp.inf, 0, most)
+    shares = 1 / jnp.where(total == 0, 1, total)
+    out = sums * shares[..., None]
+    return _joined(out, shape.queries), (most, shares)
+
+
+def _forward_rule(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
+    wide, rows = _forward(shape, settings, operands)
+    out = wide.astype(operands.query.dtype)
+    return out, (operands, wide if settings.wide_gradients else out, rows)
+
+
+# ---------------------------------------------------------------------------
+# Backward
+# ---------------------------------------------------------------------------
+
+
+def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: jax.Array) -> Any:
+    operands, out, (most, shares) = saved
+    blocks = _Blocks(shape, settings, operands)
+    wide = blocks.wide
+    scale = wide.type(settings.scale)
+    d_outs = _split(d_out, shape.query_block, shape.query_blocks, shape)
+    # The part of the softmax's gradient that all weights of a row share.
+    product = jnp.einsum("btnv,btnv->btn", d_out.astype(wide), out.astype(wide))
+    shared = _split(product[..., None], shape.query_block, shape.query_blocks, shape)[..., 0]
+
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+        d_query, d_key, d_value, d_bias = carry
+        i, j = pair
+        weights = jnp.exp(blocks.logits(i, j) - _at(most, i)[..., None])
+        weights *= _at(shares, i)[..., None]
+        above = _at(d_outs, i)
+        d_weights = blocks.product("bkgtv,bksv->bkgts", above, _at(blocks.value, j))
+        kept = blocks.kept(i, j)
+        used = weights if kept is None else weights * kept
+        d_weights = d_weights if kept is None else d_weights * kept
+        d_logits = weights * (d_weights - _at(shared, i)[..., None])
+        part = blocks.product_of_gradient("bkgts,bksh->bkgth", d_logits, _at(blocks.key, j))
+        d_query = _put(d_query, _at(d_query, i) + part * scale, i)
+        part = blocks.product_of_gradient("bkgts,bkgth->bksh", d_logits, _at(blocks.query, i))
+        d_key = _put(d_key, _at(d_key, j) + part * scale, j)
+        part = blocks.product("bkgts,bkgtv->bksv", used, above)
+        d_value = _put(d_value, _at(d_value, j) + part, j)
+        if d_bias is not None:
+            axes = tuple(axis for axis in range(5) if d_bias.shape[axis + 2] == 1)
+            part = d_logits.sum(axes, keepdims=True)
+            d_bias = _put(d_bias, _at(d_bias, i, j) + part, i, j)
+        return (d_query, d_key, d_value, d_bias), None
+
+    start = (
+        jnp.zeros_like(blocks.query, wide),
+        jnp.zeros_like(blocks.key, wide),
+        jnp.zeros_like(blocks.value, wide),
+        None if blocks.bias is None else jnp.zeros_like(blocks.bias, wide),
+    )
+    start = vary(start, varying_axes((operands, d_out)))
+    pairs = jnp.asarray(_pairs(shape, settings))
+    (d_query, d_key, d_value, d_bias), _ = lax.scan(step, start, pairs)
+    gradients = _Operands(
+        _joined(d_query, shape.queries).astype(operands.query.dtype),
+        _joined(d_key[:, :, :, None], shape.keys).astype(operands.key.dtype),
+        _joined(d_value[:, :, :, None], shape.keys).astype(operands.value.dtype),
+        None
+        if d_bias is None or operands.bias is None
+        else _joined_logits(d_bias, operands.bias).astype(operands.bias.dtype),
+        *(None,) * 4,
+    )
+    return (gradients,)
+
+
+_attention.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,643 @@
+"""Attention: every implementation against FP64, the choice among them, and what is refused."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxmp
+from jaxmp import AttentionError, dot_product_attention, explain_attention
+from jaxmp._attention import _choice
+from jaxmp._attention._arguments import arguments
+from jaxmp._attention._blockwise import blockwise_attention
+from jaxmp._attention._plain import xla_attention
+from jaxmp._compat import context
+from models import floats
+from programs import named, trace
+
+KEY = jax.random.key(0)
+
+
+@contextlib.contextmanager
+def standard():
+    """Promotion of ranks and dtypes as users have it, for Flax and a reference like theirs."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+IMPLEMENTATIONS = {
+    "xla": xla_attention,
+    # Blocks so small that a short sequence has many of them.
+    "blockwise": functools.partial(blockwise_attention, block=16),
+}
+
+
+def inputs(queries, keys, heads=4, groups=4, size=8, value_size=8, dtype=jnp.float32, batch=2):
+    rng = np.random.default_rng(queries * 1000 + keys)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    return (
+        normal(batch, queries, heads, size),
+        normal(batch, keys, groups, size),
+        normal(batch, keys, groups, value_size),
+    )
+
+
+# ---------------------------------------------------------------------------
+# FP64
+# ---------------------------------------------------------------------------
+
+
+def seen_by(given):
+    """Bool `[B|1, N|1, T, S]`, position by position."""
+    _, _, queries, keys = given.logits_shape
+    rows, columns = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    seen = np.ones((1, 1, queries, keys), bool)
+    if given.settings.is_causal:
+        seen = seen & (columns <= rows)
+    if given.settings.window is not None:
+        left, right = given.settings.window
+        seen = seen & (columns >= rows - left) & (columns <= rows + right)
+    if given.mask is not None:
+        seen = seen & np.asarray(given.mask)
+    for lengths, positions in ((given.query_lengths, rows), (given.key_lengths, columns)):
+        if lengths is not None:
+            seen = seen & (positions < np.asarray(lengths)[:, None, None, None])
+    return seen
+
+
+def oracle(given, d_out):
+    """The result and the gradients of query, key, value and bias in FP64, by the formulas."""
+    q, k, v, d_out = (
+        np.asarray(a, np.float64) for a in (given.query, given.key, given.value, d_out)
+    )
+    shared = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, shared, 2), np.repeat(v, shared, 2)
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * given.settings.scale
+    if given.bias is not None:
+        logits = logits + np.asarray(given.bias, np.float64)
+    logits = np.where(seen_by(given), logits, -np.inf)
+    most = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isneginf(most), 0, most))
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    out = np.einsum("bnts,bsnv->btnv", weights, v)
+    d_weights = np.einsum("btnv,bsnv->bnts", d_out, v)
+    shift = np.einsum("btnv,btnv->bnt", d_out, out)[..., None]
+    d_logits = weights * (d_weights - shift)
+    group = lambda a: a.reshape(*a.shape[:2], -1, shared, a.shape[3]).sum(3)
+    gradients = [
+        np.einsum("bnts,bsnh->btnh", d_logits, k) * given.settings.scale,
+        group(np.einsum("bnts,btnh->bsnh", d_logits, q)) * given.settings.scale,
+        group(np.einsum("bnts,btnv->bsnv", weights, d_out)),
+    ]
+    if given.bias is not None:
+        axes = tuple(i for i in range(4) if given.bias.shape[i] == 1)
+        gradients.append(d_logits.sum(axes, keepdims=True))
+    return [out, *gradients]
+
+
+def reference(given):
+    """Attention as everyone writes it: half products, FP32 logits and softmax, half weights."""
+    wide = jnp.promote_types(given.query.dtype, jnp.float32)
+    shared = given.query.shape[2] // given.key.shape[2]
+    key, value = (jnp.repeat(a, shared, 2) for a in (given.key, given.value))
+    logits = jnp.einsum("btnh,bsnh->bnts", given.query, key, preferred_element_type=wide)
+    logits = logits * given.settings.scale
+    if given.bias is not None:
+        logits = logits + given.bias.astype(wide)
+    seen = jnp.asarray(seen_by(given))
+    weights = jax.nn.softmax(jnp.where(seen, logits, -1e30))
+    weights = jnp.where(seen.any(-1, keepdims=True), weights, 0).astype(given.query.dtype)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def results(attend, given, d_out):
+    """The result and the gradients, in FP64 for comparison."""
+    arrays = (given.query, given.key, given.value)
+    arrays += () if given.bias is None else (given.bias,)
+
+    def of(*arrays):
+        names = ("query", "key", "value", "bias")
+        return attend(dataclasses.replace(given, **dict(zip(names, arrays, strict=False))))
+
+    out, backward = jax.vjp(of, *arrays)
+    return [np.asarray(a, np.float64) for a in (out, *backward(d_out))]
+
+
+def check_errors(given):
+    """Each implementation errs at most twice as much as attention that everyone writes."""
+    dtype = given.query.dtype
+    d_out = jnp.asarray(
+        np.random.default_rng(1).normal(size=(*given.query.shape[:3], given.value.shape[3])), dtype
+    )
+    exact = oracle(given, d_out)
+    usual = results(reference, given, d_out)
+    for name, attend in IMPLEMENTATIONS.items():
+        mine = results(attend, given, d_out)
+        for what, got, want, other in zip(
+            ("out", "query", "key", "value", "bias"), mine, exact, usual, strict=False
+        ):
+            # The reference may be exact by luck: a row of one key. Two roundings are always due.
+            floor = 2 * float(jnp.finfo(dtype).eps) * max(np.abs(want).max(), 1e-3)
+            limit = max(2 * np.abs(other - want).max(), floor)
+            assert np.isfinite(got).all(), (name, what)
+            assert np.abs(got - want).max() <= limit, (name, what)
+
+
+LENGTH = st.sampled_from([1, 2, 15, 16, 17, 40])
+
+
+@st.composite
+def calls(draw):
+    """Arguments of one call."""
+    queries, keys = draw(LENGTH), draw(LENGTH)
+    groups = draw(st.sampled_from([1, 2]))
+    heads = groups * draw(st.sampled_from([1, 3]))
+    dtype = draw(st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32]))
+    sizes = {"size": draw(st.sampled_from([4, 8])), "value_size": draw(st.sampled_from([4, 8]))}
+    operands = inputs(queries, keys, heads, groups, dtype=dtype, **sizes)
+    rng = np.random.default_rng(draw(st.integers(0, 2**20)))
+    options = {}
+    if draw(st.booleans()):
+        shape = [draw(st.sampled_from([1, n])) for n in (2, heads, queries, keys)]
+        options["bias"] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    if draw(st.booleans()):
+        shape = [draw(st.sampled_from([1, n])) for n in (2, heads, queries, keys)]
+        options["mask"] = jnp.asarray(rng.random(shape) < 0.7)
+    if draw(st.booleans()):
+        options["is_causal"] = True
+    if draw(st.booleans()):
+        options["local_window_size"] = (draw(st.integers(0, 20)), draw(st.integers(0, 20)))
+    if draw(st.booleans()):
+        options["key_value_seq_lengths"] = jnp.asarray(rng.integers(0, keys + 1, 2))
+    if draw(st.booleans()):
+        options["query_seq_lengths"] = jnp.asarray(rng.integers(0, queries + 1, 2))
+    return arguments(*operands, **options, wide_gradients=True)
+
+
+@given(calls())
+@settings(max_examples=12, deadline=None)
+def test_results_and_gradients_against_fp64(call):
+    with standard():  # the reference is written as users write it
+        check_errors(call)
+
+
+@pytest.mark.slow
+@given(calls())
+@settings(max_examples=120, deadline=None)
+def test_many_results_and_gradients_against_fp64(call):
+    with standard():
+        check_errors(call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_long_sequence_against_fp64(dtype):
+    operands = inputs(4096, 4096, heads=1, groups=1, size=32, dtype=dtype, batch=1)
+    with standard():
+        check_errors(arguments(*operands, is_causal=True, wide_gradients=True))
+
+
+# ---------------------------------------------------------------------------
+# Rows that see nothing, logits that float16 cannot hold
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("how", ["mask", "bias", "lengths"])
+def test_a_query_that_sees_no_key_gives_zero_and_no_gradient(name, how):
+    operands = inputs(20, 20, dtype=jnp.bfloat16)
+    blind = np.zeros((2, 1, 20, 20), bool)
+    blind[1, :, 3] = True
+    if how == "mask":
+        options = {"mask": jnp.asarray(~blind)}
+    elif how == "bias":
+        options = {"bias": jnp.where(blind, -jnp.inf, 0.0)}
+    else:
+        options = {"query_seq_lengths": jnp.array([20, 3])}
+    call = arguments(*operands, **options)
+    out, d_query, *others = results(IMPLEMENTATIONS[name], call, jnp.ones_like(operands[0]))
+    assert not out[1, 3].any() and not d_query[1, 3].any()
+    assert out[0, 3].any() and out[1, 2].any()
+    assert all(np.isfinite(other).all() for other in others[:2])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_float16_logits_beyond_65504_stay_finite(name):
+    query, key, value = inputs(20, 20, dtype=jnp.float16)
+    call = arguments(300 * query, 300 * key, value, scale=1.0)
+    logits = np.einsum(
+        "btnh,bsnh->bnts", *(np.asarray(a, np.float64) for a in (call.query, call.key))
+    )
+    assert np.abs(logits).max() > 2 * 65504
+    got = results(IMPLEMENTATIONS[name], call, jnp.ones_like(query))
+    assert all(np.isfinite(a).all() for a in got)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_float16_runs_jitted_on_a_cpu_under_a_mask(implementation):
+    query, key, value = inputs(8, 8, dtype=jnp.float16)
+    fn = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
+    out = jax.jit(fn)(query, key, value)
+    assert out.dtype == jnp.float16 and bool(jnp.isfinite(out).all())
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_nan_is_not_hidden(name):
+    query, key, value = inputs(20, 20)
+    call = arguments(query.at[0, 5].set(jnp.nan), key, value, is_causal=True)
+    out = IMPLEMENTATIONS[name](call)
+    assert bool(jnp.isnan(out[0, 5]).all()) and bool(jnp.isfinite(out[0, 4]).all())
+
+
+# ---------------------------------------------------------------------------
+# Dropout
+# ---------------------------------------------------------------------------
+
+
+def dropped(name, rate=0.25, keys=48, broadcast=False):
+    """The weights `[B, N, T, S]` after dropout: values are the unit vectors."""
+    query, key, _ = inputs(keys, keys, heads=2, groups=2)
+    value = jnp.broadcast_to(jnp.eye(keys)[None, :, None, :], (2, keys, 2, keys))
+    options = {"dropout_rate": rate, "dropout_rng": KEY, "broadcast_dropout": broadcast}
+    attend = IMPLEMENTATIONS[name]
+    kept = attend(arguments(query, key, value, **options)).transpose(0, 2, 1, 3)
+    return kept, attend(arguments(query, key, value)).transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_dropout_drops_its_share_and_scales_the_rest(name):
+    kept, whole = dropped(name)
+    gone = kept == 0
+    # 9216 weights: the share's standard deviation is 0.0045.
+    assert abs(float(gone.mean()) - 0.25) < 0.02
+    np.testing.assert_allclose(kept[~gone], (whole / 0.75)[~gone], rtol=1e-5)
+    assert bool((gone[0] != gone[1]).any())
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_broadcast_dropout_is_one_mask_for_all_heads(name):
+    kept, _ = dropped(name, broadcast=True)
+    gone = kept == 0
+    assert bool((gone == gone[:1, :1]).all()) and bool(gone.any())
+
+
+def test_blockwise_dropout_drops_the_same_weights_backward():
+    query, key, value = inputs(40, 40)
+    call = lambda v: arguments(query, key, v, dropout_rate=0.5, dropout_rng=KEY)
+    attend = lambda v: IMPLEMENTATIONS["blockwise"](call(v))
+    out, backward = jax.vjp(attend, value)
+    weights = jnp.asarray(np.random.default_rng(2).normal(size=out.shape), jnp.float32)
+    (d_value,) = backward(weights)
+    # The result is linear in the values: <w, A v> = <A^T w, v>.
+    np.testing.assert_allclose((weights * out).sum(), (d_value * value).sum(), rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------
+# Transformations
+# ---------------------------------------------------------------------------
+
+
+def loss(query, key, value, **options):
+    options = {"implementation": "blockwise", "is_causal": True} | options
+    return (dot_product_attention(query, key, value, **options) ** 2).sum()
+
+
+def test_vmap_scan_and_checkpoint_agree():
+    query, key, value = inputs(20, 20)
+    want = jax.grad(loss)(query, key, value)
+    stacked = [jnp.stack([a, 2 * a]) for a in (query, key, value)]
+    got = jax.vmap(jax.grad(loss))(*stacked)
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(loss))(query, key, value), want, rtol=1e-5)
+
+    def body(carry, _):
+        return carry + jax.grad(loss)(query, key, value), None
+
+    summed, _ = jax.lax.scan(body, jnp.zeros_like(query), length=2)
+    np.testing.assert_allclose(summed, 2 * want, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_of_blocks_agree_with_the_whole():
+    query, key, value = inputs(6, 6, heads=1, groups=1, size=4, value_size=4, batch=1)
+
+    def second(implementation):
+        first = jax.grad(functools.partial(loss, implementation=implementation))
+        return jax.grad(lambda q: (first(q, key, value) ** 2).sum())(query)
+
+    np.testing.assert_allclose(second("blockwise"), second("xla"), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_under_shard_map_and_explicit_meshes():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    query, key, value = inputs(20, 20)
+    want = jax.grad(loss)(query, key, value)
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
+    np.testing.assert_allclose(sharded(query, key, value), want, rtol=1e-5, atol=1e-6)
+    explicit = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        arrays = [jax.device_put(a, NamedSharding(explicit, spec)) for a in (query, key, value)]
+        got = jax.jit(jax.grad(loss))(*arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_one_shape_are_traced_once():
+    query, key, value = inputs(8, 8)
+
+    def layers(q):
+        for _ in range(3):
+            q = dot_product_attention(q, key, value)
+        return q
+
+    found = [e for e in named(trace(layers, query), "jit", "pjit") if "jaxmp" in e.params["name"]]
+    names = [e.params["name"] for e in found]
+    assert names == ["jaxmp_attention_xla_device"] * 3
+    assert len({id(e.params["jaxpr"]) for e in found}) == 1
+
+
+# ---------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------
+
+
+def temporary(length, implementation):
+    shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
+
+    def fn(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(fn, (0, 1, 2))).lower(shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_blocks_grows_linearly():
+    sizes = [temporary(length, "blockwise") for length in (2048, 4096, 8192, 16384)]
+    # Twice the positions add twice the bytes that the last doubling added.
+    steps = np.diff(sizes)
+    assert (np.abs(steps[1:] / steps[:-1] - 2) < 0.3).all()
+    assert temporary(16384, "xla") > 10 * sizes[-1]
+
+
+# ---------------------------------------------------------------------------
+# The choice
+# ---------------------------------------------------------------------------
+
+
+def shapes(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+QUERY = shapes(2, 64, 8, 64)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As on a machine with cuDNN and an H100; nothing is compiled."""
+    monkeypatch.setattr(_choice, "cudnn_version", lambda: 91200)
+    monkeypatch.setattr(_choice, "compute_capability", lambda: (9, 0))
+    with context(target="gpu"):
+        yield
+
+
+def blockers(*args, **options):
+    return [blocker.argument for blocker in explain_attention(*args, **options).blockers]
+
+
+def test_a_cpu_takes_the_whole_while_it_is_small():
+    small, large = explain_attention(QUERY, QUERY, QUERY), shapes(2, 4096, 8, 64)
+    assert small.implementation == "xla" and "0.2 MiB" in small.reason
+    assert explain_attention(large, large, large).implementation == "blockwise"
+    assert blockers(QUERY, QUERY, QUERY) == ["device"]
+
+
+def test_a_gpu_takes_cudnn(gpu):
+    for options in (
+        {},
+        {"is_causal": True},
+        {"local_window_size": (16, 0)},
+        {"local_window_size": 16, "is_causal": True},
+        {"key_value_seq_lengths": shapes(2, dtype=jnp.int32)},
+        {"mask": shapes(1, 1, 1, 64, dtype=bool)},
+        {"bias": shapes(8, 64, 64)},
+    ):
+        choice = explain_attention(QUERY, QUERY, QUERY, **options)
+        assert choice.implementation == "cudnn", str(choice)
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "blocker"),
+    [
+        (shapes(2, 64, 8, 64, dtype=jnp.float32), {}, "policy"),
+        (shapes(2, 64, 8, 264), {}, "query"),
+        (QUERY, {"dropout_rate": 0.1, "dropout_rng": KEY}, "dropout_rate"),
+        (QUERY, {"local_window_size": (16, 16)}, "local_window_size"),
+        (QUERY, {"bias": shapes(8, 64, 64, dtype=jnp.float32)}, "bias"),
+        (shapes(2, 63, 8, 64), {"mask": shapes(63, 63, dtype=bool)}, "mask"),
+    ],
+)
+def test_what_cudnn_cannot_serve_is_named_and_refused(gpu, query, options, blocker):
+    assert blockers(query, query, query, **options) == [blocker]
+    choice = explain_attention(query, query, query, **options)
+    assert choice.implementation == "xla" and choice.blockers[0].change
+    with pytest.raises(AttentionError, match=rf"cannot serve this call:\n  {blocker}: .*\n.*auto"):
+        explain_attention(query, query, query, implementation="cudnn", **options)
+
+
+def test_heads_are_padded_where_that_buys_the_kernel(gpu):
+    query, value = shapes(2, 64, 8, 20), shapes(2, 64, 8, 12)
+    choice = explain_attention(query, query, value)
+    assert choice.implementation == "cudnn" and "12 and 20 are padded to 24" in choice.notes[0]
+
+
+def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(_choice, "compute_capability", lambda: (7, 0))
+    assert blockers(QUERY, QUERY, QUERY) == ["device"]
+    monkeypatch.setattr(_choice, "compute_capability", lambda: None)
+    large = shapes(2, 64, 8, 192)
+    assert blockers(large, large, large) == ["query"]
+    monkeypatch.setattr(_choice, "cudnn_version", lambda: None)
+    assert "no cuDNN" in explain_attention(QUERY, QUERY, QUERY).blockers[0].reason
+
+
+def test_a_choice_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(_choice, "_logged", set())
+    query, key, value = inputs(4, 4)
+    with caplog.at_level(logging.INFO, "jaxmp.attention"):
+        for _ in range(2):
+            dot_product_attention(query, key, value)
+    assert len(caplog.records) == 1 and "attention runs as xla" in caplog.text
+
+
+# ---------------------------------------------------------------------------
+# Policies, and what is refused
+# ---------------------------------------------------------------------------
+
+
+def test_a_policy_casts_operands_and_result():
+    query, key, value = inputs(4, 4)
+    assert dot_product_attention(query, key, value, policy="bf16").dtype == jnp.bfloat16
+    out = dot_product_attention(query, key, value, policy="c=f16,o=f32")
+    assert out.dtype == jnp.float32
+    got = trace(functools.partial(dot_product_attention, policy="c=f16,o=f32"), query, key, value)
+    (first, *_) = named(got, "dot_general")
+    assert {v.aval.dtype.name for v in first.invars} == {"float16"}
+
+
+def test_without_a_batch():
+    query, key, value = (a[0] for a in inputs(4, 6))
+    out = dot_product_attention(query, key, value, is_causal=True)
+    batched = dot_product_attention(query[None], key[None], value[None], is_causal=True)
+    np.testing.assert_array_equal(out, batched[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"key": shapes(2, 64, 8, 64, dtype=jnp.float32)}, "share a dtype.*policy='float32'"),
+        ({"query": shapes(2, 64, 8, 64, dtype=jnp.int8)}, "share a dtype"),
+        ({"query": shapes(64, 64)}, r"query has shape \(64, 64\)"),
+        ({"query": shapes(3, 64, 8, 64)}, "batches differ"),
+        ({"query": shapes(2, 64, 8, 32)}, "head size"),
+        ({"query": shapes(2, 64, 12, 64)}, "cannot share 8 key heads"),
+        ({"value": shapes(2, 63, 8, 64)}, "key and value differ"),
+        ({"key": shapes(2, 0, 8, 64), "value": shapes(2, 0, 8, 64)}, "is 0"),
+        ({"mask": shapes(2, 8, 64, 64)}, "not bool.*bias=mask"),
+        ({"mask": shapes(2, 3, 64, 64, dtype=bool)}, "does not broadcast"),
+        ({"bias": shapes(64, 64, dtype=bool)}, "mask=mask"),
+        ({"key_value_seq_lengths": np.array([3, 65])}, "between 0 and the 64"),
+        ({"query_seq_lengths": np.array([3.0, 5.0])}, "integers"),
+        ({"query_seq_lengths": np.array([3])}, "one for each of the 2"),
+        ({"scale": np.ones(2)}, "query \\* scale"),
+        ({"scale": float("inf")}, "not finite"),
+        ({"is_causal": 1}, "neither True nor False"),
+        ({"local_window_size": (1, 2, 3)}, "pair"),
+        ({"local_window_size": -1}, "not negative"),
+        ({"dropout_rate": 1.0}, "from 0 up to"),
+        ({"dropout_rate": 0.5}, "dropout_rng=jax.random.key"),
+        ({"implementation": "flash"}, "implementation='flash'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(changes, words):
+    operands = {"query": QUERY, "key": QUERY, "value": QUERY}
+    with pytest.raises(AttentionError, match=f"(?s){words}"):
+        explain_attention(**(operands | changes))
+
+
+# ---------------------------------------------------------------------------
+# Flax
+# ---------------------------------------------------------------------------
+
+LAYERS = {
+    "linen": (jaxmp.linen.attention_fn, nn.dot_product_attention),
+    "nnx": (jaxmp.nnx.attention_fn, nnx.dot_product_attention),
+}
+
+
+@pytest.mark.parametrize("framework", LAYERS)
+def test_what_a_layer_states_agrees_with_the_mask(framework):
+    make, flax = LAYERS[framework]
+    query, key, value = inputs(12, 12)
+    causal = jnp.tri(12, dtype=bool)[None, None]
+    padding = (jnp.arange(12)[None, :] < jnp.array([12, 7])[:, None])[:, None, None, :]
+    window = causal & (jnp.arange(12)[None, :] >= jnp.arange(12)[:, None] - 3)[None, None]
+    for options, mask, handed in (
+        ({"is_causal": True}, causal, None),
+        ({"local_window_size": (3, 0)}, window, None),
+        ({"is_causal": True, "padding_mask": True}, causal & padding, padding),
+    ):
+        got = make(**options, implementation="blockwise")(query, key, value, mask=handed)
+        with standard():
+            want = flax(query, key, value, mask=mask)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_a_pairwise_padding_mask_hides_queries_too():
+    query, key, value = inputs(12, 12)
+    valid = jnp.arange(12)[None, :] < jnp.array([12, 7])[:, None]
+    mask = nn.make_attention_mask(valid, valid, dtype=bool)
+    out = jaxmp.linen.attention_fn(padding_mask=True)(query, key, value, mask=mask)
+    assert not out[1, 7:].any() and bool(out[1, :7].any())
+
+
+@pytest.mark.parametrize("framework", LAYERS)
+def test_leading_dimensions(framework):
+    make, flax = LAYERS[framework]
+    query, key, value = (jnp.stack([a, 2 * a, 3 * a]) for a in inputs(6, 6))
+    mask = jnp.tri(6, dtype=bool)[None, None, None]
+    got = make()(query, key, value, mask=mask)
+    with standard():
+        want = flax(query, key, value, mask=mask)
+    assert got.shape == (3, 2, 6, 4, 8)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def attention_names(fn, *args):
+    """The implementations that a program shows."""
+    found = [e.params.get("name", "") for e in named(trace(fn, *args), "jit", "pjit")]
+    return {name.split("_")[2] for name in found if str(name).startswith("jaxmp_attention")}
+
+
+def linen_names(policies, **fields):
+    layer = nn.MultiHeadDotProductAttention(num_heads=2, **fields)
+    x = floats(2, 6, 8)
+    model = jaxmp.linen.apply_policy(layer, policies)
+    variables = jax.eval_shape(layer.init, KEY, x)
+    return attention_names(model.apply, variables, x)
+
+
+def nnx_names(policies, **fields):
+    layer = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False, **fields)
+    return attention_names(jaxmp.nnx.apply_policy(layer, policies), floats(2, 6, 8))
+
+
+@pytest.mark.parametrize("names", [linen_names, nnx_names])
+def test_a_policy_chooses_the_implementation(names):
+    assert names("c=bf16") == {"xla"}
+    assert names("c=bf16,attention=blockwise") == {"blockwise"}
+    assert names("c=f32") == set()  # Flax's own, bit for bit
+    assert names("c=f32,attention=blockwise") == {"blockwise"}
+    rule = jaxmp.Rule("", "attention=xla")
+    assert names(jaxmp.PolicyMap("c=bf16,attention=blockwise", (rule,))) == {"xla"}
+
+
+@pytest.mark.parametrize(("names", "make"), [(linen_names, jaxmp.linen), (nnx_names, jaxmp.nnx)])
+def test_a_policy_fills_in_what_a_layer_leaves_open(names, make):
+    policies = "c=bf16,attention=blockwise"
+    assert names(policies, attention_fn=make.attention_fn()) == {"blockwise"}
+    own = make.attention_fn(implementation="xla")
+    assert names(policies, attention_fn=own) == {"xla"}
+
+
+def test_a_recipe_says_it_in_toml(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "bf16"\n[attention]\nimplementation = "blockwise"\n')
+    recipe = jaxmp.load_recipe(path)
+    assert recipe.policies.default.attention == "blockwise"
+    again = tmp_path / "again.toml"
+    again.write_text(recipe.to_toml())
+    assert jaxmp.load_recipe(again).policies == recipe.policies
+    assert jaxmp.get_policy(str(recipe.policies.default)) == recipe.policies.default
+
+
+def test_weights_that_are_asked_for_are_held_or_refused():
+    x = floats(2, 6, 8)
+    layer = nn.MultiHeadDotProductAttention(num_heads=2)
+    variables = layer.init(KEY, x)
+    sown = functools.partial(layer.apply, sow_weights=True, mutable=["intermediates"])
+    assert sown(variables, x)[1]["intermediates"]
+    model = jaxmp.linen.apply_policy(layer, "c=bf16,attention=blockwise")
+    with pytest.raises(AttentionError, match="sow_weights needs the attention weights"):
+        model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
