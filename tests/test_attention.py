@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -147,13 +148,17 @@ def check_errors(given):
         for what, got, want, other in zip(
             ("out", "query", "key", "value", "bias"), mine, exact, usual, strict=False
         ):
-            # The reference may be exact by luck: a row of one key. Two roundings are always due.
-            floor = 2 * float(jnp.finfo(dtype).eps) * max(np.abs(want).max(), 1e-3)
+            # The reference may be exact by luck, as for one key, where a gradient is the difference
+            # of equal terms of order 1. Two roundings are always due.
+            floor = 2 * float(jnp.finfo(dtype).eps) * max(np.abs(want).max(), 1)
             limit = max(2 * np.abs(other - want).max(), floor)
             assert np.isfinite(got).all(), (name, what)
-            assert np.abs(got - want).max() <= limit, (name, what)
+            error = np.abs(got - want).max()
+            assert error <= limit, f"{name} {what}: {error:.3g} of {np.abs(want).max():.3g}"
 
 
+# No shrinking: each example compiles, and the first that fails is small enough to read.
+GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
 LENGTH = st.sampled_from([1, 2, 15, 16, 17, 40])
 
 
@@ -186,7 +191,7 @@ def calls(draw):
 
 
 @given(calls())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, phases=GENERATE)
 def test_results_and_gradients_against_fp64(call):
     with standard():  # the reference is written as users write it
         check_errors(call)
@@ -194,7 +199,7 @@ def test_results_and_gradients_against_fp64(call):
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, phases=GENERATE)
 def test_many_results_and_gradients_against_fp64(call):
     with standard():
         check_errors(call)
@@ -384,9 +389,8 @@ def temporary(length, implementation):
 
 def test_memory_of_blocks_grows_linearly():
     sizes = [temporary(length, "blockwise") for length in (2048, 4096, 8192, 16384)]
-    # Twice the positions add twice the bytes that the last doubling added.
-    steps = np.diff(sizes)
-    assert (np.abs(steps[1:] / steps[:-1] - 2) < 0.3).all()
+    # Twice the positions take at most twice the bytes; those of all pairs take four times.
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
     assert temporary(16384, "xla") > 10 * sizes[-1]
 
 

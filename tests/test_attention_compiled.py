@@ -1,0 +1,143 @@
+"""Attention in programs compiled for an H200 that is not there: which kernels, how much memory."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import audit, dot_product_attention
+from test_audit_compiled import needs_compiler
+
+pytestmark = needs_compiler
+
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+MASKED = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def kernels(fn, *args):
+    return [(row.kernel, row.count) for row in audit(fn, *args, target="h200").attention]
+
+
+def gradients(**options):
+    """Of query, key and value; lengths or a mask come behind them."""
+
+    def loss(query, key, value, **given):
+        return dot_product_attention(query, key, value, **options, **given).astype("float32").sum()
+
+    def fn(query, key, value, given):
+        return jax.grad(functools.partial(loss, **given), (0, 1, 2))(query, key, value)
+
+    return fn
+
+
+LENGTHS = shape(2, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "heads", "expected"),
+    [
+        ({"is_causal": True}, {}, (8, 64), [FORWARD, BACKWARD]),
+        ({}, {"key_value_seq_lengths": LENGTHS}, (8, 64), [FORWARD, BACKWARD]),
+        ({"local_window_size": (64, 0)}, {}, (8, 64), [FORWARD, BACKWARD]),
+        ({"is_causal": True}, {}, (2, 64), [FORWARD, BACKWARD]),  # four queries share a key
+        ({"is_causal": True}, {}, (8, 20), [FORWARD, BACKWARD]),  # padded to heads of 24
+        ({}, {"mask": shape(2, 1, 1, 256, dtype=bool)}, (8, 64), MASKED),
+        ({}, {"bias": shape(8, 256, 256)}, (8, 64), MASKED),
+    ],
+    ids=["causal", "lengths", "window", "grouped", "padded-heads", "mask", "bias"],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_fused_forwards_and_backwards(options, given, heads, expected, dtype):
+    query, key = shape(2, 256, 8, heads[1], dtype=dtype), shape(2, 256, *heads, dtype=dtype)
+    if "bias" in given:
+        given = {"bias": shape(8, 256, 256, dtype=dtype)}
+    found = kernels(gradients(**options), query, key, key, given)
+    assert found == [(kernel, 1) for kernel in expected]
+
+
+def test_fused_under_scan_and_remat():
+    def fn(query):
+        @jax.checkpoint
+        def body(q, _):
+            return q + dot_product_attention(q, q, q, is_causal=True), None
+
+        return jax.lax.scan(body, query, length=4)[0].astype("float32").sum()
+
+    found = dict(kernels(jax.grad(fn), shape(2, 256, 8, 64)))
+    # What is computed anew is the forward kernel once more.
+    assert found[BACKWARD] == 4 and found[FORWARD] >= 4
+
+
+class LinenBlock(nn.Module):
+    """One layer, for a scan."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        fn = jaxmp.linen.attention_fn(is_causal=True)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=fn, name="attention")(x)
+        return x, None
+
+
+class LinenModel(nn.Module):
+    """Layers under scan and remat."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(LinenBlock, prevent_cse=False)
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+def test_a_linen_model_by_its_recipe():
+    model = jaxmp.load_recipe("bf16").wrap(LinenModel())
+    x = shape(2, 128, 256, dtype=jnp.float32)
+    params = jax.eval_shape(LinenModel().init, jax.random.key(0), x)
+    report = audit(jax.grad(lambda p, x: model.apply(p, x).sum()), params, x, target="h200")
+    assert {row.kernel for row in report.attention} == {FORWARD, BACKWARD}
+    assert {row.module for row in report.attention} == {"layers/attention"}
+
+
+def test_an_nnx_model_by_its_recipe():
+    fn = jaxmp.nnx.attention_fn(is_causal=True)
+    layer = nnx.MultiHeadAttention(4, 256, decode=False, attention_fn=fn, rngs=nnx.Rngs(0))
+    model = jaxmp.load_recipe("bf16").wrap(layer)
+
+    @nnx.jit
+    def fn(model, x):
+        return nnx.grad(lambda m: m(x).sum())(model)
+
+    report = audit(fn, model, shape(2, 128, 256, dtype=jnp.float32), target="h200")
+    assert sorted(row.kernel for row in report.attention) == [FORWARD, BACKWARD]
+
+
+def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
+    layer = nn.MultiHeadDotProductAttention(num_heads=4)
+    model, x = jaxmp.linen.apply_policy(layer, "c=bf16"), shape(2, 128, 256, dtype=jnp.float32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+    mask = shape(2, 1, 1, 128, dtype=bool)
+    fn = jax.grad(lambda p, x, mask: model.apply(p, x, mask=mask).astype("float32").sum())
+    assert [kernel for kernel, _ in kernels(fn, params, x, mask)] == MASKED
+
+
+def test_memory_has_no_term_of_all_pairs():
+    def temporary(length):
+        query = shape(8192 // length, length, 8, 64)
+        args = (query, query, query, {})
+        return audit(gradients(is_causal=True), *args, target="h200").memory.temporary
+
+    # The same number of tokens: all pairs would take eight times as much.
+    assert temporary(8192) <= 1.1 * temporary(1024)
+
+
+def test_what_the_kernel_cannot_serve_runs_otherwise():
+    query = shape(2, 256, 8, 64)
+    options = {"is_causal": True, "dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    assert kernels(gradients(**options), query, query, query, {}) == []
