@@ -176,26 +176,38 @@ def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
     return (classes == labels).astype(wide)
 
 
-def _forward(terms: _Terms, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, _Rows]:
-    """The losses of all rows, without the class axis, and what their gradient needs."""
+def _forward(
+    terms: _Terms, logits: jax.Array, labels: jax.Array, *, small: bool
+) -> tuple[jax.Array, _Rows]:
+    """The losses of all rows, without the class axis, and what their gradient needs.
+
+    Small: logits of which FP32 copies do no harm. XLA for CPU then sums their powers in a library
+    call, which is faster, and wants such a copy.
+    """
     wide = _wide(logits.dtype)
     # In the logits' own dtype: a maximum is never rounded. Any constant gives the same derivative.
     top = lax.stop_gradient(jnp.max(logits, terms.axis, keepdims=True)).astype(wide)
     top = jnp.where(_masked(top), jnp.zeros_like(top), top)
-    shifted = logits.astype(wide) - top
-    hits, zero = _hits(labels, logits, terms.axis), jnp.zeros_like(shifted)
-    # 0 log 0 = 0.
-    parts = {"exp": jnp.exp(shifted), "hit": jnp.where(hits == 0, zero, hits * shifted)}
+    raised, hits = logits.astype(wide), _hits(labels, logits, terms.axis)
+    shifted, zero = raised - top, jnp.zeros_like(raised)
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
-    if soft:
+    # 0 log 0 = 0. Of class indices one logit is left, which can be shifted afterwards.
+    parts = {"hit": jnp.where(hits == 0, zero, hits * (shifted if soft else raised))}
+    if soft or small:
         parts["mass"] = hits
     if terms.label_smoothing:
         parts["even"] = jnp.where(_masked(logits), zero, shifted)
         parts["live"] = (~_masked(logits)).astype(wide)
-    sums = _sums(terms.axis, parts)
+    powers = jnp.exp(shifted)
+    if small:
+        sums = {**_sums(terms.axis, parts), "exp": jnp.sum(powers, terms.axis, keepdims=True)}
+    else:
+        sums = _sums(terms.axis, {**parts, "exp": powers})
+    if not soft:
+        sums["hit"] -= top
 
     log_sum, hit = jnp.log(sums["exp"]), sums["hit"]
-    mass, share = sums.get("mass", 1.0), None
+    mass, share = sums["mass"] if soft else 1.0, None
     if terms.label_smoothing:
         keep = 1 - terms.label_smoothing
         share = terms.label_smoothing / jnp.maximum(sums["live"], jnp.ones_like(top))
@@ -211,10 +223,10 @@ def _forward(terms: _Terms, logits: jax.Array, labels: jax.Array) -> tuple[jax.A
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums along `axis`, which stays with size 1, in one pass over what the parts are made of.
+    """Sums of two parts or more along `axis`, which stays with size 1, in one pass.
 
-    One reduction of several operands: XLA for CPU fuses it with what makes them. Of several
-    reductions, or one, it makes library calls there, which want each operand in memory, in FP32.
+    One reduction of several operands, which XLA for CPU fuses with what makes them. Of reductions
+    of one operand it makes library calls there, which want the operand in memory, in FP32.
     """
     arrays = list(parts.values())
     zero = np.zeros((), arrays[0].dtype)
@@ -247,11 +259,11 @@ def _slope_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row_losses(terms: _Terms, logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return _forward(terms, logits, labels)[0]
+    return _forward(terms, logits, labels, small=False)[0]
 
 
 def _row_losses_fwd(terms: _Terms, logits: jax.Array, labels: jax.Array) -> Any:
-    losses, rows = _forward(terms, logits, labels)
+    losses, rows = _forward(terms, logits, labels, small=False)
     return losses, (rows, logits, labels)
 
 
@@ -497,7 +509,7 @@ def _over_chunks(
         logits = multiply(hidden, kernel, 1, inner)
         if bias is not None:
             logits += bias[None]
-        losses, rows = _forward(layer.terms, logits, labels)
+        losses, rows = _forward(layer.terms, logits, labels, small=True)
         if factors is None:
             return sums, (losses, None)
         slope = _slope_of(layer.terms, rows, logits, labels, factors)
