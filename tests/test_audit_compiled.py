@@ -86,7 +86,13 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
         row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)
     ]
     assert sorted(phases) == ["backward", "backward", "forward"]
-    assert report.attention == () and report.collectives == ()
+    assert {(row.module, row.phase, row.dtype) for row in report.attention} == {
+        (f"block_{number}/attention", phase, "bfloat16")
+        for number in range(3)
+        for phase in ("forward", "backward")
+    }
+    assert {row.count for row in report.attention} == {1} and len(report.attention) == 6
+    assert report.collectives == ()
 
 
 @needs_compiler
@@ -576,13 +582,17 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     script = (
         f"{first}\nimport jax, jaxmp\nx = jax.ShapeDtypeStruct((64, 64), 'bfloat16')\n"
-        "report = jaxmp.audit(lambda x: x @ x, x, target='h200')\n"
+        # An array that is made while `audit` traces starts the first backend there.
+        "fn = lambda x: x @ x + jax.numpy.ones((), x.dtype)\n"
+        "report = jaxmp.audit(fn, x, target='h200')\n"
         "print([(row.lhs, row.rhs) for row in report.gemms])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "[('bfloat16', 'bfloat16')]", done.stderr
+    # Where the script itself starts JAX's backends, JAX says what it misses before any audit.
+    assert first or done.stderr == ""
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ from jaxmp._audit._places import Place
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._report import Finding as Finding
-from jaxmp._compat import context
+from jaxmp._compat import context, unchecked_cuda
 from jaxmp._ops import OpTable
 from jaxmp._recipe_data import as_op_table, as_policy_map
 from jaxmp.errors import AuditError
@@ -76,9 +76,17 @@ def audit(
         check_target(target)
     rules = None if policies is None else as_policy_map(policies)
     ops = OpTable() if policies is None else as_op_table(policies)
+    # JAX may start its backends at any step of an audit.
+    with contextlib.nullcontext() if target is None else unchecked_cuda():
+        return _audit(Judge(rules, ops), fn, args, kwargs, target)
+
+
+def _audit(
+    judge: Judge, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: str | None
+) -> AuditReport:
     with contextlib.nullcontext() if target is None else context(target="gpu"):
         traced = trace(fn, args, kwargs)
-    auditor = Auditor(Judge(rules, ops))
+    auditor = Auditor(judge)
     scales = traced.scales()
     for _, var in scales:
         auditor.flow.mark(var, SCALED)
