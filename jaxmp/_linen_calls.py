@@ -34,8 +34,10 @@ from jaxmp._boundary import (
 from jaxmp._compat import current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
+from jaxmp._trees import OVERWRITE
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct, layer_scaling
+from jaxmp.fp8._state import AGE, init_state
 
 Path = tuple[str, ...]
 
@@ -199,13 +201,43 @@ def _quantise(
         return False
     if not isinstance(module, (nn.Dense, nn.DenseGeneral)):
         return False
-    if module.dot_general is not None or module.dot_general_cls is not None:
+    # A clone, such as `nn.remat` makes, has the product of its original, and another state.
+    own = module.dot_general is not None and not isinstance(module.dot_general, LayerProduct)
+    if own or module.dot_general_cls is not None:
         return False
-    scaling = layer_scaling(fp8)
-    set_field("dot_general", LayerProduct(scaling, plan.wide, "/".join(path)))
+    set_field("dot_general", _layer_product(LayerProduct, module, plan, path, fp8))
     if plan.wide is not None:
         set_field("promote_dtype", _wide_promote(plan.wide))
     return True
+
+
+def _layer_product(kind: Any, module: Any, plan: Plan, path: Path, fp8: Any) -> Any:
+    scaling = layer_scaling(fp8, has_state=True)
+    state = functools.partial(_read_state, weakref.ref(module), scaling)
+    name = "/".join(path)
+    return kind(scaling, plan.wide, name, state if scaling.is_stateful else None)
+
+
+# What a layer's state is called among the variables of the collection.
+_STATE_PREFIX = "fp8_"
+
+
+def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
+    """The state of delayed scaling of one layer; its gradient is its next value."""
+    module, fresh = ref(), init_state(scaling)
+    found = module.has_variable(OVERWRITE, f"{_STATE_PREFIX}{AGE}")
+    if not found and not module.is_mutable_collection(OVERWRITE):
+        raise CompositionError(
+            f"DelayedScaling finds no state for {'/'.join(module.scope.path)!r}. Give `apply` all "
+            f"variables that `init` returned, {OVERWRITE!r} among them: model.apply(variables, x); "
+            "TrainState.create(params=variables) trains it. A model that is scanned by nn.scan "
+            f"needs variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
+        )
+
+    def read(name: str, leaf: Any) -> Any:
+        return module.variable(OVERWRITE, f"{_STATE_PREFIX}{name}", lambda: leaf).value
+
+    return {name: read(name, leaf) for name, leaf in fresh.items()}
 
 
 def _is_fp8_einsum(module: Any, plan: Plan) -> bool:
@@ -215,7 +247,7 @@ def _is_fp8_einsum(module: Any, plan: Plan) -> bool:
 
 def _fp8_einsum(module: Any, plan: Plan, path: Path, fp8: Any) -> Callable[..., jax.Array]:
     """`Einsum.__call__`, which has no field for its product."""
-    product = LayerEinsum(layer_scaling(fp8), plan.wide, "/".join(path))
+    product = _layer_product(LayerEinsum, module, plan, path, fp8)
 
     def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._flax import Stated
 from jaxmp._boundary import cast_like, cast_tree
@@ -28,7 +30,7 @@ from jaxmp._linen_calls import (
 )
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
-from jaxmp._trees import is_castable, leaves_with_path, parameter_path
+from jaxmp._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
 from jaxmp.errors import CompositionError
 
 __all__ = ["apply_policy", "explain", "module_paths"]
@@ -272,7 +274,9 @@ def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
             _check_required(self, rngs, args, kwargs)
         with context(policies=Plain()):
             out, variables = init(plain=True)
-        return _cast_to_output(self, out), _computed_as(variables, lambda: init(plain=False)[1])
+        policied = lambda: init(plain=False)[1]
+        variables = _with_fp8_state(self, _computed_as(variables, policied), policied)
+        return _cast_to_output(self, out), variables
 
     return init_with_output
 
@@ -291,6 +295,20 @@ def _computed_as(variables: Any, policied_init: Callable[[], Any]) -> Any:
         name: cast_like(value, shapes[name]) if name in computed else value
         for name, value in variables.items()
     }
+
+
+def _with_fp8_state(module: Any, variables: Any, policied_init: Callable[[], Any]) -> Any:
+    """`variables` with the state of delayed scaling, of which a plain `init` knows nothing."""
+    scaling = type(module)._jaxmp_policies.fp8
+    if scaling is None or not scaling.is_stateful:
+        return variables
+    made = jax.eval_shape(policied_init).get(OVERWRITE)
+    if made is None:
+        return variables
+    # All of it is zero before the first step. What the author's own layers have there stays.
+    fresh = flatten_dict(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made))
+    kept = flatten_dict(variables.get(OVERWRITE, {}))
+    return {**variables, OVERWRITE: unflatten_dict({**fresh, **kept})}
 
 
 _TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)

@@ -110,17 +110,22 @@ def _check_device(path: str) -> None:
         )
 
 
-def layer_scaling(scaling: Any) -> Scaling:
+def layer_scaling(scaling: Any, *, has_state: bool = False) -> Scaling:
     """The scaling of a model's layers; None: current scaling.
 
+    Args:
+      scaling: of the policies.
+      has_state: whether the layers can keep a state.
+
     Raises:
-      CompositionError: if it needs a state, which a model does not carry.
+      CompositionError: if it needs a state, and the layers keep none.
     """
     scaling = as_recipe(scaling)
-    if scaling.is_stateful:
+    if scaling.is_stateful and not has_state:
         raise CompositionError(
-            f"{type(scaling).__name__} needs a state for each layer, which models do not carry in "
-            "this version. Use fp8.CurrentScaling(), or fp8.dot_general with a state of your own."
+            f"{type(scaling).__name__} needs a state for each layer, which NNX models do not carry "
+            "in this version. Use fp8.CurrentScaling(), or fp8.dot_general with a state of your "
+            "own."
         )
     return scaling
 
@@ -132,12 +137,14 @@ def layer_scaling(scaling: Any) -> Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct:
-    """In the place of a Flax layer's `dot_general`. Hashable; the path is no part of it."""
+    """In the place of a Flax layer's `dot_general`. Hashable; path and state are no part of it."""
 
     scaling: Scaling
     # The dtype of the result; None: that of the operands.
     wide: Any = None
     path: str = dataclasses.field(default="", compare=False)
+    # Reads the layer's state, where its scaling has one.
+    state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
     def __call__(
         self,
@@ -152,6 +159,8 @@ class LayerProduct:
         sizes = lambda axes: math.prod(rhs.shape[axis] for axis in axes)
         if _decide(self.scaling, self.path, sizes(dims.contract[1]), sizes(dims.free(1))):
             wide = preferred_element_type if self.wide is None else self.wide
+            if self.state is not None:
+                options["state"] = self.state()
             return dot_general(self.scaling)(
                 lhs, rhs, dimension_numbers, precision, wide, **options
             )
@@ -163,11 +172,12 @@ class LayerProduct:
 
 @dataclasses.dataclass(frozen=True)
 class LayerEinsum:
-    """In the place of a Flax layer's `jnp.einsum`. Hashable; the path is no part of it."""
+    """In the place of a Flax layer's `jnp.einsum`. Hashable; path and state are no part of it."""
 
     scaling: Scaling
     wide: Any = None
     path: str = dataclasses.field(default="", compare=False)
+    state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
     def __call__(
         self,
@@ -180,8 +190,7 @@ class LayerEinsum:
     ) -> jax.Array:
         k = n = 0
         try:
-            contract = plan_einsum(equation, lhs.ndim, rhs.ndim).numbers[0][1]
-            batch = plan_einsum(equation, lhs.ndim, rhs.ndim).numbers[1][1]
+            (_, contract), (_, batch) = plan_einsum(equation, lhs.ndim, rhs.ndim).numbers
         except JaxmpError as error:
             why = str(error)
         else:
@@ -190,6 +199,8 @@ class LayerEinsum:
             n = rhs.size // max(k * math.prod(rhs.shape[axis] for axis in batch), 1)
         if _decide(self.scaling, self.path, k, n, why):
             wide = preferred_element_type if self.wide is None else self.wide
+            if self.state is not None:
+                options["state"] = self.state()
             return einsum(self.scaling)(equation, lhs, rhs, precision, wide, **options)
         product = functools.partial(jnp.einsum, equation, precision=precision, **options)
         return _plain(product, lhs, rhs, self.wide, preferred_element_type)
