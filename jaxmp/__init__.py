@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxmp import errors as errors
+from jaxmp import functional as functional
+from jaxmp import losses as losses
 from jaxmp import optim as optim
 from jaxmp._attention import AttentionChoice as AttentionChoice
 from jaxmp._attention import dot_product_attention as dot_product_attention

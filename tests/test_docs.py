@@ -67,7 +67,7 @@ def public_functions():
         value = getattr(jaxmp, name)
         if not name.startswith("_") and callable(value) and not isinstance(value, type):
             yield name, value
-    for module in (jaxmp.optim, jaxmp.linen, jaxmp.nnx):
+    for module in (jaxmp.optim, jaxmp.linen, jaxmp.nnx, jaxmp.losses, jaxmp.functional):
         for name in sorted(getattr(module, "__all__", dir(module))):
             value = getattr(module, name)
             if not name.startswith("_") and callable(value) and not isinstance(value, type):

@@ -554,7 +554,9 @@ def test_readme_before_and_after_both_train():
     assert isinstance(optimizer, jaxmp.nnx.Optimizer)
 
 
-@pytest.mark.parametrize("name", ["index", "recipes", "how-it-works", "nnx", "autocast", "audit"])
+@pytest.mark.parametrize(
+    "name", ["index", "recipes", "how-it-works", "nnx", "autocast", "audit", "attention", "losses"]
+)
 def test_code_in_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(f"docs/{name}.md")

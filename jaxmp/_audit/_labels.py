@@ -104,6 +104,10 @@ class Flow:
         return found
 
     def _kept(self, found: Labels, name: str) -> Labels:
+        if name == "sub":
+            # Softmax less the label: the gradient of a loss. Attention's weights are never part of
+            # a difference.
+            found = frozenset(x for x in found if not (_is_logits(x) and x.normalised))
         if name in _BREAKS:
             return found & {SCALED}
         if name not in _KEEPS and self._ops.category(name) not in ("widest", "follow"):
