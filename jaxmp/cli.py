@@ -198,6 +198,13 @@ def _write(file: str, text: str) -> None:
 
 _Rows = list[tuple[str, str]]
 
+_ATTENTION = {
+    "auto": "cuDNN's fused kernel where it fits, else block by block, or whole where it is small;"
+    " layers in FP32 are left to Flax",
+    "cudnn": "cuDNN's fused kernel, or an error",
+    "blockwise": "block by block, in memory linear in the length",
+    "xla": "two products and a softmax, with the logits of all pairs in memory",
+}
 _MATMUL = {
     "default": "JAX's own choice for FP32 operands: TF32 on NVIDIA Tensor Cores",
     "tf32": "FP32 operands are rounded to TF32: 10 bits of mantissa, FP32 range and sums",
@@ -265,6 +272,7 @@ def _policy_rows(recipe: Recipe) -> _Rows:
         ),
         ("output", f"{policy.output_dtype.name}: what the whole model returns"),
         ("matmul", f"{policy.matmul}: {_MATMUL[policy.matmul]}"),
+        ("attention", f"{policy.attention}: {_ATTENTION[policy.attention]}"),
     ]
     author = "is kept" if policy.respect_explicit else "is overridden"
     rows.append(("explicit dtypes", f"a dtype that the author set on a Flax module {author}"))

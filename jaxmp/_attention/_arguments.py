@@ -278,14 +278,14 @@ def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
 def _scale(scale: Any, size: int) -> float:
     if scale is None:
         return size**-0.5
-    if isinstance(scale, Tracer) or not np.isscalar(scale):
+    if isinstance(scale, Tracer) or not isinstance(scale, (int, float, np.number)):
         raise AttentionError(
-            f"scale={scale!r} is an array. It is part of the compiled kernel and must be a number; "
+            f"scale={scale!r} is no number. It is part of the compiled kernel; "
             "a learned scale goes into the query: dot_product_attention(query * scale, key, value)."
         )
-    if not math.isfinite(scale):  # pyright: ignore[reportArgumentType]
+    if not math.isfinite(scale):
         raise AttentionError(f"scale={scale!r} is not finite; for example scale=head_size**-0.5.")
-    return float(scale)  # pyright: ignore[reportArgumentType]
+    return float(scale)
 
 
 def _window(size: Any, is_causal: bool) -> tuple[int, int] | None:
