@@ -380,6 +380,8 @@ class _Interpreter:
         self.inner: dict[Any, tuple[Any, tuple[Any, list[_Standing]]]] = {}
         # Who reads what in each jaxpr, by its id; the jaxpr is kept beside it, and so its id.
         self.readers: dict[int, tuple[Any, _Readers]] = {}
+        # Likewise the scopes in each.
+        self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         self.seen: set[tuple[str, ...]] = set()
 
     def function(self, closed: Any, args: list[Any]) -> list[Any]:
@@ -487,6 +489,31 @@ class _Interpreter:
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
+    def regions(self, jaxpr: Any, names: tuple[str, ...]) -> tuple[_Region, ...]:
+        """What holds at each scope of a jaxpr below `names`: all that the way there says to it.
+
+        A function that several layers call stays one function where the same holds for them.
+        """
+        if not self.rules.by_path:
+            return (self.rules.region(names),)
+        inside = [(*names, *scope) for scope in self.scopes(jaxpr)]
+        # A jaxpr that is not run again has been seen at this place too.
+        self.seen.update(inside)
+        return tuple(map(self.rules.region, inside))
+
+    def scopes(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
+        """The scopes of a jaxpr's equations at any depth, each once; () is always one."""
+        body = jaxpr_body(jaxpr)[0]
+        if id(body) not in self.inside:
+            found: dict[tuple[str, ...], None] = {(): None}
+            for equation in body.eqns:
+                own = scope_names(str(equation.source_info.name_stack))
+                found[own] = None
+                for inner in sub_jaxprs(equation):
+                    found |= {own + scope: None for scope in self.scopes(inner)}
+            self.inside[id(body)] = body, found
+        return self.inside[id(body)][1]
+
     def retraced(
         self,
         jaxpr: Any,
@@ -501,8 +528,7 @@ class _Interpreter:
         body, consts = jaxpr_body(jaxpr)
         avals = [_with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        path = names if self.rules.by_path or _FULL_PRECISION in names else ()
-        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), path
+        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names)
         if key not in self.inner:
             standings: list[_Standing] = []
 

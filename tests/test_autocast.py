@@ -483,6 +483,49 @@ def test_inner_jits_are_shared():
     assert functions(autocast(fn, MIXED)) <= functions(fn) + 1
 
 
+@jax.jit
+def layer(w, x):
+    with jax.named_scope("up"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("down"):
+        return x @ w
+
+
+def layers(w, x):
+    x = x @ w
+    for name in "abcd":
+        with jax.named_scope(name):
+            x = layer(w, x)
+        x = x @ w  # in 16 bits, so that all layers are given the same
+    return x
+
+
+@pytest.mark.parametrize(
+    ("path", "wide", "traces"),
+    [
+        # What one rule says of all layers leaves them one function.
+        ("*/down", [F32] * 4, 1),
+        ("*/up", [BF16] * 4, 1),
+        ("c/**", [BF16, BF16, F32, BF16], 2),
+        # The last layer's scopes are known although its jaxpr is that of the others.
+        ("d/down", [BF16, BF16, BF16, F32], 2),
+    ],
+)
+def test_inner_jits_are_shared_where_rules_say_the_same(path, wide, traces):
+    jaxpr = jax.make_jaxpr(autocast(layers, PolicyMap(MIXED, [Rule(path, "c=f32")])))(W, X).jaxpr
+    calls = named(jaxpr.eqns, "jit")
+    assert len({id(call.params["jaxpr"]) for call in calls}) == traces
+    down = [e for e in products(list(equations(jaxpr))) if module_path(e).endswith("down")]
+    assert [dtypes(e)[0] for e in down] == wide
+
+
+def test_required_rules_know_the_scopes_of_shared_jits():
+    # The rule asks for nothing that the default does not: all four layers share one jaxpr.
+    autocast(layers, PolicyMap(MIXED, [Rule("d/down", "c=bf16")]))(W, X)
+    with pytest.raises(RuleError, match="d/dawn"):
+        autocast(layers, PolicyMap(MIXED, [Rule("d/dawn", "c=bf16")]))(W, X)
+
+
 def test_inner_donation_and_names_are_kept():
     inner = jax.jit(lambda x: x @ W, inline=False)
     jaxpr = jax.make_jaxpr(autocast(lambda x: inner(x), MIXED))(X)
