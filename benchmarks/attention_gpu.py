@@ -1,0 +1,398 @@
+"""Attention on one NVIDIA GPU: its speed beside cuDNN's own, its numbers, and masks that bred NaN.
+
+    python benchmarks/attention_gpu.py
+    python benchmarks/attention_gpu.py --longest 8192 --rounds 5
+    python benchmarks/attention_gpu.py --toy     # rehearses on any machine, writes nothing
+
+Needs: pip install "jaxmp[examples,cuda13]" (or cuda12). Writes, row by row,
+benchmarks/results/attention_gpu-DEVICE.json.
+
+- numbers: results and gradients in bfloat16 against FP32, beside the errors of attention in
+  bfloat16 that holds all logits and takes its softmax in FP32. Twice those errors are allowed.
+- masks: gradients under a bool mask where T % 128 == 64 (pytorch issue 196678 has NaN there),
+  from jaxmp and from `jax.nn.dot_product_attention(implementation="cudnn")`.
+- speed: `jaxmp.dot_product_attention` and that function called directly, in turns on the same
+  arrays: TFLOP/s as median, least and greatest of the rounds, and their ratio, round by round.
+
+A forward pass counts 4 B N T T H operations, a backward pass 2.5 times as many, causal attention
+half. Exits with 1 if a number is too far off, a gradient is not finite, or jaxmp took another
+kernel than cuDNN's.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+import jaxmp
+from gpu_smoke import RESULTS, describe_hardware, spread, versions
+
+BF16, FP32 = jnp.bfloat16, jnp.float32
+# Operations of forward and backward pass over those of the forward pass.
+PASSES = {"forward": 1.0, "forward+backward": 3.5}
+# TFLOP/s of cuDNN 9.19.1 on an H200 as NVIDIA publishes them: cudnn-frontend,
+# sdpa_benchmark_training/results/h200_919_only_cudnn. 64 query heads, 8 key heads of 128, bfloat16.
+# {(causal, T): (forward, backward)}
+PUBLISHED = {
+    (True, 2048): (484, 370),
+    (True, 4096): (591, 474),
+    (True, 8192): (644, 541),
+    (True, 16384): (673, 579),
+    (True, 32768): (688, 581),
+    (False, 2048): (633, 504),
+    (False, 4096): (671, 560),
+    (False, 8192): (691, 594),
+    (False, 16384): (702, 612),
+    (False, 32768): (693, 572),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured."""
+
+    # (query heads, key heads, size of a head)
+    heads: tuple[tuple[int, int, int], ...] = ((64, 8, 128), (16, 16, 64))
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
+    tokens: int = 32768  # of a batch
+    small: int = 512  # length at which numbers are compared
+    masked: tuple[int, ...] = (64, 192, 320, 576, 1088, 2112)  # each is 64 beyond some 128
+    rounds: int = 9
+    seconds: float = 0.1  # of a round, about
+    matmul: int = 8192
+
+
+TOY = Size(((4, 2, 16), (2, 2, 8)), (64, 128), 256, 64, (64, 192), 2, 0.005, 128)
+
+
+def main(
+    longest: Annotated[int | None, typer.Option(help="Longer lengths are left out.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of each speed.")] = None,
+    toy: Annotated[bool, typer.Option("--toy", help="A tiny size; runs anywhere.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Attention on one NVIDIA GPU: its speed beside cuDNN's own, its numbers, and masks."""
+    hardware = describe_hardware()
+    if hardware["platform"] != "gpu" and not toy:
+        sys.exit(
+            f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
+            '    pip install "jaxmp[examples,cuda13]"\n'
+            "To rehearse without one, run\n"
+            "    python benchmarks/attention_gpu.py --toy"
+        )
+    size = TOY if toy else Size()
+    lengths = tuple(length for length in size.lengths if longest is None or length <= longest)
+    size = dataclasses.replace(size, lengths=lengths, rounds=rounds or size.rounds)
+    if out is None and not toy:
+        name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
+        out = RESULTS / f"attention_gpu-{name}.json"
+    # The kernel that is expected, and that of jax.nn to compare with.
+    kernel = "cudnn" if hardware["platform"] == "gpu" else "xla"
+    # What a rehearsal compares with "xla" is another way, or it would compare that with itself.
+    implementation = "auto" if kernel == "cudnn" else "blockwise"
+    report = {
+        "command": shlex.join(["python", "benchmarks/attention_gpu.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "hardware": hardware,
+        "card": card(),
+        "versions": versions(),
+        "size": dataclasses.asdict(size),
+        "matmul_tflops": matmul_tflops(size),
+        "numbers": [],
+        "masks": [],
+        "speed": [],
+    }
+    for section, rows in (
+        ("numbers", numbers(size, implementation)),
+        ("masks", masks(size, kernel)),
+        ("speed", speed(size, kernel)),
+    ):
+        for row in rows:
+            report[section].append(row)
+            print(json.dumps({section: row}), flush=True)
+            # Row by row: a run that is cut off has not been in vain.
+            if out is not None:
+                write(out, report)
+    if out is not None:
+        print(f"Written: {out}")
+    wrong = failures(report, kernel if kernel == "cudnn" else "blockwise", kernel)
+    print("\n".join(wrong) or "numbers and masks: all as they should be")
+    print(verdict(report["speed"]) if kernel == "cudnn" else "a rehearsal: its speeds say nothing")
+    raise typer.Exit(bool(wrong))
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------
+
+
+def cases(length: int) -> dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]]:
+    """name -> ((query heads, key heads, head size), static options, arrays)."""
+    heads = (4, 4, 64)
+    keys = jax.random.split(jax.random.key(1), 2)
+    mask = jax.random.bernoulli(keys[0], 0.8, (2, 1, length, length))
+    # One query sees nothing: zero, and a gradient of zero.
+    mask = mask.at[:, :, 3].set(False)
+    bias = jax.random.normal(keys[1], (1, 4, length, length), BF16)
+    lengths = jnp.array([length, length // 2 + 1], jnp.int32)
+    return {
+        "full": (heads, {}, {}),
+        "causal": (heads, {"is_causal": True}, {}),
+        "grouped": ((4, 2, 64), {"is_causal": True}, {}),
+        "padded": (heads, {}, dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)),
+        "windowed": (heads, {"is_causal": True, "local_window_size": (length // 4, 0)}, {}),
+        "mask": (heads, {}, {"mask": mask}),
+        "bias": (heads, {}, {"bias": bias}),
+        "heads of 20": ((4, 4, 20), {"is_causal": True}, {}),
+        "heads of 128": ((4, 4, 128), {"is_causal": True}, {}),
+    }
+
+
+def numbers(size: Size, implementation: str):
+    """Yields a row of errors for each case."""
+    for name, (heads, options, arrays) in cases(size.small).items():
+        operands = random_operands(2, size.small, heads)
+        d_out = jax.random.normal(jax.random.key(2), operands[0].shape, BF16)
+        # A bias is differentiated; what else there is only masks.
+        inputs = (*operands, *(arrays[name] for name in arrays if name == "bias"))
+        given = options | {name: array for name, array in arrays.items() if name != "bias"}
+        exact = results("xla", FP32, inputs, d_out, given)
+        allowed = results("xla", BF16, inputs, d_out, given)
+        found = results(implementation, BF16, inputs, d_out, given)
+        ran = jaxmp.explain_attention(*inputs, implementation=implementation, **given)
+        parts = ("out", "query", "key", "value", "bias")[: len(inputs) + 1]
+        yield {
+            "case": name,
+            "ran": ran.implementation,
+            "error": errors(parts, found, exact),
+            "error_of_xla": errors(parts, allowed, exact),
+        }
+
+
+def results(implementation: str, dtype: Any, inputs: Any, d_out: Any, given: Any) -> Any:
+    """In FP32, what attention in `dtype` gives: the result, and the gradient of each input."""
+    attention = functools.partial(
+        jaxmp.dot_product_attention, implementation=implementation, **given
+    )
+
+    def both(inputs, d_out):
+        out, pull = jax.vjp(attention, *inputs)
+        return [array.astype(FP32) for array in (out, *pull(d_out))]
+
+    with jax.default_matmul_precision("highest" if dtype == FP32 else "default"):
+        return jax.jit(both)([array.astype(dtype) for array in inputs], d_out.astype(dtype))
+
+
+def random_operands(batch: int, length: int, heads: tuple[int, int, int]) -> Any:
+    """Query, key and value in bfloat16."""
+    queries, keys, size = heads
+    rngs = jax.random.split(jax.random.key(0), 3)
+    counts = (queries, keys, keys)
+    return tuple(
+        jax.random.normal(rng, (batch, length, count, size), BF16)
+        for rng, count in zip(rngs, counts, strict=True)
+    )
+
+
+def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
+    """Largest error of each part over its largest number."""
+    return {
+        part: float(jnp.abs(one - other).max() / jnp.abs(other).max())
+        for part, one, other in zip(parts, found, exact, strict=True)
+    }
+
+
+# ---------------------------------------------------------------------------
+# Masks
+# ---------------------------------------------------------------------------
+
+
+def masks(size: Size, kernel: str):
+    """Yields whether gradients under a bool mask are finite."""
+    ways = {"jaxmp": jaxmp.dot_product_attention}
+    ways[f"jax.nn, {kernel}"] = functools.partial(
+        jax.nn.dot_product_attention, implementation=kernel
+    )
+    for length in size.masked:
+        query, key, value = random_operands(2, length, (4, 4, 64))
+        d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
+        positions = jnp.arange(length)
+        causal = (positions[None, :] <= positions[:, None])[None, None]
+        given = {
+            "causal": jnp.broadcast_to(causal, (2, 1, length, length)),
+            "keys": jnp.broadcast_to(positions < length - 5, (2, 1, length, length)),
+        }
+        for name, mask in given.items():
+            for way, attention in ways.items():
+
+                def both(query, key, value, mask, d_out, attention=attention):
+                    plain = functools.partial(attention, mask=mask)
+                    out, pull = jax.vjp(plain, query, key, value)
+                    return out, pull(d_out)
+
+                found = jax.jit(both)(query, key, value, mask, d_out)
+                finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found))
+                yield {"length": length, "mask": name, "way": way, "finite": finite}
+
+
+# ---------------------------------------------------------------------------
+# Speed
+# ---------------------------------------------------------------------------
+
+
+def speed(size: Size, kernel: str):
+    """Yields TFLOP/s of both for each head size, mask, length and pass."""
+    for heads in size.heads:
+        for causal in (True, False):
+            for length in size.lengths:
+                for passes in PASSES:
+                    yield speed_row(size, kernel, heads, causal, length, passes)
+
+
+def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, passes: str) -> Any:
+    """One cell of the table."""
+    batch = max(1, size.tokens // length)
+    query, key, value = random_operands(batch, length, heads)
+    d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
+    ours = functools.partial(jaxmp.dot_product_attention, is_causal=causal)
+    theirs = functools.partial(
+        jax.nn.dot_product_attention, is_causal=causal, implementation=kernel
+    )
+    calls = {}
+    for name, attention in {"jaxmp": ours, "direct": theirs}.items():
+        if passes == "forward":
+            call = functools.partial(jax.jit(attention), query, key, value)
+        else:
+
+            def both(query, key, value, d_out, attention=attention):
+                out, pull = jax.vjp(attention, query, key, value)
+                return out, pull(d_out)
+
+            call = functools.partial(jax.jit(both), query, key, value, d_out)
+        calls[name] = call
+    seconds = paired(calls, size.rounds, size.seconds)
+    work = 4 * batch * heads[0] * length**2 * heads[2] * PASSES[passes] / (2 if causal else 1)
+    ratios = [d / j for j, d in zip(seconds["jaxmp"], seconds["direct"], strict=True)]
+    ran = jaxmp.explain_attention(query, key, value, is_causal=causal).implementation
+    return {
+        "heads": list(heads),
+        "causal": causal,
+        "length": length,
+        "batch": batch,
+        "pass": passes,
+        "ran": ran,
+        "jaxmp_tflops": spread([work / s / 1e12 for s in seconds["jaxmp"]]),
+        "direct_tflops": spread([work / s / 1e12 for s in seconds["direct"]]),
+        "ratio": spread(ratios),
+        "published_h200_tflops": published(tuple(heads), causal, length, passes),
+    }
+
+
+def paired(calls: dict[str, Any], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of a call, in each round; in every second round the last call is timed first."""
+    repeats = 1
+    for call in calls.values():
+        jax.block_until_ready(call())
+        since = time.perf_counter()
+        jax.block_until_ready(call())
+        repeats = max(repeats, math.ceil(seconds / (time.perf_counter() - since)))
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in list(calls)[:: -1 if number % 2 else 1]:
+            call, result = calls[name], None
+            since = time.perf_counter()
+            for _ in range(repeats):
+                result = call()
+            jax.block_until_ready(result)
+            found[name].append((time.perf_counter() - since) / repeats)
+    return found
+
+
+def published(heads: Any, causal: bool, length: int, passes: str) -> float | None:
+    """NVIDIA's figure for an H200, if there is one for this cell."""
+    if heads != (64, 8, 128) or (causal, length) not in PUBLISHED:
+        return None
+    forward, backward = PUBLISHED[causal, length]
+    # Operations over seconds of both: the backward pass does 2.5 times the work.
+    return forward if passes == "forward" else round(3.5 / (1 / forward + 2.5 / backward), 1)
+
+
+def matmul_tflops(size: Size) -> dict[str, float]:
+    """What the card does with a square matmul in bfloat16, to compare cards and days by."""
+    square = jax.random.normal(jax.random.key(0), (size.matmul, size.matmul), BF16)
+    call = functools.partial(jax.jit(jnp.matmul), square, square)
+    seconds = paired({"matmul": call}, size.rounds, size.seconds)["matmul"]
+    return spread([2 * size.matmul**3 / s / 1e12 for s in seconds])
+
+
+def card() -> str | None:
+    """Clocks, power and temperature before the run, as the driver tells them."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    fields = "name,driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# ---------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------
+
+
+def failures(report: Any, expected: str, kernel: str) -> list[str]:
+    """What is not as it should be, in words."""
+    found = []
+    for row in report["numbers"]:
+        for part, error in row["error"].items():
+            allowed = 2 * row["error_of_xla"][part]
+            # Also where it is NaN.
+            if not error <= allowed:
+                found.append(f"{row['case']}: {part} is off by {error:.2e}, allowed {allowed:.2e}")
+        if row["ran"] != expected:
+            found.append(f"{row['case']}: {row['ran']} ran, not {expected}")
+    for row in report["masks"]:
+        if row["way"] == "jaxmp" and not row["finite"]:
+            found.append(f"mask {row['mask']}, T {row['length']}: gradients are not finite")
+    for row in report["speed"]:
+        if kernel == "cudnn" and row["ran"] != kernel:
+            found.append(f"T {row['length']}: {row['ran']} ran, not {kernel}")
+    return found
+
+
+def verdict(rows: list[Any]) -> str:
+    """Slowest cell and median of all."""
+    if not rows:
+        return "no speed was measured"
+    ratios = [row["ratio"]["median"] for row in rows]
+    slowest = min(rows, key=lambda row: row["ratio"]["median"])
+    where = f"heads {slowest['heads']}, causal {slowest['causal']}, T {slowest['length']}"
+    return (
+        f"speed over cuDNN called directly: median {statistics.median(ratios):.3f}, least "
+        f"{min(ratios):.3f} ({where}, {slowest['pass']}); 0.99 is asked for"
+    )
+
+
+def write(path: Path, report: Any) -> None:
+    """Writes the figures, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half_written = path.with_name(path.name + ".tmp")
+    half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    os.replace(half_written, path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,117 @@
+"""Temporary memory of causal attention, forward and backward, as compiled, over its length T.
+
+    python benchmarks/attention_memory.py                   # this machine's CPU
+    python benchmarks/attention_memory.py --target h200     # an H200 that need not be there
+    python benchmarks/attention_memory.py --out attention_memory.json     # and write the figures
+
+Three ways to one result and three gradients, of query, key and value:
+
+    auto       what `jaxmp.dot_product_attention` takes by itself: cuDNN's kernel on a GPU
+    blockwise  online softmax over blocks
+    xla        the logits of all pairs in memory
+
+Twice: `fixed`, where a batch of T / tokens sequences keeps the tokens the same, so that only what
+grows faster than T shows; and `single`, one sequence, so that memory linear in T shows as a line.
+Bytes are XLA's own count (`memory_analysis`): what the program holds beside its arguments and
+results; cuDNN's workspace is not in it. Nothing is run. The H200 needs XLA's GPU compiler:
+pip install "jaxmp[aot]".
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from jaxmp._audit._gpus import GPUS
+
+WAYS = ("auto", "blockwise", "xla")
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def gradients(implementation):
+    """A function of query, key and value `[B, T, N, H]`: loss and gradients, for one way."""
+
+    def loss(query, key, value):
+        out = jaxmp.dot_product_attention(
+            query, key, value, is_causal=True, implementation=implementation
+        )
+        return out.astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+def taken(implementation, query, target):
+    """(temp bytes, what ran) of the optimized program, for "cpu" or a GPU's name."""
+    fn = gradients(implementation)
+    if target == "cpu":
+        memory = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
+        choice = jaxmp.explain_attention(
+            query, query, query, is_causal=True, implementation=implementation
+        )
+        return memory.temp_size_in_bytes, choice.implementation
+    report = jaxmp.audit(fn, query, query, query, target=target)
+    fused = [row.kernel for row in report.attention]
+    return report.memory.temporary, " ".join(fused) or "unfused"
+
+
+def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengths=LENGTHS):
+    """[{layout, implementation, T, batch, what ran, temp bytes}] of every combination."""
+    rows = []
+    for layout in ("fixed", "single"):
+        for implementation in WAYS:
+            for length in lengths:
+                batch = max(1, tokens // length) if layout == "fixed" else 1
+                query = jax.ShapeDtypeStruct((batch, length, heads, size), jnp.dtype(dtype))
+                found, ran = taken(implementation, query, target)
+                row = {"layout": layout, "implementation": implementation, "length": length}
+                rows.append({**row, "batch": batch, "ran": ran, "temp_bytes": found})
+                print(
+                    f"{layout:8}{implementation:11}T {length:6} B {batch:3}"
+                    f"{found / 2**20:12,.1f} MiB  {ran}",
+                    flush=True,
+                )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
+    parser.add_argument("--tokens", type=int, default=32768, help="of a batch, in `fixed`")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--size", type=int, default=128, help="of a head")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1])
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    sizes = {name: getattr(options, name) for name in ("tokens", "heads", "size", "dtype")}
+    where = platform.machine() if options.target == "cpu" else GPUS[options.target].name
+    print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
+    lengths = [length for length in LENGTHS if length <= options.longest]
+    rows = measure(options.target, **sizes, lengths=lengths)
+    if options.out:
+        command = shlex.join(["python", "benchmarks/attention_memory.py", *sys.argv[1:]])
+        report = {
+            "command": command,
+            "target": where if options.target == "cpu" else f"{where} (compiled, nothing was run)",
+            "versions": {
+                "jax": jax.__version__,
+                "jaxmp": jaxmp.__version__,
+                "python": platform.python_version(),
+            },
+            "sizes": sizes,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
