@@ -24,7 +24,16 @@ RECIPES = {
     "rowwise": fp8.RowwiseScaling(),
     "block": fp8.BlockScaling(),
 }
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+# Variants of what is tested anyway take as long to compile: they wait for the slow tests.
+_FIRST = ("current", "delayed", "rowwise")
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe if name in _FIRST else pytest.param(recipe, marks=pytest.mark.slow)
+        for name, recipe in RECIPES.items()
+    ],
+    ids=RECIPES,
+)
 
 
 def has_compiler():
@@ -74,8 +83,8 @@ def signal_to_noise(exact, got):
     [
         *((recipe, "float32") for recipe in RECIPES.values()),
         (RECIPES["current"], "bfloat16"),
-        (RECIPES["current"], "float16"),
-        (RECIPES["block"], "bfloat16"),
+        pytest.param(RECIPES["current"], "float16", marks=pytest.mark.slow),
+        pytest.param(RECIPES["block"], "bfloat16", marks=pytest.mark.slow),
     ],
     ids=[*RECIPES, "current-bf16", "current-f16", "block-bf16"],
 )
@@ -189,7 +198,15 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape
+        if shape in ("tokens", "from heads", "crossed", "experts")
+        else pytest.param(shape, marks=pytest.mark.slow)
+        for shape in SHAPES
+    ],
+)
 def test_small_integers_are_multiplied_exactly(shape):
     """Integers up to 7 fit both formats and powers of two are exact: what is left is the layout."""
     lhs_shape, rhs_shape, dims = SHAPES[shape]
@@ -203,7 +220,7 @@ def test_small_integers_are_multiplied_exactly(shape):
     exact = lambda x, w: lax.dot_general(x, w, positive)
     g = integers(jax.eval_shape(exact, x, w).shape)
     # Delayed scaling shares its layouts with current scaling, block scaling is but slow to compile.
-    names = EXACT if shape in ("linear", "crossed", "batch inside") else ("current", "rowwise")
+    names = EXACT if shape in ("crossed", "batch inside") else ("current", "rowwise")
 
     @jax.jit
     def run(x, w, g):
@@ -358,7 +375,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize(
-    "recipe", [RECIPES[n] for n in ("current", "delayed")], ids=lambda r: r.kind
+    "recipe",
+    [RECIPES["current"], pytest.param(RECIPES["delayed"], marks=pytest.mark.slow)],
+    ids=["current", "delayed"],
 )
 def test_scan_and_remat_change_nothing(recipe):
     """Layers one after the other, as a scan, and recomputed with every policy."""
@@ -399,7 +418,9 @@ def test_no_quantisation_twice_under_remat(policy, count):
     assert casts(gradient, normal(0, 32, 16), normal(1, 16, 48)) == count
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+@pytest.mark.parametrize(
+    "name", ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "block"))]
+)
 def test_vmap_is_a_loop_over_examples(name):
     recipe = RECIPES[name]
     x, w, g = normal(0, 3, 32, 16), normal(1, 16, 48), normal(2, 3, 32, 48)

@@ -170,6 +170,20 @@ def test_shared_layers(uses):
     assert (float(new["input_amax"]), float(new["age"])) == (5, 1)
 
 
+@pytest.mark.parametrize("uses", [shared, scanned])
+def test_shared_layers_whose_gradients_are_added_up(uses):
+    """Plain `jax.grad` adds: the newest maximum is the sum, and nothing grows from step to step."""
+    xs = [of_size(size, 8, 16) for size in (2.0, 7.0, 3.0)]
+    w, product = of_size(1, 16, 8), fp8.dot_general(RECIPE)
+    grad = jax.jit(jax.grad(lambda state: uses(product, state, w, xs)))
+    state = fp8.init_state(RECIPE)
+    for step_number in range(1, 6):
+        state = grad(state)
+        assert state["uses"] == 3 and state["age"] == 3
+        history = fp8.to_flax(state)["input_amax_history"].tolist()
+        assert history == [12.0 * (n < step_number) for n in (0, 2, 1)]
+
+
 def test_examples_share_a_state_and_models_do_not():
     xs = jnp.stack([of_size(size, 8, 16) for size in (2.0, 7.0)])
     w, g, product = of_size(1, 16, 8), of_size(1, 8, 8), fp8.dot_general(RECIPE)

@@ -18,7 +18,7 @@ from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._operands import Operand, multiply, observe, quantized
 from jaxmp.fp8._recipes import GEMMS, BlockScaling, DelayedScaling, Scaling, as_recipe
-from jaxmp.fp8._state import as_float, as_like, check_state, next_state
+from jaxmp.fp8._state import as_float, as_like, check_state, next_state, settled
 
 # What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
 CHECKPOINT_NAME = "jaxmp_fp8"
@@ -218,7 +218,7 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Arr
 
 
 def _forward(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
-    state = as_float(state)
+    state = None if state is None else settled(as_float(state))
     seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
     lhs, rhs = (
         _operand(call, "fprop", call.role(side), x, call.dims, side, seen[side])
@@ -260,7 +260,7 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
 
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
     kept, seen, state = residuals
-    before = as_float(state)
+    before = None if state is None else settled(as_float(state))
     of_gradient = _observe(call, gradient, before, "output_grad")
     results, operand = [], None
     for side in (0, 1):
@@ -276,8 +276,8 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
         lhs, rhs = (kept[0], operand) if side else (operand, kept[1])
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
-    if not isinstance(call.recipe, DelayedScaling):
-        return (results[0], results[1], None)
+    if not isinstance(call.recipe, DelayedScaling) or before is None:
+        return results[0], results[1], None
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )

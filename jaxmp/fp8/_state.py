@@ -24,6 +24,7 @@ State = dict[str, jax.Array]
 
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
+USES = "uses"
 
 
 def init_state(recipe: Any = "delayed") -> State:
@@ -31,7 +32,8 @@ def init_state(recipe: Any = "delayed") -> State:
 
     For each operand X of "input", "kernel" and "output_grad": `X_amax`, a scalar, the maximum that
     the scale in force comes from, 0 before the first step; `X_amax_history`, `[amax_history_len]`,
-    the newest first. And `age`, a scalar: the steps since scales were last set.
+    the newest first. And two scalars: `age`, the steps since scales were last set, and `uses`, how
+    often the layer ran in the last step where JAX added up the gradients of all its runs.
 
     Args:
       recipe: a `DelayedScaling`, or "delayed".
@@ -51,7 +53,7 @@ def init_state(recipe: Any = "delayed") -> State:
         raise JaxmpError(
             f"{type(recipe).__name__} has no state; only fp8.DelayedScaling has: leave `state` out."
         )
-    state = {AGE: jnp.zeros((), FLOAT32)}
+    state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
     for operand in OPERANDS:
         state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
         state[f"{operand}_amax_history"] = jnp.zeros((recipe.amax_history_len,), FLOAT32)
@@ -134,6 +136,20 @@ def as_like(state: Any, like: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
+def settled(state: Mapping[str, Any]) -> State:
+    """A state as one run of the layer would have left it, where JAX added up those of several.
+
+    All is divided by their number but the newest maxima, whose sum is kept: it is no less than the
+    largest of them, and scales that are a little too small lose nothing but headroom.
+    """
+    uses = jnp.maximum(state[USES], np.float32(1))
+    found = {name: leaf / uses for name, leaf in state.items()}
+    for operand in OPERANDS:
+        name = f"{operand}_amax_history"
+        found[name] = found[name].at[0].set(state[name][0])
+    return found
+
+
 def amax_in_force(
     recipe: DelayedScaling, state: Mapping[str, Any], operand: str, measured: jax.Array
 ) -> jax.Array:
@@ -174,6 +190,7 @@ def next_state(
     """
     age, one = state[AGE], np.float32(1)
     new = {AGE: lax.select(age >= np.float32(recipe.interval), lax.full_like(age, 1), age + one)}
+    new[USES] = lax.full_like(age, 1)
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], state[f"{operand}_amax_history"]
         grown = jnp.concatenate([latest[None], history[:-1]])
@@ -243,6 +260,7 @@ def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
       ['input_amax_history', 'input_scale']
     """
     formats = {"input": "e4m3fn", "kernel": "e4m3fn", "output_grad": "e5m2"}
+    state = settled(state)
     collection = {}
     for operand, dtype in formats.items():
         history = jnp.asarray(state[f"{operand}_amax_history"])
