@@ -267,17 +267,23 @@ _STABLEHLO_OP = re.compile(r"^\s*(?:%[\w:, %#]+ = )?\"?(?:stablehlo|func|chlo|mh
 _HLO_OP = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.M)
 
 
-def lower(make):
-    """Traces and lowers a fresh step; returns it with the CPU seconds it took."""
+@functools.cache
+def made(make):
+    """A step and its state, made once for any number of timings."""
     step, state = make()
-    jax.block_until_ready(state)
+    return step, jax.block_until_ready(state)
+
+
+def lower(make):
+    """Traces and lowers a step anew; returns it with the CPU seconds it took."""
+    step, state = made(make)
     jax.clear_caches()
     gc.collect()
     # As timeit does: when a collection falls due depends on what ran before. Tracing has one
     # thread; what others still do belongs to `make`.
     gc.disable()
     start = time.thread_time()
-    lowered = jax.jit(step, donate_argnums=0).lower(state, TOKENS)
+    lowered = jax.jit(lambda *args: step(*args), donate_argnums=0).lower(state, TOKENS)
     seconds = time.thread_time() - start
     gc.enable()
     return lowered, seconds
@@ -301,20 +307,25 @@ def count(make):
 
 
 def timed(make, base, pairs, seconds):
-    """`{ratio, paired, ...}` of CPU seconds, the two programs in turn.
+    """`{ratio, interval, ...}` of CPU seconds, the two programs in turn.
 
-    A shared machine changes its speed from one minute to the next, so neighbours are compared:
-    `paired` has the least, the median and the largest of their ratios, and the median counts.
+    A shared machine changes its speed from one moment to the next, so neighbours are compared: the
+    ratio is the median over pairs. `interval` holds it with a confidence of 95 %: order statistics
+    of the ratios, whatever their distribution. Short programs in many pairs narrow it best.
     """
     seconds_of = {id(make): [], id(base): []}
     for pair in range(pairs):
         for one in (make, base) if pair % 2 else (base, make):
             seconds_of[id(one)].append(seconds(one))
     ours, theirs = (seconds_of[id(one)] for one in (make, base))
-    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    ratios = sorted(our / their for our, their in zip(ours, theirs, strict=True))
+    # The count of ratios below the median is binomial: half of them, give or take 1.96 deviations.
+    reach = 0.98 * pairs**0.5
+    low, high = int(pairs / 2 - reach), int(pairs / 2 + reach)
     return {
         "ratio": statistics.median(ratios),
-        "paired": [min(ratios), statistics.median(ratios), max(ratios)],
+        "interval": [ratios[max(0, low)], ratios[min(pairs - 1, high)]],
+        "range": [ratios[0], ratios[-1]],
         "seconds": [statistics.median(ours), statistics.median(theirs)],
         "pairs": pairs,
     }
@@ -436,11 +447,13 @@ def main():
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--instructions", action="store_true", help="count them under valgrind")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the GPT")
     parser.add_argument("--lower", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.lower:
         lower_often(*options.lower)
         return 0
+    globals()["LAYERS"] = options.layers
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     workload = f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16"
     print(f"{workload}; {versions}, {jax.default_backend()}")
@@ -462,19 +475,20 @@ def main():
             failed |= over
             text = f"{ratio:.3f}"
             if isinstance(value, dict):
-                text += " (paired {:.3f}, {:.3f}, {:.3f})".format(*value["paired"])
+                text += " ({:.3f} to {:.3f}; {} pairs)".format(*value["interval"], value["pairs"])
             mark = "" if limit is None else f"  limit {limit:g}{'  OVER' if over else ''}"
             print(f"    {metric:14s} {text}{mark}")
         rows.append({"kind": kind, "program": name, "base": base_name, "ratios": ratios})
         if options.out:
-            write(options.out, versions, counted, rows)
+            write(options.out, workload, versions, counted, rows)
     return 1 if failed else 0
 
 
-def write(path, versions, counted, rows):
+def write(path, workload, versions, counted, rows):
     """Saves what has been measured so far."""
     report = {
         "command": "python " + " ".join(sys.argv),
+        "workload": workload,
         "hardware": {
             "machine": platform.machine(),
             "cpus": os.cpu_count(),

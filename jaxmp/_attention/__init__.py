@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from jaxmp._attention._arguments import Arguments, Settings, arguments, check_implementation
 from jaxmp._attention._blockwise import blockwise_attention
+from jaxmp._attention._choice import ASKED as ASKED
 from jaxmp._attention._choice import AttentionChoice as AttentionChoice
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
@@ -159,20 +160,47 @@ def run(given: Arguments, implementation: str) -> jax.Array:
         for field in Arguments.__dataclass_fields__
         if field != "settings" and getattr(given, field) is not None
     }
-    return _compiled(choice.implementation, because)(arrays, given.settings)
+    name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
+    _choices.setdefault(name, {})[_operands_of(arrays.values())] = choice
+    return _compiled(choice.implementation, name)(arrays, given.settings)
 
 
 # How a call shows in a jaxpr, as the name of a jitted function, and in the compiled program.
 MARK = "jaxmp_attention"
 
 
+# Name of that function -> operands -> the choice last made for them, so that an audit, which sees
+# no more than name and operands, can say why. As many as there are shapes.
+_choices: dict[str, dict[tuple[str, ...], AttentionChoice]] = {}
+
+
+def choice_of(name: str, operands: Iterable[Any]) -> AttentionChoice | None:
+    """Why an attention in a traced program is the one it is; None if that is not known.
+
+    Args:
+      name: of the jitted function, which begins with `MARK`.
+      operands: their types. Those of the call itself are known; of others, such as a batch of
+        calls under `vmap`, only what holds for all calls of this name.
+    """
+    known = _choices.get(name, {})
+    exact = known.get(_operands_of(operands))
+    if exact is not None:
+        return exact
+    said = {(choice.reason, choice.blockers): choice for choice in known.values()}
+    return next(iter(said.values())) if len(said) == 1 else None
+
+
+def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(sorted(f"{array.dtype}{list(array.shape)}" for array in operands))
+
+
 @functools.cache
-def _compiled(implementation: str, because: str) -> Callable[..., jax.Array]:
+def _compiled(implementation: str, name: str) -> Callable[..., jax.Array]:
     """Traced once for all layers of the same shapes."""
 
     def attention(arrays: dict[str, jax.Array], settings: Settings) -> jax.Array:
         fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
         return _RUN[implementation](Arguments(**{**fields, "settings": settings}))
 
-    attention.__name__ = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
+    attention.__name__ = name
     return jax.jit(attention, static_argnums=1)

@@ -16,6 +16,8 @@ from jaxmp.errors import AttentionError
 _log = logging.getLogger("jaxmp.attention")
 _logged: set[tuple[str, str]] = set()
 
+# The reason for an implementation that is no choice.
+ASKED = "it was asked for"
 # Above it the logits of all pairs are not held in memory: 64 MiB, in FP32.
 _WHOLE_LOGITS = 2**26
 # Head sizes that cuDNN's fused kernel takes (jax/_src/cudnn/fused_attention_stablehlo.py).
@@ -66,7 +68,7 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
       AttentionError: if `implementation` is asked for and cannot serve the call.
     """
     if implementation in ("blockwise", "xla"):
-        return AttentionChoice(implementation, "it was asked for", tuple(cudnn_blockers(given)))
+        return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(given)))
     blockers = tuple(cudnn_blockers(given))
     if implementation == "cudnn" and blockers:
         words = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
@@ -75,7 +77,7 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
             "implementation='auto' takes another where cuDNN cannot serve."
         )
     if not blockers:
-        reason = "it was asked for" if implementation == "cudnn" else "cuDNN's fused kernel fits"
+        reason = ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
         return AttentionChoice("cudnn", reason, notes=tuple(_notes(given)))
     size = 4 * math.prod(given.logits_shape)
     if size > _WHOLE_LOGITS:

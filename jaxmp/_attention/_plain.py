@@ -38,13 +38,17 @@ def attend(
         key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
     logits = _logits(query, key, precision, qk_einsum, wide_gradients)
     logits *= logits.dtype.type(query.shape[-1] ** -0.5 if scale is None else scale)
-    weights = _softmax(logits, bias, mask).astype(query.dtype)
+    weights, seeing = _softmax(logits, bias, mask)
+    weights = weights.astype(query.dtype)
     if sow is not None:
         sow(weights)
     if dropout is not None:
         weights = dropout(weights)
     einsum = value_einsum or functools.partial(jnp.einsum, precision=precision)
-    return einsum("...hqk,...khd->...qhd", weights, value)
+    out = einsum("...hqk,...khd->...qhd", weights, value)
+    # A query that sees no key gives zero. No gradient passes the selection: none reaches the
+    # weights, and so neither values, logits nor what made them.
+    return out if seeing is None else jnp.where(jnp.swapaxes(seeing, -3, -2), out, 0)
 
 
 def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
@@ -78,20 +82,23 @@ def _logits(
     return wide_product(product, query, key, wide)
 
 
-def _softmax(logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None) -> jax.Array:
-    # A query that sees no key gives zero and hands back no gradient, never NaN: its logits are
-    # replaced by finite ones before the softmax, and its weights by zero after it.
+def _softmax(
+    logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Weights, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
+
+    The weights of one that sees none are finite and mean nothing.
+    """
+    seeing = None
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
-        seeing = logits.max(-1, keepdims=True) > -jnp.inf
-        logits = jnp.where(seeing | jnp.isnan(logits), logits, 0)
-    else:
-        seeing = True
+        seeing = logits.max(-1, keepdims=True) != -jnp.inf
+        logits = jnp.where(seeing, logits, 0)
     if mask is not None:
         logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
-        seeing &= mask.any(-1, keepdims=True)
-    weights = jax.nn.softmax(logits)
-    return weights if seeing is True else jnp.where(seeing, weights, 0)
+        some = mask.any(-1, keepdims=True)
+        seeing = some if seeing is None else seeing & some
+    return jax.nn.softmax(logits), seeing
 
 
 def weight_dropout(
