@@ -536,12 +536,61 @@ class Attention(nn.Module):
         return nn.MultiHeadDotProductAttention(2, name="attention")(x)  # unfused attention
 
 
-def test_unfused_attention():
+def test_attention_of_jaxmp_says_why_it_is_no_fused_kernel():
     loss, args = linen_loss(Attention())
     report = audit(jax.grad(loss), args[0], shape(16, 64, dtype=jnp.float32), policies="bf16")
     finding = the_only(report, "unfused_attention", "note")
     assert_named(finding, "attention", "unfused attention")
-    assert "two matmuls" in finding.message and "cudnn" in finding.fix
+    # Once per layer, not once per pass; the forward pass multiplies twice, q k^T and by v.
+    assert finding.count == 1 and finding.flops == 2 * 2 * 16 * 16 * 64
+    assert "'xla'" in finding.message and "logits of all pairs take" in finding.message
+    assert "device: the program is compiled for cpu" in finding.message
+    assert "target='h200'" in finding.fix
+
+
+def attention_note(*sizes, around=lambda attend: attend, **options):
+    def attend(q):
+        with jax.named_scope("attend"):
+            return jaxmp.dot_product_attention(q, q, q, **options)
+
+    report = audit(around(attend), shape(*sizes))
+    return the_only(report, "unfused_attention", "note")
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
+def test_attention_block_by_block_is_no_fused_kernel_either(around):
+    # The logits of all pairs would be 128 MiB.
+    finding = attention_note(1, 4096, 2, 64, around=around, is_causal=True)
+    assert finding.module == "attend" and finding.count == 1 and finding.flops > 0
+    assert "'blockwise'" in finding.message and "would take 128.0 MiB" in finding.message
+    assert "device" in finding.message and "target='h200'" in finding.fix
+
+
+def test_what_blocks_the_kernel_on_every_device_is_mended_first():
+    window = {"local_window_size": (8, 8)}
+    finding = attention_note(1, 64, 2, 64, **window)
+    assert "device: " in finding.message and "local_window_size: " in finding.message
+    assert finding.fix == "Write is_causal=True."
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_attention_that_was_asked_for_says_so(implementation):
+    finding = attention_note(1, 48, 2, 64, implementation=implementation)
+    assert f"{implementation!r}" in finding.message and "it was asked for" in finding.message
+    assert f"Leave out {implementation!r}" in finding.fix
+
+
+def test_attention_under_vmap_claims_no_more_than_is_known():
+    """The operands have one dimension more than those that the choice was made for."""
+
+
+    def batched(attend):
+        return lambda q: jax.vmap(attend)(q[None])
+
+    attention_note(1, 56, 2, 64)  # whose logits have another size
+    finding = attention_note(1, 40, 2, 64, around=batched)
+    assert "'xla'" in finding.message and "device" in finding.message
+    assert "MiB" not in finding.message
 
 
 def attend(q, k, v):

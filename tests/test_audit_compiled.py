@@ -93,6 +93,7 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     }
     assert {row.count for row in report.attention} == {1} and len(report.attention) == 6
     assert report.collectives == ()
+    assert "unfused_attention" not in {finding.kind for finding in report.findings}
 
 
 @needs_compiler
@@ -206,6 +207,22 @@ def test_attention_kernels(implementation):
             ("attend", "backward", "__cudnn$fmhaSoftmaxBackward", "bfloat16"),
         }
         assert {row.line for row in report.attention} == {line_of("attention")}
+
+
+@needs_compiler
+def test_what_keeps_a_gpu_from_the_fused_kernel():
+    def loss_fn(q, mask):
+        with jax.named_scope("attend"):
+            out = jaxmp.dot_product_attention(q, q, q, mask=mask)  # odd attention
+        return out.astype(jnp.float32).sum()
+
+    args = shape(2, 63, 4, 64), shape(1, 1, 63, 63, dtype=jnp.bool_)
+    report = audit(jax.grad(loss_fn), *args, target="h200")
+    assert report.attention == ()
+    finding = the_only(report, "unfused_attention")
+    assert (finding.module, finding.line) == ("attend", line_of("odd attention"))
+    assert "mask: the kernel's backward pass" in finding.message and "device" not in finding.message
+    assert "pad to even lengths" in finding.fix
 
 
 # ---------------------------------------------------------------------------

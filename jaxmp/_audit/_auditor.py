@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from jaxmp._attention import MARK, choice_of
 from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, named
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import (
@@ -13,6 +14,7 @@ from jaxmp._audit._labels import (
     Logits,
     WasFp8,
     attention_logits,
+    attention_words,
     logits_bytes,
     why_unfused,
 )
@@ -22,7 +24,7 @@ from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, pa
 from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts
 from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_fp8, is_half
-from jaxmp._jaxprs import Path, inners, is_literal, sub_jaxprs
+from jaxmp._jaxprs import FORWARD, Path, inners, is_literal, sub_jaxprs
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
 _ENTERED = named(
@@ -91,6 +93,8 @@ class Auditor:
     def _enter(self, site: Site) -> None:
         equation, name = site.equation, site.name
         inside = inners(equation)
+        if _is_attention(equation) and site.place.phase == FORWARD:
+            self._note_attention(site, sum(self._flops_of(inner.jaxpr) for inner in inside))
         largest = self._largest(inside) if name == "cond" else None
         if name == "while":
             self.notes[f"the loop at {self._where(site)} ends by a test: it is counted once"] = None
@@ -150,7 +154,7 @@ class Auditor:
             self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
         logits = attention_logits(site, self.flow)
-        if logits is not None:
+        if logits is not None and not any(map(_is_attention, site.around)):
             self._judge_attention(logits, flops)
 
     def _note_fp8(self, site: Site, found: Product) -> None:
@@ -224,6 +228,17 @@ class Auditor:
         fix = "jax.nn.dot_product_attention(query, key, value, implementation='cudnn')"
         self.drafts.add("unfused_attention", logits, message, fix, level=NOTE, flops=2 * flops)
 
+    def _note_attention(self, site: Site, flops: int) -> None:
+        """jaxmp's own attention, where it is not cuDNN's kernel."""
+        name = site.equation.params["name"]
+        implementation, _, argument = name.removeprefix(f"{MARK}_").partition("_")
+        if implementation == "cudnn":
+            return
+        choice = choice_of(name, [var.aval for var in site.equation.invars])
+        message, fix = attention_words(implementation, argument, choice)
+        flops *= site.times
+        self.drafts.add("unfused_attention", site, message, fix, level=NOTE, flops=flops)
+
     # -- the rest ---------------------------------------------------------------------------
 
     def cast(self, site: Site) -> None:
@@ -249,6 +264,11 @@ class Auditor:
     def _where(self, site: Site) -> str:
         file, line = self.drafts.line_of(site)
         return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
+
+
+def _is_attention(equation: Any) -> bool:
+    """Whether an equation is jaxmp's own attention, whichever its implementation."""
+    return str(equation.params.get("name", "")).startswith(f"{MARK}_")
 
 
 def _wider(lhs: Any, rhs: Any) -> str:

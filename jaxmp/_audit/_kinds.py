@@ -69,7 +69,8 @@ KINDS: dict[str, Kind] = {
     ),
     "unfused_attention": Kind(
         NOTE,
-        "attention whose logits go through memory, because it is two matmuls and a softmax",
+        "attention that is no fused kernel: two matmuls and a softmax, or jaxmp's own where it says"
+        " what keeps cuDNN's kernel from it",
         "call the fused kernel",
     ),
     "half_optimizer_state": Kind(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from jaxmp._attention import ASKED, AttentionChoice
 from jaxmp._audit._context import Site, dtype_of, named
 from jaxmp._dtypes import FLOAT32, is_fp8, is_half
 from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, is_literal
@@ -167,6 +168,39 @@ def why_unfused(logits: Site) -> str:
     if head % 8 or head > 256:
         return f"heads of {head} are no multiple of 8 up to 128, or 256 on H100 and later"
     return "it is written as two matmuls around a softmax, and XLA keeps what is between them"
+
+
+# What each of jaxmp's implementations does with the logits.
+_KEPT = {
+    "xla": "holds the logits of all pairs in memory",
+    "blockwise": "goes through its blocks in a loop",
+}
+
+
+def attention_words(
+    implementation: str, argument: str, choice: AttentionChoice | None
+) -> tuple[str, str]:
+    """What to say of jaxmp's own attention, and the fix.
+
+    Args:
+      implementation: "xla" or "blockwise".
+      argument: what keeps cuDNN's kernel from serving the call; "" if nothing does.
+      choice: why this implementation, where that is known.
+    """
+    words = f"attention runs as {implementation!r}, which {_KEPT[implementation]}"
+    if choice is None:
+        fix = "jaxmp.explain_attention(query, key, value, ...) says what to change"
+        return f"{words}; no fused kernel because of: {argument or 'what was asked for'}.", fix
+    blockers = [f"{one.argument}: {one.reason}" for one in choice.blockers]
+    why = f"; not cuDNN's kernel, {'; '.join(blockers)}" * bool(blockers)
+    # A device that is not there is no fault of the call: what else blocks is mended first.
+    others = [one for one in choice.blockers if one.argument != "device"]
+    changes = [one.change for one in others or choice.blockers]
+    if choice.reason == ASKED:
+        changes.insert(0, f"Leave out {implementation!r}, so that attention is 'auto'.")
+    if choice.blockers and not others:
+        changes.append("audit(..., target='h200') shows what a GPU would take.")
+    return f"{words}: {choice.reason}{why}.", " ".join(changes)
 
 
 def logits_bytes(logits: Site) -> int:
