@@ -1,0 +1,228 @@
+"""The example of long texts, and the benchmarks of attention: what they count and how they end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from matplotlib.image import imread
+
+import attention_gpu
+import attention_memory
+import byte_gpt
+import long_context
+from long_context import GIB, LongGPT, MemoryEnds, Point
+
+ROOT = Path(__file__).parents[1]
+TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Adam's bias correction in optax takes `float ** int32`."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# ---------------------------------------------------------------------------
+# Example
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["blockwise", "xla"])
+def test_stated_causality_computes_what_the_mask_does(attention):
+    sizes = dict(layers=1, width=32, heads=2, max_length=24)
+    masked, stated = byte_gpt.GPT(**sizes), LongGPT(**sizes, attention=attention)
+    tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, 256)
+    params = jax.jit(masked.init)(jax.random.key(1), tokens)
+    expected = jax.jit(masked.apply)(params, tokens)
+    # One tree of parameters; FP32 sums in another order.
+    np.testing.assert_allclose(jax.jit(stated.apply)(params, tokens), expected, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_flash_goes_on_where_the_logits_of_all_pairs_do_not_fit(tmp_path, capsys):
+    limit = 24 * 2**20
+    runs = long_context.main(**TINY, longest=1024, memory_limit=limit / GIB, out=tmp_path)
+    flash, xla = runs["blockwise"], runs["xla"]
+    assert [point.length for point in flash.fit] == [512, 1024]
+    assert flash.too_long is None
+    # What does not fit is never run; what is run is the same training.
+    assert [point.length for point in xla.fit] == [512]
+    assert xla.too_long.length == 1024
+    assert xla.too_long.needed > limit >= max(p.needed for p in (*flash.fit, *xla.fit))
+    assert xla.too_long.seconds is None
+    # Twice the text: nearly four times the memory where the logits of all pairs are most of it.
+    assert xla.too_long.temporary > 3 * xla.fit[-1].temporary
+    assert flash.fit[1].temporary < 2.2 * flash.fit[0].temporary
+    assert all(point.seconds > 0 for point in (*flash.fit, *xla.fit))
+    # FP32 sums in another order, two steps of Adam.
+    assert flash.fit[0].loss == pytest.approx(xla.fit[0].loss, rel=1e-4)
+    assert (tmp_path / "long_context.png").is_file()
+
+
+class Recorded:
+    """Plays a training: doubles its bytes with the length, takes a second a step."""
+
+    ran: list[int]
+
+    def __init__(self, recipe, model):
+        self.length = model.max_length
+
+    def point(self):
+        return Point(self.length, self.length, self.length)
+
+    def run(self, text, steps):
+        self.ran.append(self.length)
+        if self.length == 64:
+            raise MemoryEnds
+        return 1.0, 2.0
+
+
+def lengthen(monkeypatch, **options):
+    monkeypatch.setattr(long_context, "Training", Recorded)
+    Recorded.ran = []
+    options = {"longest": 128, "steps": 1, "seconds": 1e9, "limit": None} | options
+    return long_context.lengthen("fp32", LongGPT(max_length=8), **options)
+
+
+def test_lines_and_picture_of_two_kinds_of_attention(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(long_context, "Training", Recorded)
+    Recorded.ran = []
+    limit = 20 / GIB
+    options = dict(first=8, seconds=11, memory_limit=limit, out=tmp_path)
+    runs = long_context.main(**options, longest=16)
+    assert runs["blockwise"].too_long is None
+    assert Recorded.ran == [8, 8]  # three steps of four seconds are more than 11 at T = 16
+    printed = capsys.readouterr().out
+    assert "blockwise  memory did not end: --longest came first" in printed
+    runs = long_context.main(**options, longest=99)
+    assert runs["xla"].too_long == Point(32, 32, 32)
+    assert "xla  memory ended at 1.86265e-08 GiB: T       32" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["long_context.png"]
+    assert imread(tmp_path / "long_context.png").shape[:2] == (506, 1210)
+
+
+def test_a_device_without_memory_ends_it(monkeypatch):
+    found = lengthen(monkeypatch)
+    assert [point.length for point in found.fit] == [8, 16, 32]
+    assert found.too_long == Point(64, 64, 64)
+    assert long_context.why_it_ended(found, None).startswith("memory ended: T       64")
+
+
+def test_what_is_over_the_limit_or_would_take_too_long_is_not_run(monkeypatch):
+    assert lengthen(monkeypatch, limit=31).too_long == Point(32, 32, 32)
+    assert Recorded.ran == [8, 16]
+    # Two steps of a second at T = 8, so 8 seconds are expected at 16 and 32 at 32.
+    found = lengthen(monkeypatch, seconds=7, longest=32)
+    assert Recorded.ran == [8]
+    assert [point.seconds for point in found.fit] == [1.0, None, None]
+
+
+def test_only_the_end_of_memory_is_the_end_of_memory():
+    with pytest.raises(MemoryEnds), long_context.memory_ends():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), long_context.memory_ends():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+# ---------------------------------------------------------------------------
+# Benchmarks
+# ---------------------------------------------------------------------------
+
+
+def test_blocks_take_memory_linear_in_the_length():
+    def temporary(implementation, length):
+        query = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+        found, ran = attention_memory.taken(implementation, query, "cpu")
+        assert ran == implementation
+        return found
+
+    once, twice = (temporary("blockwise", length) for length in (16384, 32768))
+    # Linear, and what a pair of blocks needs; 4 if it were all pairs.
+    assert 1.5 < twice / once < 2.05
+    assert temporary("xla", 16384) > 10 * once
+
+
+def test_published_figures_are_of_their_cells():
+    heads = (64, 8, 128)
+    assert attention_gpu.published(heads, True, 16384, "forward") == 673
+    # 3.5 units of work in 1 / 673 + 2.5 / 579 of time.
+    both = attention_gpu.published(heads, True, 16384, "forward+backward")
+    assert both == pytest.approx(603, abs=0.5)
+    assert attention_gpu.published((16, 16, 64), True, 16384, "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("numbers", "error", {"out": 0.021}), "padded: out is off by 2.10e-02, allowed 2.00e-02"),
+        (("numbers", "error", {"out": float("nan")}), "padded: out is off by nan"),
+        (("numbers", "ran", "xla"), "padded: xla ran, not cudnn"),
+        (("masks", "finite", False), "mask keys, T 192: gradients are not finite"),
+        (("speed", "ran", "blockwise"), "T 2048: blockwise ran, not cudnn"),
+    ],
+)
+def test_what_is_wrong_is_a_failure(change, message):
+    error = {"out": 0.02}
+    report = {
+        "numbers": [
+            {"case": "padded", "ran": "cudnn", "error": error, "error_of_xla": {"out": 0.01}}
+        ],
+        "masks": [{"mask": "keys", "length": 192, "way": "jaxmp", "finite": True}],
+        "speed": [{"length": 2048, "ran": "cudnn"}],
+    }
+    assert attention_gpu.failures(report, "cudnn", "cudnn") == []
+    section, key, value = change
+    report[section][0][key] = value
+    (found,) = attention_gpu.failures(report, "cudnn", "cudnn")
+    assert found.startswith(message)
+
+
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(SystemExit, match="JAX sees no NVIDIA GPU here"):
+        attention_gpu.main(longest=None, rounds=None, toy=False, out=None)
+
+
+def test_the_h200_holds_nothing_of_all_pairs():
+    path = ROOT / "benchmarks" / "results" / "attention_memory_h200_compiled.json"
+    rows = json.loads(path.read_text())["rows"]
+    fixed = [row for row in rows if row["layout"] == "fixed" and row["implementation"] == "auto"]
+    assert [row["length"] for row in fixed] == list(attention_memory.LENGTHS)
+    assert {row["ran"] for row in fixed} == {"__cudnn$fmhaSoftmax __cudnn$fmhaSoftmaxBackward"}
+    sizes = [row["temp_bytes"] for row in fixed]
+    assert max(sizes) <= 1.01 * min(sizes)
+
+
+@pytest.mark.slow
+def test_the_rehearsal_on_a_gpu_measures_all_three(tmp_path):
+    out = tmp_path / "attention.json"
+    command = [sys.executable, "benchmarks/attention_gpu.py", "--toy", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(out.read_text())
+    assert {row["case"] for row in report["numbers"]} == set(attention_gpu.cases(64))
+    assert {row["way"] for row in report["masks"]} == {"jaxmp", "jax.nn, xla"}
+    assert {row["pass"] for row in report["speed"]} == set(attention_gpu.PASSES)
+    assert report["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize("module", [attention_gpu, long_context])
+def test_commands_in_docstrings_name_options_that_exist(module):
+    app = typer.Typer()
+    app.command()(module.main)
+    options = (option.opts for option in typer.main.get_command(app).params)
+    known = {name for names in options for name in names} | {"--help"}
+    lines = [line for line in module.__doc__.splitlines() if line.startswith("    python ")]
+    assert lines
+    for line in lines:
+        words = line.partition("#")[0].split()
+        assert (ROOT / words[1]).is_file()
+        assert {word for word in words if word.startswith("--")} <= known
