@@ -208,6 +208,12 @@ def random_operands(batch: int, length: int, heads: tuple[int, int, int]) -> Any
     )
 
 
+def direct(kernel: str) -> Any:
+    """JAX's own attention by that kernel, with nothing of jaxmp around it."""
+    attention: Any = jax.nn.dot_product_attention
+    return functools.partial(attention, implementation=kernel)
+
+
 def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
     """Largest error of each part over its largest number."""
     return {
@@ -223,10 +229,7 @@ def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
 
 def masks(size: Size, kernel: str):
     """Yields whether gradients under a bool mask are finite."""
-    ways = {"jaxmp": jaxmp.dot_product_attention}
-    ways[f"jax.nn, {kernel}"] = functools.partial(
-        jax.nn.dot_product_attention, implementation=kernel
-    )
+    ways = {"jaxmp": jaxmp.dot_product_attention, f"jax.nn, {kernel}": direct(kernel)}
     for length in size.masked:
         query, key, value = random_operands(2, length, (4, 4, 64))
         d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
@@ -269,9 +272,7 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
     query, key, value = random_operands(batch, length, heads)
     d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
     ours = functools.partial(jaxmp.dot_product_attention, is_causal=causal)
-    theirs = functools.partial(
-        jax.nn.dot_product_attention, is_causal=causal, implementation=kernel
-    )
+    theirs = functools.partial(direct(kernel), is_causal=causal)
     calls = {}
     for name, attention in {"jaxmp": ours, "direct": theirs}.items():
         if passes == "forward":

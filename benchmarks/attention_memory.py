@@ -24,6 +24,7 @@ import platform
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -53,12 +54,12 @@ def taken(implementation, query, target):
     """(temp bytes, what ran) of the optimized program, for "cpu" or a GPU's name."""
     fn = gradients(implementation)
     if target == "cpu":
-        memory = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
+        memory: Any = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
         choice = jaxmp.explain_attention(
             query, query, query, is_causal=True, implementation=implementation
         )
         return memory.temp_size_in_bytes, choice.implementation
-    report = jaxmp.audit(fn, query, query, query, target=target)
+    report: Any = jaxmp.audit(fn, query, query, query, target=target)
     fused = [row.kernel for row in report.attention]
     return report.memory.temporary, " ".join(fused) or "unfused"
 
@@ -83,7 +84,7 @@ def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengt
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch, in `fixed`")
     parser.add_argument("--heads", type=int, default=16)

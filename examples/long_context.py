@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter
 
 import jaxmp
-from byte_gpt import VOCABULARY, random_batch, standard_library_text
+from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
 from options import RecipeName
 from pictures import BLACK, BLUE, VERMILION, save_png
 from train_lm import prepare
@@ -65,13 +65,9 @@ class Block(nn.Module):
         return x_BTD + nn.Dense(width, name="mlp_down")(h_BTF)
 
 
-class LongGPT(nn.Module):
-    """`byte_gpt.GPT` of such blocks: the same layers, of the same names."""
+class LongGPT(GPT):
+    """`byte_gpt.GPT` of such blocks: the same parameters, of the same names."""
 
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-    max_length: int = 1024
     attention: str = "auto"
 
     @nn.compact
@@ -126,8 +122,9 @@ class Training:
         self._length = model.max_length
         with memory_ends():
             self._state, step, _ = prepare(recipe, model, optax.adamw(1e-3))
+            jitted: Any = step
             tokens_BS = jax.ShapeDtypeStruct((1, self._length + 1), jnp.int32)
-            self._step = step.lower(self._state, tokens_BS).compile()
+            self._step = jitted.lower(self._state, tokens_BS).compile()
 
     def point(self) -> Point:
         """What the compiled step needs."""
@@ -189,7 +186,7 @@ def lengthen(
         try:
             training = Training(recipe, model)
             point = training.point()
-            if limit is not None and point.needed > limit:
+            if limit is not None and (point.needed or 0) > limit:
                 return Lengths(fit, point)
             if expected <= seconds:
                 step_seconds, loss = training.run(text, steps)

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxmp import errors as errors
+from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
 from jaxmp import losses as losses
 from jaxmp import optim as optim

@@ -113,7 +113,7 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any) -> bool:
         set_field("dtype", plan.field_dtype)
     if facts.attention:
         own, flax = module.attention_fn, nn.dot_product_attention
-        set_field("attention_fn", policied_function(own, flax, attention_function, policy))
+        set_field("attention_fn", policied_function(own, flax, AttentionFunction, policy))
     quantises = policy.matmul == "fp8" and _quantise(module, plan, path, fp8, set_field)
     if plan.wide is not None and not quantises:
         _widen(module, plan.wide, set_field)
@@ -138,11 +138,14 @@ def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------
 
 
-@functools.cache
-def attention_function(stated: Stated) -> Callable[..., jax.Array]:
-    """A function for `attention_fn`; see `jaxmp.linen.attention_fn`."""
+@dataclasses.dataclass(frozen=True)
+class AttentionFunction:
+    """What `jaxmp.linen.attention_fn` returns; equal, and pickled, by what is stated."""
 
-    def attention_fn(
+    jaxmp_stated: Stated
+
+    def __call__(
+        self,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
@@ -181,11 +184,12 @@ def attention_function(stated: Stated) -> Callable[..., jax.Array]:
             value_einsum=attn_weights_value_einsum,
         )
         promoted = operands(query, key, value, dtype)
-        return layer_attention(promoted, bias, mask, stated, weights)
+        return layer_attention(promoted, bias, mask, self.jaxmp_stated, weights)
 
-    # Flax asks for the signature a dozen times in each call of an attention layer.
-    vars(attention_fn).update(__signature__=inspect.signature(attention_fn), jaxmp_stated=stated)
-    return attention_fn
+
+# Flax asks for the signature a dozen times in each call of an attention layer.
+_parameters = list(inspect.signature(AttentionFunction.__call__).parameters.values())[1:]
+AttentionFunction.__signature__ = inspect.Signature(_parameters)  # pyright: ignore
 
 
 # ---------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def _changes(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
         changes["dtype"] = plan.field_dtype
     if plan.facts.attention and "attention_fn" in attributes:
         own, flax = attributes["attention_fn"], nnx.dot_product_attention
-        changes["attention_fn"] = policied_function(own, flax, attention_function, plan.policy)
+        changes["attention_fn"] = policied_function(own, flax, AttentionFunction, plan.policy)
     if attributes.get("promote_dtype") is flax_promote_dtype:
         quantising = _quantising(module, plan, path, fp8) if plan.policy.matmul == "fp8" else {}
         widening = {} if plan.wide is None else _widening(module, plan.wide)
@@ -588,11 +588,14 @@ def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
 # ---------------------------------------------------------------------------
 
 
-@functools.cache
-def attention_function(stated: Stated) -> Callable[..., jax.Array]:
-    """A function for `attention_fn`; see `jaxmp.nnx.attention_fn`."""
+@dataclasses.dataclass(frozen=True)
+class AttentionFunction:
+    """What `jaxmp.nnx.attention_fn` returns; equal, and pickled, by what is stated."""
 
-    def attention_fn(
+    jaxmp_stated: Stated
+
+    def __call__(
+        self,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
@@ -620,8 +623,7 @@ def attention_function(stated: Stated) -> Callable[..., jax.Array]:
             sow=None if sow is None else functools.partial(sow, "attention_weights"),
             precision=precision,
         )
-        known = dataclasses.replace(stated, is_causal=True) if is_causal else stated
+        known = self.jaxmp_stated
+        if is_causal:
+            known = dataclasses.replace(known, is_causal=True)
         return layer_attention(promoted, bias, mask, known, weights)
-
-    vars(attention_fn).update(jaxmp_stated=stated)
-    return attention_fn

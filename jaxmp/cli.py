@@ -209,6 +209,7 @@ _MATMUL = {
     "default": "JAX's own choice for FP32 operands: TF32 on NVIDIA Tensor Cores",
     "tf32": "FP32 operands are rounded to TF32: 10 bits of mantissa, FP32 range and sums",
     "highest": "FP32 operands keep all their bits",
+    "fp8": "linear layers multiply in FP8 where their sizes allow it, and emulate it on a CPU",
 }
 _SKIP = {
     "auto": "select when compiling for GPU or TPU, lax.cond when compiling for CPU",

@@ -20,9 +20,9 @@ from jaxmp._boundary import cast_like, cast_tree
 from jaxmp._compat import context, current_context
 from jaxmp._linen_calls import (
     Applier,
+    AttentionFunction,
     Plain,
     Root,
-    attention_function,
     is_by_path,
     key_scopes,
     modules_in,
@@ -408,7 +408,7 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
-    return attention_function(Stated(implementation, is_causal, local_window_size, padding_mask))
+    return AttentionFunction(Stated(implementation, is_causal, local_window_size, padding_mask))
 
 
 def _check_model(model: Any) -> None:

@@ -16,7 +16,7 @@ from jaxmp import _gradients, _nnx_calls, _trees, optim
 from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import NoLossScale
-from jaxmp._nnx_calls import attention_function
+from jaxmp._nnx_calls import AttentionFunction
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
@@ -122,7 +122,7 @@ def attention_fn(
       >>> layer(jnp.ones((1, 4, 8))).shape
       (1, 4, 8)
     """
-    return attention_function(Stated(implementation, is_causal, local_window_size, padding_mask))
+    return AttentionFunction(Stated(implementation, is_causal, local_window_size, padding_mask))
 
 
 def module_paths(model: nnx.Module) -> dict[str, type | None]:

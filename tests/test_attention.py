@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import pickle
 
 import flax.linen as nn
 import jax
@@ -655,3 +656,13 @@ def test_weights_that_are_asked_for_are_held_or_refused():
     model = jaxmp.linen.apply_policy(layer, "c=bf16,attention=blockwise")
     with pytest.raises(AttentionError, match="sow_weights needs the attention weights"):
         model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+
+
+@pytest.mark.parametrize("framework", LAYERS)
+def test_a_function_is_told_by_what_it_states_and_pickles(framework):
+    make, _ = LAYERS[framework]
+    mine = make(is_causal=True, local_window_size=[3, 0])
+    assert (
+        pickle.loads(pickle.dumps(mine)) == mine == make(is_causal=True, local_window_size=(3, 0))
+    )
+    assert hash(mine) != hash(make()) and mine != make()

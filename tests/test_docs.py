@@ -6,6 +6,7 @@ import pkgutil
 import re
 from pathlib import Path
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ GLOBALS = {
     "jnp": jnp,
     "np": np,
     "optax": optax,
+    "flax": flax,
     "nn": nn,
     "nnx": nnx,
     "jaxmp": jaxmp,

@@ -30,6 +30,8 @@ class Stated:
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation)
+        if isinstance(self.local_window_size, list):
+            object.__setattr__(self, "local_window_size", tuple(self.local_window_size))
 
 
 def policied_function(own: Any, flax: Any, make: Callable[[Stated], Any], policy: Policy) -> Any:
