@@ -583,7 +583,6 @@ def test_attention_that_was_asked_for_says_so(implementation):
 def test_attention_under_vmap_claims_no_more_than_is_known():
     """The operands have one dimension more than those that the choice was made for."""
 
-
     def batched(attend):
         return lambda q: jax.vmap(attend)(q[None])
 
