@@ -29,7 +29,7 @@ import optax
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 import jaxmp
 from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
@@ -245,6 +245,7 @@ def draw(runs: dict[str, Lengths], limit: float | None, title: str, path: Path) 
         axes.set_xlim(min(lengths) / 1.4, max(lengths) * 1.4)
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
         axes.xaxis.set_major_formatter(lambda length, _: short(round(length)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
