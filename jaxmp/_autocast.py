@@ -82,7 +82,8 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     Raises:
       RuleError: if a required rule names a module type, which a traced function does not know; from
         the returned function, if a required rule matches none of the scopes of `fn`.
-      PolicyError: if `fn` is no function; if a policy names a float8 dtype, or makes no sense.
+      PolicyError: if `fn` is no function; if a policy names a float8 dtype or
+        `matmul = "fp8"`, or makes no sense.
       OpError: if `ops` names an operation or a category that does not exist.
 
     The idea of one list of operations per dtype is that of torch.autocast and TensorFlow's
@@ -314,6 +315,12 @@ class _Rules:
                     f"{rule!r}: autocast sees name scopes and no module types. Name the module by "
                     "its path, or let the rule match nothing: required=False."
                 )
+        if any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules)):
+            raise PolicyError(
+                'matmul = "fp8": autocast has no FP8 products and would run them in 16 bits. Apply '
+                "the policies to the modules, jaxmp.linen.apply_policy(model, policies), or give "
+                "the function jaxmp.fp8.dot_general where it multiplies."
+            )
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._regions: dict[tuple[str, ...], _Region] = {}

@@ -124,6 +124,10 @@ def test_nnx_steps():
     report = audit(step, model, optimizer, tokens, policies="bf16", target="h200")
     assert operands(report) == {("bfloat16", "bfloat16")}
     assert "block_0/mlp_up" in {row.module for row in report.gemms}
+    # The step writes into model and optimizer and returns the loss alone. Backward, too, is there.
+    rows = [row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)]
+    assert sorted(rows) == ["backward", "backward", "forward"]
+    assert sum(row.flops for row in report.gemms) == report.flops
 
 
 # ---------------------------------------------------------------------------

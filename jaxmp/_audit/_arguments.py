@@ -61,7 +61,12 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         args, kwargs = structure.unflatten(filled)
         out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
         results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if _is_array(leaf)]
-        return [leaf for _, leaf in out if _is_array(leaf)]
+        # A function may write into what it is given, such as an NNX model, and return nothing: a
+        # compiler would leave out all that leads there.
+        after = jax.tree.leaves((args, kwargs))
+        before = {id(leaf) for leaf in filled}
+        written = [leaf for leaf in after if _is_array(leaf) and id(leaf) not in before]
+        return [leaf for _, leaf in out if _is_array(leaf)] + written
 
     arrays = [leaves[n] for n in positions]
     closed = jax.make_jaxpr(flat)(*arrays)
