@@ -18,8 +18,9 @@ _logged: set[tuple[str, str]] = set()
 
 # The reason for an implementation that is no choice.
 ASKED = "it was asked for"
-# Above it the logits of all pairs are not held in memory: 64 MiB, in FP32.
-_WHOLE_LOGITS = 2**26
+# Above it the logits of all pairs are not held in memory: 16 MiB, in FP32. Training keeps several
+# arrays of that size for each layer; on a CPU blocks are as fast from about there on.
+_WHOLE_LOGITS = 2**24
 # Head sizes that cuDNN's fused kernel takes (jax/_src/cudnn/fused_attention_stablehlo.py).
 _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
 
