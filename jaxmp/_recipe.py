@@ -244,7 +244,7 @@ def list_recipes() -> list[str]:
 
     Example:
       >>> list_recipes()
-      ['bf16', 'bf16_params', 'fp16', 'fp16_params', 'fp32', 'tf32']
+      ['bf16', 'bf16_params', 'fp16', 'fp16_params', 'fp32', 'fp8', 'fp8_rowwise', 'tf32']
     """
     return recipe_names()
 

@@ -323,6 +323,19 @@ def _fields_of(policy: Any) -> dict[str, Any]:
     return {name: getattr(full, name) for name in FIELD_NAMES}
 
 
+def _merged(default: Policy, rule: Rule) -> Policy:
+    """The rule's fields; what it leaves out comes from the default.
+
+    A rule that asks for FP32 is not about FP8: it would be an island whose matmuls have 3 bits of
+    mantissa. It gets FP8 only if it says so itself.
+    """
+    policy = dataclasses.replace(default, **rule.fields)
+    islands = rule.compute_dtype is not None and bits(policy.compute_dtype) > 16
+    if islands and rule.matmul is None and policy.matmul == "fp8":
+        return dataclasses.replace(policy, matmul="default")
+    return policy
+
+
 # ---------------------------------------------------------------------------
 # Maps
 # ---------------------------------------------------------------------------
@@ -455,7 +468,7 @@ class PolicyMap:
         owner = path.partition(":")[0]
         for index, rule in enumerate(self.rules):
             if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
-                return index, dataclasses.replace(self.default, **rule.fields)
+                return index, _merged(self.default, rule)
         return None, self.default
 
     def storage_dtype(self, names: tuple[str, ...], dtype: Any) -> Any:

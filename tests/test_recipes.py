@@ -26,7 +26,7 @@ from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
-ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32", "tf32"]
+ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32", "fp8", "fp8_rowwise", "tf32"]
 POLICIES = {
     "bf16": "p=f32,c=bf16,o=f32",
     "bf16_params": "p=bf16,c=bf16,o=f32",
@@ -34,6 +34,8 @@ POLICIES = {
     "fp16_params": "p=f16,c=f16,o=f32",
     "fp32": "p=f32,c=f32,o=f32,matmul=highest",
     "tf32": "p=f32,c=f32,o=f32,matmul=tf32",
+    "fp8": "p=f32,c=bf16,o=f32,matmul=fp8",
+    "fp8_rowwise": "p=f32,c=bf16,o=f32,matmul=fp8",
 }
 
 
@@ -92,6 +94,28 @@ def test_half_recipes_keep_heads_and_routers(name):
         assert policies.resolve(router).compute_dtype == np.float32
     for other in ("gate", "mlp/gate", "mlp/gate_proj", "head", "router_mlp", ""):
         assert policies.deciding_rule(other) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise"])
+def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
+    policies = load_recipe(name).policies
+    for outside in (
+        "lm_head",
+        "decoder/logits",
+        "head",
+        "vit/classifier",
+        "token_embedding",
+        "patch_embed/proj",
+        "stem/conv",
+        "input_projection",
+    ):
+        assert policies.resolve(outside).matmul == "default", outside
+        assert policies.resolve(outside).compute_dtype.name == "bfloat16"
+    for router in ("router", "block_3/moe/router", "moe/router/dense", "moe_router"):
+        assert policies.resolve(router).matmul == "default"
+        assert policies.resolve(router).compute_dtype == np.float32
+    for inside in ("block_0/mlp_up", "attention/query", "headroom", "router_mlp", "stemmed"):
+        assert policies.resolve(inside).matmul == "fp8", inside
 
 
 def test_each_shipped_file_is_commented():

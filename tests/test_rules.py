@@ -359,3 +359,10 @@ def test_a_map_takes_rules_only(rules):
 
 def test_one_rule_needs_no_list():
     assert PolicyMap("bf16", Rule("a", "c=f32")).rules == (Rule("a", "c=f32"),)
+
+
+def test_a_rule_for_fp32_is_no_rule_for_fp8():
+    rules = [Rule("island", "c=f32"), Rule("both", "c=f32,matmul=fp8"), Rule("wide", "o=f32")]
+    policies = PolicyMap("p=f32,c=bf16,matmul=fp8", rules)
+    found = {path: policies.resolve(path).matmul for path in ("island", "both", "wide", "other")}
+    assert found == {"island": "default", "both": "fp8", "wide": "fp8", "other": "fp8"}
