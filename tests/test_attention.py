@@ -405,6 +405,24 @@ def test_memory_of_blocks_grows_linearly():
     assert temporary(16384, "xla") > 10 * sizes[-1]
 
 
+@pytest.mark.slow
+def test_sixteen_thousand_positions_train_on_a_cpu():
+    query, key, value = inputs(16384, 16384, 2, 2, 16, 16, jnp.bfloat16, batch=1)
+
+    @jax.jit
+    def step(key):
+        fn = lambda k: dot_product_attention(query, k, value, is_causal=True).astype("float32")
+        loss, gradient = jax.value_and_grad(lambda k: (fn(k) ** 2).mean())(key)
+        return loss, key - 1e3 * gradient.astype(key.dtype)
+
+    losses = []
+    for _ in range(3):
+        loss, key = step(key)
+        losses.append(float(loss))
+    assert explain_attention(query, key, value, is_causal=True).implementation == "blockwise"
+    assert losses[2] < losses[1] < losses[0]
+
+
 # ---------------------------------------------------------------------------
 # The choice
 # ---------------------------------------------------------------------------
