@@ -221,7 +221,7 @@ def test_results_and_gradients_against_fp64(call):
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=120, deadline=None, phases=GENERATE)
+@settings(max_examples=40, deadline=None, phases=GENERATE)
 def test_many_results_and_gradients_against_fp64(call):
     with standard():
         check_errors(call())
