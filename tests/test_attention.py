@@ -221,16 +221,18 @@ def test_results_and_gradients_against_fp64(call):
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=40, deadline=None, phases=GENERATE)
+@settings(max_examples=24, deadline=None, phases=GENERATE)
 def test_many_results_and_gradients_against_fp64(call):
     with standard():
         check_errors(call())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_a_long_sequence_against_fp64(dtype):
-    operands = inputs(4096, 4096, heads=1, groups=1, size=32, dtype=dtype, batch=1)
+@pytest.mark.parametrize(
+    ("dtype", "length"), [(jnp.bfloat16, 4096), (jnp.float16, 1024), (jnp.float32, 1024)]
+)
+def test_a_long_sequence_against_fp64(dtype, length):
+    operands = inputs(length, length, heads=1, groups=1, size=32, dtype=dtype, batch=1)
     with standard():
         check_errors(arguments(*operands, is_causal=True, wide_gradients=True))
 
