@@ -545,6 +545,33 @@ def test_an_a100_does_not_and_the_audit_says_so():
     )
 
 
+@needs_compiler
+def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
+    report = compiled_gradients("linen", load_recipe("fp8"), "h200")
+    found = {finding.module: finding for finding in report.findings if finding.kind == "not_fp8"}
+    assert set(found) == LINEARS  # attention's own products and the head are none
+    assert "K = 128 <= 4096 and N = 512 <= 1024: too narrow" in found["block_0/mlp_up"].message
+    assert "min_width = 0" in found["block_0/mlp_up"].fix
+    report = compiled_gradients("linen", ANY_WIDTH, "h200")
+    assert "not_fp8" not in {finding.kind for finding in report.findings}
+
+
+def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (32, 32)).astype(x.dtype)
+            return nn.Dense(10, name="odd")(nn.Dense(32, name="even")(x) @ w)
+
+    model = jaxmp.linen.apply_policy(Odd(), policies())
+    x = jnp.ones((16, 32))
+    report = audit(model.apply, model.init(jax.random.key(0), x), x, policies=policies())
+    found = {finding.module: finding for finding in report.findings if finding.kind == "not_fp8"}
+    assert set(found) == {"odd", ""}
+    assert "N = 10 is no multiple of 16" in found["odd"].message
+    assert "no layer of Flax makes it" in found[""].message
+
+
 # ---------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------

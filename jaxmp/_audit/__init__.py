@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxmp import _compat
 from jaxmp._audit._arguments import (
     half_results,
     held_arrays,
@@ -78,7 +79,8 @@ def audit(
     ops = OpTable() if policies is None else as_op_table(policies)
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else unchecked_cuda():
-        return _audit(Judge(rules, ops), fn, args, kwargs, target)
+        device = _compat.target() if target is None else "gpu"
+        return _audit(Judge(rules, ops, device), fn, args, kwargs, target)
 
 
 def _audit(

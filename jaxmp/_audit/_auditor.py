@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts
 from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_fp8, is_half
 from jaxmp._jaxprs import FORWARD, Path, inners, is_literal, sub_jaxprs
+from jaxmp.fp8._eligible import why_not
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
 _ENTERED = named(
@@ -153,6 +155,7 @@ class Auditor:
         if found.contracts and found.lhs in _FLOATS | {found.rhs}:
             self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
+            self._judge_fp8(site, flops)
         logits = attention_logits(site, self.flow)
         if logits is not None and not any(map(_is_attention, site.around)):
             self._judge_attention(logits, flops)
@@ -185,6 +188,31 @@ class Auditor:
             names = " or ".join(sorted(dtype.name for dtype in wanted))
             message = f"{site.name} of {lhs.name} where the policies say {names}."
             self.drafts.add("off_policy_matmul", site, message, flops=flops)
+
+    def _judge_fp8(self, site: Site, flops: int) -> None:
+        """A linear layer that the policies want in FP8 and that is not."""
+        operands = site.equation.invars[:2]
+        if site.name != "dot_general" or site.place.phase != FORWARD:
+            return
+        (_, contracted), (_, batch) = site.equation.params["dimension_numbers"]
+        # Batched products are attention's own, or of many kernels at once: no linear layer's.
+        if batch or not all(is_half(dtype_of(operand)) for operand in operands):
+            return
+        if not self.judge.wants_fp8(site.place):
+            return
+        assert self.judge.policies is not None
+        shape = operands[1].aval.shape
+        inputs = math.prod(shape[axis] for axis in contracted)
+        sizes = inputs, math.prod(shape) // max(inputs, 1)
+        why = why_not(*sizes, self.judge.policies.fp8, self.judge.target) if all(sizes) else ""
+        dtype = dtype_of(operands[0]).name
+        message = f"{site.name} of {dtype} where the policies say FP8: "
+        message += why or "no layer of Flax makes it, or its author chose its product"
+        narrow = "narrow" in why or "min_width" in why
+        module = "/".join(site.place.names[-1:]) or "module"
+        fix = f"say so: Rule('**/{module}', 'matmul=default')"
+        fix = f"min_width = 0 under [fp8], or {fix}" if narrow else fix
+        self.drafts.add("not_fp8", site, f"{message}.", fix, level=NOTE, flops=flops)
 
     def _judge_fp32(self, site: Site, wanted: str, flops: int) -> None:
         highest = "HIGHEST" in str(site.equation.params.get("precision"))

@@ -69,8 +69,9 @@ class Site(NamedTuple):
 class Judge:
     """What policies say of a place."""
 
-    def __init__(self, policies: PolicyMap | None, ops: OpTable) -> None:
-        self.policies, self.ops = policies, ops
+    def __init__(self, policies: PolicyMap | None, ops: OpTable, target: str = "cpu") -> None:
+        # The kind of device that the program is traced for.
+        self.policies, self.ops, self.target = policies, ops, target
         self._wanted: dict[Path, frozenset[Any]] = {}
 
     def wanted(self, place: Place) -> frozenset[Any]:
@@ -97,6 +98,13 @@ class Judge:
             if other.module_type is not None and other.compute_dtype is not None:
                 wanted.add(other.compute_dtype)
         return frozenset(wanted)
+
+    def wants_fp8(self, place: Place) -> bool:
+        """Whether the policies say that linear layers at a place multiply in FP8."""
+        if self.policies is None or FULL_PRECISION in place.names:
+            return False
+        path, _ = self.decide(place.names)
+        return self.policies.resolve(path).matmul == "fp8"
 
     def decide(self, names: Path) -> tuple[str, Any]:
         """The module path that some scopes stand for, and the rule that decides for it."""

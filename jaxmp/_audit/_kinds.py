@@ -67,6 +67,12 @@ KINDS: dict[str, Kind] = {
         " FLOPs",
         "round the width up",
     ),
+    "not_fp8": Kind(
+        NOTE,
+        "a linear layer multiplies in 16 bits where the policies say FP8: its sizes are no"
+        " multiples of 16, it is too narrow to gain, or FP8 does not reach it",
+        "min_width = 0 under [fp8] takes narrow layers too",
+    ),
     "unfused_attention": Kind(
         NOTE,
         "attention that is no fused kernel: two matmuls and a softmax, or jaxmp's own where it says"
