@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxmp.errors import PolicyError, did_you_mean
+from jaxmp.errors import JaxmpError, PolicyError, did_you_mean
 
 # Short name (as printed by `str(Policy)`) -> dtype. One row per format.
 _SHORT: dict[str, np.dtype] = {
@@ -121,6 +122,26 @@ def is_fp8(dtype: Any) -> bool:
 def bits(dtype: Any) -> int:
     """Bits that one element takes: 8 for float8, 4 for float4."""
     return int(jnp.finfo(dtype).bits)
+
+
+def wide_dtype(dtype: Any) -> np.dtype:
+    """What 16 bits are computed in where they would lose digits: FP32; float64 stays."""
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def floating_array(value: Any, name: str) -> jax.Array:
+    """An argument of a function as an array.
+
+    Raises:
+      JaxmpError: if it is not floating, or of fewer than 16 bits.
+    """
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise JaxmpError(
+            f"{name} is {array.dtype} of shape {list(array.shape)}; it must be floating, of 16 "
+            f"bits or more: {name}.astype(jnp.float32)."
+        )
+    return array
 
 
 def sum_dtype(dtype: Any) -> np.dtype:

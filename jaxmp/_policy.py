@@ -18,6 +18,12 @@ T = TypeVar("T")
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
 ATTENTION = ("auto", "cudnn", "blockwise", "xla")
 
+# Field -> what to call it, what it may be, a policy string in which it is right.
+_CHOICES = {
+    "matmul": ("matmul precision", MATMUL_PRECISIONS, "p=f32,matmul=tf32"),
+    "attention": ("attention", ATTENTION, "p=f32,c=bf16,attention=cudnn"),
+}
+
 # Every accepted key of a policy string, dict or TOML table -> field.
 FIELD_KEYS = {
     **dict.fromkeys(("p", "param", "params", "param_dtype"), "param_dtype"),
@@ -150,20 +156,13 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
     where = f" in {within!r}" if within else ""
     if name.endswith("_dtype"):
         return canonical_dtype(value, within=within)
-    if name == "matmul":
-        if value not in MATMUL_PRECISIONS:
-            hint = did_you_mean(value, MATMUL_PRECISIONS) if isinstance(value, str) else ""
+    if name in _CHOICES:
+        words, allowed, example = _CHOICES[name]
+        if value not in allowed:
+            hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
             raise PolicyError(
-                f"Unknown matmul precision {value!r}{where}.{hint} Allowed: "
-                f"{', '.join(map(repr, MATMUL_PRECISIONS))}; for example 'p=f32,matmul=tf32'."
-            )
-        return value
-    if name == "attention":
-        if value not in ATTENTION:
-            hint = did_you_mean(value, ATTENTION) if isinstance(value, str) else ""
-            raise PolicyError(
-                f"Unknown attention {value!r}{where}.{hint} Allowed: "
-                f"{', '.join(map(repr, ATTENTION))}; for example 'p=f32,c=bf16,attention=cudnn'."
+                f"Unknown {words} {value!r}{where}.{hint} Allowed: "
+                f"{', '.join(map(repr, allowed))}; for example {example!r}."
             )
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):

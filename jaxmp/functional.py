@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmp._dtypes import FLOAT32, FLOAT64, is_half
+from jaxmp._dtypes import FLOAT32, FLOAT64, floating_array, is_half, wide_dtype
 from jaxmp.errors import JaxmpError
 
 __all__ = ["layer_norm", "rms_norm", "rotary_embedding"]
@@ -106,13 +106,13 @@ _STATISTICS = "jaxmp_norm_statistics"
 
 
 def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centred: bool) -> Any:
-    x = _floating(x, "x")
+    x = floating_array(x, "x")
     axes = _axes(axis, x)
     parameters = [
-        None if one is None else _spread(_floating(one, name), name, x, axes)
+        None if one is None else _spread(floating_array(one, name), name, x, axes)
         for name, one in (("scale", scale), ("bias", bias))
     ]
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
 
     def normalise(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
         out = x.astype(wide)
@@ -210,7 +210,7 @@ def rotary_embedding(
              [-0.300781, 1.38281],
              [1.03906, -0.957031]], dtype=bfloat16)
     """
-    x, positions = _floating(x, "x"), _positions(positions)
+    x, positions = floating_array(x, "x"), _positions(positions)
     if x.ndim < 3:
         raise JaxmpError(
             f"x has shape {list(x.shape)}, and must be [..., T, N, H]. With one head: "
@@ -228,7 +228,7 @@ def rotary_embedding(
             f"positions of shape {list(x.shape[:-2])}, [..., T]. Give the last dimensions of that, "
             f"for example jnp.arange({x.shape[-3]})."
         )
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     angles = _angles(positions, radians, wide)
     missing = x.ndim - 2 - positions.ndim
     # [..., T] -> [..., T, 1, H / 2], with as many dimensions as x.
@@ -333,20 +333,6 @@ def _frequencies(size: int, base: Any, scaling: Any, given: Any) -> np.ndarray:
 # ---------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------
-
-
-def _wide(dtype: Any) -> np.dtype:
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
-
-
-def _floating(value: Any, name: str) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-        raise JaxmpError(
-            f"{name} is {array.dtype} of shape {list(array.shape)}; it must be floating, of 16 "
-            f"bits or more: {name}.astype(jnp.float32)."
-        )
-    return array
 
 
 def _number(value: Any, name: str, least: float) -> float:

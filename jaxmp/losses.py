@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32, FLOAT64
+from jaxmp._dtypes import FLOAT32, FLOAT64, floating_array, wide_dtype
 from jaxmp.errors import JaxmpError, did_you_mean
 
 __all__ = [
@@ -104,14 +104,14 @@ def softmax_cross_entropy(
       >>> jax.grad(loss)(logits).dtype
       dtype(bfloat16)
     """
-    logits, reduction = _floating(logits, "logits"), _reduction(reduction)
+    logits, reduction = floating_array(logits, "logits"), _reduction(reduction)
     axis = _axis(axis, logits)
     terms = _terms(label_smoothing, z_loss, axis)
     size = logits.shape[axis]
     if not size:
         raise JaxmpError(f"logits have shape {_shape(logits)}: no classes at axis={axis}.")
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
-    wide = _wide(logits.dtype)
+    wide = wide_dtype(logits.dtype)
     labels = jnp.asarray(labels)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         if ignore_index is not None:
@@ -119,7 +119,7 @@ def softmax_cross_entropy(
                 f"ignore_index={ignore_index} needs class indices, and the labels are "
                 f"probabilities ({labels.dtype}). Give what counts: weights=rows_that_count."
             )
-        labels = _same_shape(_floating(labels, "labels"), logits, "logits")
+        labels = _same_shape(floating_array(labels, "labels"), logits, "logits")
         kept, valid = None, None
     else:
         _check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
@@ -166,7 +166,7 @@ def _masked(logits: jax.Array) -> jax.Array:
 
 def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
     """Labels as probabilities in FP32, to be fused with their use."""
-    wide = _wide(logits.dtype)
+    wide = wide_dtype(logits.dtype)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(wide)
     # A comparison, not a gather: along a V that is split over devices it stays where it is.
@@ -184,7 +184,7 @@ def _forward(
     Small: logits of which FP32 copies do no harm. XLA for CPU then sums their powers in a library
     call, which is faster, and wants such a copy.
     """
-    wide = _wide(logits.dtype)
+    wide = wide_dtype(logits.dtype)
     # In the logits' own dtype: a maximum is never rounded. Any constant gives the same derivative.
     top = lax.stop_gradient(jnp.max(logits, terms.axis, keepdims=True)).astype(wide)
     top = jnp.where(_masked(top), jnp.zeros_like(top), top)
@@ -355,9 +355,9 @@ def linear_cross_entropy(
       (2.3025..., dtype('float32'))
     """
     reduction = _reduction(reduction)
-    hidden, kernel = _floating(hidden, "hidden"), _floating(kernel, "kernel")
+    hidden, kernel = floating_array(hidden, "hidden"), floating_array(kernel, "kernel")
     size = _check_layer(hidden, kernel, transposed)
-    bias = None if bias is None else _floating(bias, "bias")
+    bias = None if bias is None else floating_array(bias, "bias")
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
             f"bias has shape {_shape(bias)}, and the kernel {_shape(kernel)} has {size} classes. "
@@ -368,7 +368,7 @@ def linear_cross_entropy(
     rows = hidden.shape[:-1]
     _check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
     labels, kept, valid = _read_indices(labels, size, ignore_index)
-    wide = _wide(hidden.dtype)
+    wide = wide_dtype(hidden.dtype)
     factors = _factors(weights, kept, rows, wide)
     layer = _Layer(
         terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
@@ -419,7 +419,7 @@ def _total_loss(layer: _Layer, *given: Any) -> Any:
     """The sum of all rows' losses times their factors."""
     arrays, factors = _flat(*given)
     if factors is None:
-        ones = jnp.ones(arrays.labels.shape, _wide(arrays.hidden.dtype))
+        ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
         (factors,) = _vary_alike(ones, like=arrays)
     return _layer_total(layer, arrays, factors)
 
@@ -491,7 +491,7 @@ def _over_chunks(
     layer: _Layer, arrays: _Arrays, factors: jax.Array | None
 ) -> tuple[jax.Array, _Gradients | None]:
     """The loss of every row, `[N]`, and the gradients of their sum weighted with `factors`."""
-    dtype, wide = arrays.hidden.dtype, _wide(arrays.hidden.dtype)
+    dtype, wide = arrays.hidden.dtype, wide_dtype(arrays.hidden.dtype)
     # Once, before the loop.
     kernel = arrays.kernel.astype(dtype)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
@@ -634,8 +634,8 @@ def mse(
       >>> float(jaxmp.losses.mse(predictions, jnp.zeros(2, jnp.float16)))
       45000.5
     """
-    predictions, reduction = _floating(predictions, "predictions"), _reduction(reduction)
-    targets = _same_shape(_floating(targets, "targets"), predictions, "predictions")
+    predictions, reduction = floating_array(predictions, "predictions"), _reduction(reduction)
+    targets = _same_shape(floating_array(targets, "targets"), predictions, "predictions")
     factors = _entry_factors(weights, predictions, targets)
     return _reduce(_from_half(optax.squared_error)(predictions, targets), factors, reduction)
 
@@ -673,10 +673,10 @@ def sigmoid_binary_cross_entropy(
       >>> jaxmp.losses.sigmoid_binary_cross_entropy(logits, labels, reduction="none").round(4)
       Array([0.000e+00, 6.931e-01, 6.000e+04], dtype=float32)
     """
-    logits, reduction = _floating(logits, "logits"), _reduction(reduction)
+    logits, reduction = floating_array(logits, "logits"), _reduction(reduction)
     labels = _same_shape(jnp.asarray(labels), logits, "logits")
     if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(_wide(logits.dtype))
+        labels = labels.astype(wide_dtype(logits.dtype))
     smoothing = _number(label_smoothing, "label_smoothing", 1.0)
 
     def entries(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -730,8 +730,8 @@ def kl_divergence(
       >>> float(jaxmp.losses.kl_divergence(log_p, jnp.array([[1.0, 0.0, 0.0]])))
       0.69140625
     """
-    log_predictions = _floating(log_predictions, "log_predictions")
-    targets, reduction = _floating(targets, "targets"), _reduction(reduction)
+    log_predictions = floating_array(log_predictions, "log_predictions")
+    targets, reduction = floating_array(targets, "targets"), _reduction(reduction)
     targets = _same_shape(targets, log_predictions, "log_predictions")
     axis = _axis(axis, log_predictions)
 
@@ -840,22 +840,8 @@ def _finish(total: jax.Array, weight: jax.Array, reduction: Reduction) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _wide(dtype: Any) -> Any:
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
-
-
 def _shape(array: Any) -> list[int]:
     return list(array.shape)
-
-
-def _floating(value: Any, name: str) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-        raise JaxmpError(
-            f"{name} is {array.dtype} of shape {_shape(array)}; it must be floating, of 16 bits or "
-            f"more: {name}.astype(jnp.float32)."
-        )
-    return array
 
 
 def _same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array:

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from gpu_compiler import needs_compiler
 from jaxmp import audit, dot_product_attention
-from test_audit_compiled import needs_compiler
 
 pytestmark = needs_compiler
 

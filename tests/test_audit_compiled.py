@@ -1,7 +1,6 @@
 """The audit of programs compiled for a GPU that is not there; XLA's GPU compiler has to be."""
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
 from byte_gpt import GPT
+from gpu_compiler import needs_compiler
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
 from jaxmp._audit._arguments import trace
@@ -27,18 +27,6 @@ from train_lm import make_step, prepare_nnx
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
 H200 = "NVIDIA H200 141GB HBM3e"
-
-
-def has_compiler():
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(
-    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
-)
 
 
 def line_of(text):

@@ -1,7 +1,6 @@
 """FP8 products: what they compute, what they keep, and what XLA makes of them."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from gpu_compiler import needs_compiler
 from jaxmp import _compat, audit, fp8
 from jaxmp._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
@@ -33,18 +33,6 @@ each_recipe = pytest.mark.parametrize(
         for name, recipe in RECIPES.items()
     ],
     ids=RECIPES,
-)
-
-
-def has_compiler():
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(
-    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
 )
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import pickle
 
 import flax.linen as nn
@@ -16,6 +15,7 @@ from jax import lax
 
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
+from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Recipe, Rule, _compat, audit, fp8, load_recipe
 from jaxmp._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError
@@ -477,16 +477,6 @@ def test_training_with_a_state():
 # ---------------------------------------------------------------------------
 
 
-def has_compiler():
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(
-    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
-)
 STEP = GPT(layers=2, width=128, heads=2, max_length=128)
 ANY_WIDTH = Recipe(policies(fp8.CurrentScaling(min_width=0)))
 LINEARS = {

@@ -1,7 +1,6 @@
 """FP32 losses of half operands, against FP64, and in the programs that XLA compiles."""
 
 import functools
-import importlib.util
 import json
 import re
 import subprocess
@@ -19,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 import loss_memory
+from gpu_compiler import needs_compiler
 from jaxmp import losses
 from jaxmp._hlo import Program
 from jaxmp.errors import JaxmpError
@@ -27,18 +27,6 @@ ROOT = Path(__file__).parent.parent
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HALVES = DTYPES[1:]
 F32_EPS = 2.0**-24  # half a unit in the last place, relative
-
-
-def has_compiler():
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(
-    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
-)
 
 
 # ---------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The optimizer step in the program that XLA compiles for an H200, without one."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gpu_compiler import needs_compiler
+
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"',
-)
+pytestmark = needs_compiler
 
 
 def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does():

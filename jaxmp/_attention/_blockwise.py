@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxmp._attention._arguments import Arguments, Settings, sees
 from jaxmp._compat import vary, varying_axes
-from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._dtypes import wide_dtype
 
 # Positions of a block, and how many logits may be alive at once: 64 MiB in FP32.
 _BLOCK, _LEAST, _LOGITS = 512, 64, 2**24
@@ -178,7 +178,7 @@ class _Blocks:
     def __init__(self, shape: _Shape, settings: Settings, operands: _Operands) -> None:
         self.shape, self.settings, self.operands = shape, settings, operands
         self.dtype = operands.query.dtype
-        self.wide = FLOAT32 if is_half(self.dtype) else self.dtype
+        self.wide = wide_dtype(self.dtype)
         self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
         self.key = _split(operands.key, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
         self.value = _split(operands.value, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]

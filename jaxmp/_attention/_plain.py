@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._attention._arguments import Arguments, sees
-from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._dtypes import wide_dtype
 from jaxmp._products import wide_product
 
 
@@ -65,7 +65,7 @@ def _logits(
     query: jax.Array, key: jax.Array, precision: Any, einsum: Any, wide_gradients: bool
 ) -> jax.Array:
     """QK^T `[B..., N, T, S]` in FP32, or in float64 where the operands are."""
-    wide = FLOAT32 if is_half(query.dtype) else query.dtype
+    wide = wide_dtype(query.dtype)
     if einsum is not None:
         return einsum("...qhd,...khd->...hqk", query, key).astype(wide)
     heads, size = query.ndim - 2, query.ndim - 1

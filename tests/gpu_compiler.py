@@ -1,0 +1,17 @@
+"""Tests that compile for a GPU that is not there need XLA's GPU compiler, or are skipped."""
+
+import importlib.util
+
+import pytest
+
+
+def has_compiler():
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+)
