@@ -1,11 +1,11 @@
 """FP8: recipes of scaling, casts that saturate, and products that run on FP8 Tensor Cores."""
 
+from jaxmp.fp8._decisions import LayerDecision as LayerDecision
+from jaxmp.fp8._decisions import explain as explain
 from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
 from jaxmp.fp8._eligible import why_not as why_not
-from jaxmp.fp8._layers import LayerDecision as LayerDecision
-from jaxmp.fp8._layers import explain as explain
 from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats
 from jaxmp.fp8._quantize import compute_scale as compute_scale
 from jaxmp.fp8._quantize import dequantize as dequantize

@@ -2,112 +2,23 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat
 from jaxmp._products import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._decisions import decide
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
-from jaxmp.fp8._eligible import why_not
 from jaxmp.fp8._recipes import Scaling, as_recipe
-
-# ---------------------------------------------------------------------------
-# Decisions
-# ---------------------------------------------------------------------------
-
-
-class LayerDecision(NamedTuple):
-    """Whether one linear layer runs in FP8, and why not."""
-
-    # The module's path.
-    path: str
-    # Inputs and outputs of the layer; 0 where they cannot be told.
-    k: int
-    n: int
-    # "" for layers in FP8.
-    why_not: str
-
-
-_record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.ContextVar(
-    "jaxmp_fp8_record", default=None
-)
-
-
-def explain(
-    fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
-) -> tuple[LayerDecision, ...]:
-    """Which linear layers run in FP8, of those for which a recipe says `matmul = "fp8"`.
-
-    Layers that a rule keeps out are not among them. Nothing is computed.
-
-    Args:
-      fn: calls a policied Flax model: the function that you would jit, not the jitted one, whose
-        trace JAX may have kept.
-      *args, **kwargs: what it is called with: arrays, or their shapes.
-      target: "gpu" to decide as for an NVIDIA GPU, "cpu"; None: the device that is there.
-
-    Returns:
-      A row for each layer, in the order in which they are called.
-
-    Example:
-      >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
-      >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
-      >>> explain(model.apply, variables, jnp.ones((2, 32)))[0].why_not
-      'N = 10 is no multiple of 16'
-    """
-    rows: list[LayerDecision] = []
-    token = _record.set(rows)
-    try:
-        # Another function each time: JAX keeps the traces of those that it has seen.
-        fresh = lambda *args, **kwargs: fn(*args, **kwargs)
-        if target is None:
-            jax.eval_shape(fresh, *args, **kwargs)
-        else:
-            with _compat.context(target=target):
-                jax.eval_shape(fresh, *args, **kwargs)
-    finally:
-        _record.reset(token)
-    return tuple(rows)
-
-
-def _decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
-    """Whether a layer runs in FP8; on record."""
-    target = _compat.target()
-    if target == "gpu" and not scaling.emulate:
-        _check_device(path)
-    why = why or why_not(max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target)
-    rows = _record.get()
-    if rows is not None:
-        rows.append(LayerDecision(path, k, n, why))
-    return not why
-
-
-def _check_device(path: str) -> None:
-    """Refuses a GPU that is there and has no FP8 products (before compute capability 8.9)."""
-    if _compat.current_context().target is not None:
-        return  # a card that need not be there; the audit of the compiled program judges
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "") or "")
-    parts = capability.split(".")
-    known = len(parts) == 2 and all(part.isdigit() for part in parts)
-    if known and tuple(map(int, parts)) < (8, 9):
-        raise CompositionError(
-            f'matmul = "fp8" for {path!r}: {device.device_kind} (compute capability '
-            f"{capability}) has no FP8 products, which begin with 8.9. Use the recipe without "
-            'it, such as "bf16"; to round as FP8 does and multiply in 16 bits, write\n'
-            "    [fp8]\n    emulate = true"
-        )
 
 
 def layer_scaling(scaling: Any, *, has_state: bool = False) -> Scaling:
@@ -157,7 +68,7 @@ class LayerProduct:
     ) -> jax.Array:
         dims = make_dims(lhs, rhs, dimension_numbers)
         sizes = lambda axes: math.prod(rhs.shape[axis] for axis in axes)
-        if _decide(self.scaling, self.path, sizes(dims.contract[1]), sizes(dims.free(1))):
+        if decide(self.scaling, self.path, sizes(dims.contract[1]), sizes(dims.free(1))):
             wide = preferred_element_type if self.wide is None else self.wide
             if self.state is not None:
                 options["state"] = self.state()
@@ -197,7 +108,7 @@ class LayerEinsum:
             why = ""
             k = math.prod(rhs.shape[axis] for axis in contract)
             n = rhs.size // max(k * math.prod(rhs.shape[axis] for axis in batch), 1)
-        if _decide(self.scaling, self.path, k, n, why):
+        if decide(self.scaling, self.path, k, n, why):
             wide = preferred_element_type if self.wide is None else self.wide
             if self.state is not None:
                 options["state"] = self.state()
