@@ -36,7 +36,8 @@ from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import OVERWRITE
 from jaxmp.errors import AttentionError, CompositionError
-from jaxmp.fp8._layers import LayerEinsum, LayerProduct, layer_scaling
+from jaxmp.fp8._layers import LayerEinsum, LayerProduct
+from jaxmp.fp8._recipes import as_recipe
 from jaxmp.fp8._state import AGE, init_state
 
 Path = tuple[str, ...]
@@ -216,7 +217,7 @@ def _quantise(
 
 
 def _layer_product(kind: Any, module: Any, plan: Plan, path: Path, fp8: Any) -> Any:
-    scaling = layer_scaling(fp8, has_state=True)
+    scaling = as_recipe(fp8)
     state = functools.partial(_read_state, weakref.ref(module), scaling)
     name = "/".join(path)
     return kind(scaling, plan.wide, name, state if scaling.is_stateful else None)
@@ -491,7 +492,8 @@ def _push_keyed(parent: Callable[[], Any], *args: Any, **kwargs: Any) -> Scope:
 def key_scopes(module: Any) -> None:
     """Keys a bound module and those it holds already, in fields or since `setup`."""
     _key_scope(module.scope)
-    for value in list(vars(module).values()):
+    # A list: a look at a child may run its `setup`. Most of what a module holds is no container.
+    for value in [value for value in vars(module).values() if _may_hold_modules(type(value))]:
         for child in modules_in(value):
             if child.scope is not None and "push" not in vars(child.scope):
                 key_scopes(child)
