@@ -32,16 +32,38 @@ from jax.extend.core import jaxpr_as_fun
 from jaxmp._boundary import matmul_precision
 from jaxmp._compat import jaxpr_body, jaxpr_like, scan_counts
 from jaxmp._dtypes import FLOAT32, bits, is_half
-from jaxmp._jaxprs import AUTOCAST, is_literal, module_paths_of, scope_names, sub_jaxprs
+from jaxmp._jaxprs import (
+    AUTOCAST,
+    BACKWARD,
+    equations,
+    is_literal,
+    module_paths_of,
+    phase_of,
+    scope_names,
+    sub_jaxprs,
+)
 from jaxmp._ops import OpTable
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
 from jaxmp._recipe_data import as_op_table, as_policy_map
 from jaxmp._rules import PolicyMap, check_module_dtypes
 from jaxmp._trees import cast, is_castable
-from jaxmp.errors import PolicyError, RuleError
+from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.fp8._decisions import decide_product, is_recording
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._recipes import Scaling, as_recipe
 
 _FULL_PRECISION = "jaxmp_full_precision"
+# Scopes that keep products out of FP8 -> why.
+_NOT_FP8 = {
+    "jaxmp_backward": (
+        "a product of the backward pass, whose gradient cannot be told from its other operand: "
+        "write jax.grad(autocast(f)), not autocast(jax.grad(f))"
+    ),
+    "jaxmp_custom_jvp": "inside a custom_jvp, whose rule must stay linear",
+    "jaxmp_custom_vjp": "inside a custom_vjp, which runs as its author wrote it",
+}
+_MARKS = {_FULL_PRECISION, *_NOT_FP8}
 
 
 @contextlib.contextmanager
@@ -69,6 +91,11 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     function will do, and code that asks for a dtype by name is reached too. Composes with `jit`,
     `grad`, `vmap`, `scan`, `checkpoint` and `shard_map`, in any order.
 
+    Where the policies say `matmul = "fp8"`, each `dot_general` without batch dimensions becomes
+    `fp8.dot_general`: three products in FP8 under `jax.grad(autocast(fn, ...))`. Of its operands
+    the kernel is the one that nothing has computed, such as an argument; the second where that
+    tells nothing. `fp8.explain` lists the products, and why some stay in 16 bits.
+
     Args:
       fn: a pure function of arrays, in pytrees; arguments that are no arrays are handed through.
       policies: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Rules
@@ -82,8 +109,9 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     Raises:
       RuleError: if a required rule names a module type, which a traced function does not know; from
         the returned function, if a required rule matches none of the scopes of `fn`.
-      PolicyError: if `fn` is no function; if a policy names a float8 dtype or
-        `matmul = "fp8"`, or makes no sense.
+      PolicyError: if `fn` is no function; if a policy names a float8 dtype, or makes no sense.
+      CompositionError: if FP8 products are to be scaled with a state, as by `fp8.DelayedScaling`;
+        from the returned function, on a GPU without FP8 products.
       OpError: if `ops` names an operation or a category that does not exist.
 
     The idea of one list of operations per dtype is that of torch.autocast and TensorFlow's
@@ -298,6 +326,9 @@ class _Region:
     full: bool
     # Where the deciding rule asks for an output wider than the compute dtype: that dtype.
     wide: np.dtype | None
+    # Whether products run in FP8; and what keeps them from it all the same.
+    fp8: bool
+    why_not_fp8: str
 
     @property
     def dtype(self) -> np.dtype:
@@ -315,12 +346,9 @@ class _Rules:
                     f"{rule!r}: autocast sees name scopes and no module types. Name the module by "
                     "its path, or let the rule match nothing: required=False."
                 )
-        if any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules)):
-            raise PolicyError(
-                'matmul = "fp8": autocast has no FP8 products and would run them in 16 bits. Apply '
-                "the policies to the modules, jaxmp.linen.apply_policy(model, policies), or give "
-                "the function jaxmp.fp8.dot_general where it multiplies."
-            )
+        fp8 = any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules))
+        # How FP8 products are scaled; None where there are none.
+        self.fp8: Scaling | None = _stateless(as_recipe(policies.fp8)) if fp8 else None
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._regions: dict[tuple[str, ...], _Region] = {}
@@ -371,11 +399,26 @@ class _Rules:
         policy = self.policies.resolve(path)
         asked = rule is not None and path != "" and rule.output_dtype is not None
         wide = asked and bits(policy.output_dtype) > bits(policy.compute_dtype)
-        return _Region(policy, _FULL_PRECISION in names, policy.output_dtype if wide else None)
+        full = _FULL_PRECISION in names
+        fp8 = policy.matmul == "fp8" and not full
+        why_not = next((_NOT_FP8[name] for name in names if name in _NOT_FP8), "") if fp8 else ""
+        return _Region(policy, full, policy.output_dtype if wide else None, fp8, why_not)
+
+
+def _stateless(scaling: Scaling) -> Scaling:
+    if scaling.is_stateful:
+        name = type(scaling).__name__
+        raise CompositionError(
+            f"{name} keeps a state for each product, and a traced function has no place for one. "
+            "Scale by the tensors themselves: autocast(fn, recipe.replace(fp8='current')), or "
+            "PolicyMap(..., fp8=fp8.CurrentScaling()). Or give the function "
+            f"fp8.dot_general(fp8.{name}()) where it multiplies, and a state."
+        )
+    return scaling
 
 
 def _without_marks(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name != _FULL_PRECISION)
+    return tuple(name for name in names if name not in _MARKS)
 
 
 class _Interpreter:
@@ -413,7 +456,10 @@ class _Interpreter:
             self.readers[id(body)] = body, _Readers(body, self.rules.category)
         scope = _Scope(body, consts, args, self.readers[id(body)][1])
         for equation in body.eqns:
-            names = outer + scope_names(str(equation.source_info.name_stack))
+            stack = str(equation.source_info.name_stack)
+            names = outer + scope_names(stack)
+            if self.rules.fp8 is not None:
+                names = _with_phase(names, stack)
             self.seen.add(names)
             with _as_recorded(equation):
                 outs = self.equation(equation, scope, names)
@@ -437,7 +483,7 @@ class _Interpreter:
         region = self.rules.region(names)
         category = self.rules.category(equation)
         if category == "low":
-            return _wrap(equation, self.low(equation, scope, values, region))
+            return _wrap(equation, self.low(equation, scope, values, region, names))
         if category == "opaque":
             return _wrap(equation, _bind(equation, _recorded(equation, scope, values)), standing)
         if category == "fp32" or _is_full(region) or self._leads_to_fp32(equation, scope):
@@ -460,11 +506,20 @@ class _Interpreter:
 
     # -- products ---------------------------------------------------------------------------
 
-    def low(self, equation: Any, scope: _Scope, values: list[_Value], region: _Region) -> Any:
-        """An operation in the compute dtype, unless its author asked for more."""
+    def low(
+        self,
+        equation: Any,
+        scope: _Scope,
+        values: list[_Value],
+        region: _Region,
+        names: tuple[str, ...],
+    ) -> Any:
+        """An operation in the compute dtype, or in FP8, unless its author asked for more."""
         params = equation.params
         recorded = [v.aval.dtype for v in equation.invars if _is_castable_aval(v.aval)]
-        if _asks_for_highest(params) and not is_half(recorded[0]):
+        highest = _asks_for_highest(params) and not is_half(recorded[0])
+        in_fp8 = self._fp8_product(equation, values, region, names, highest)
+        if highest:
             return _bind(equation, _recorded(equation, scope, values))
         dtype = region.dtype
         arrays = [scope.cast(value, dtype) for value in values]
@@ -477,6 +532,9 @@ class _Interpreter:
             wide = FLOAT32
         else:
             wide = region.wide
+        if in_fp8 is not None:
+            numbers, precision = params["dimension_numbers"], params["precision"]
+            return in_fp8(*arrays, numbers, precision, dtype if wide is None else wide)
         changes = {"preferred_element_type": dtype}
         if not is_half(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(region.policy)
@@ -488,6 +546,38 @@ class _Interpreter:
 
         lhs, rhs = arrays
         return wide_product(product, lhs, rhs, wide)
+
+    def _fp8_product(
+        self,
+        equation: Any,
+        values: list[_Value],
+        region: _Region,
+        names: tuple[str, ...],
+        highest: bool,
+    ) -> Callable[..., Any] | None:
+        """What takes the place of a product that runs in FP8."""
+        if not region.fp8 or not _is_product(equation):
+            return None
+        assert self.rules.fp8 is not None
+        computed = [value.standing is _Standing.COMPUTED for value in values]
+        kernel = 0 if computed == [False, True] else 1
+        why = "its author asks for precision=HIGHEST" if highest else region.why_not_fp8
+        path, shapes = _path(names), (values[0].array.shape, values[1].array.shape)
+        if not decide_product(self.rules.fp8, path, shapes, equation.params, kernel, why):
+            return None
+        return dot_general(self.rules.fp8, kernel="rhs" if kernel else "lhs")
+
+    def _record_opaque(self, equation: Any, names: tuple[str, ...]) -> None:
+        """Puts the products inside an equation that is left alone on record."""
+        region = self.rules.region((*names, "jaxmp_custom_vjp"))
+        if not region.fp8 or not is_recording():
+            return
+        assert self.rules.fp8 is not None
+        for product in (each for inner in sub_jaxprs(equation) for each in equations(inner)):
+            if _is_product(product):
+                shapes = tuple(var.aval.shape for var in product.invars)
+                path, params = _path(names), product.params
+                decide_product(self.rules.fp8, path, shapes, params, 1, region.why_not_fp8)
 
     def _only_fp32_reads(self, equation: Any, scope: _Scope) -> bool:
         """Whether an FP32 result would be cast to 16 bits and back for nothing."""
@@ -535,7 +625,9 @@ class _Interpreter:
         body, consts = jaxpr_body(jaxpr)
         avals = [_with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names)
+        # A record of FP8 products has a row for each call.
+        place = names if is_recording() else None
+        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), place
         if key not in self.inner:
             standings: list[_Standing] = []
 
@@ -550,6 +642,26 @@ class _Interpreter:
             # The jaxpr is kept beside what was made of it, so that its id stays its own.
             self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), standings)
         return self.inner[key][1]
+
+
+def _with_phase(names: tuple[str, ...], stack: str) -> tuple[str, ...]:
+    """Scopes with a mark in a backward pass, and without in what that computes again."""
+    outside = tuple(name for name in names if name != "jaxmp_backward")
+    before = BACKWARD if outside != names else ""
+    return (*outside, "jaxmp_backward") if phase_of(stack, before) == BACKWARD else outside
+
+
+def _path(names: tuple[str, ...]) -> str:
+    return "/".join(_without_marks(names))
+
+
+def _is_product(equation: Any) -> bool:
+    """Whether an equation is a `dot_general` that sums over something, of operands to cast."""
+    return (
+        equation.primitive.name == "dot_general"
+        and bool(equation.params["dimension_numbers"][0][0])
+        and all(_is_castable_aval(var.aval) for var in equation.invars)
+    )
 
 
 def _is_full(region: _Region) -> bool:
@@ -719,6 +831,9 @@ def _custom_jvp(
 ) -> list[_Value]:
     """The function and its rule, both in the dtypes that reach them."""
     params = equation.params
+    if self.rules.fp8 is not None:
+        # The rule's products are transposed, which an FP8 product cannot be.
+        names = (*names, "jaxmp_custom_jvp")
     jaxpr, standings = self.retraced(params["call_jaxpr"], values, names)
     avals = [var.aval for var in equation.invars]
     outs_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
@@ -766,6 +881,7 @@ def _as_its_author_wrote(
     self: _Interpreter, equation: Any, scope: _Scope, values: list[_Value], names: Any
 ) -> list[_Value]:
     """Operands in their recorded dtypes, and nothing inside is changed."""
+    self._record_opaque(equation, names)
     return _wrap(equation, _bind(equation, _recorded(equation, scope, values)))
 
 

@@ -663,16 +663,3 @@ def test_a_mask_of_the_fp32_minimum_stays_finite():
         out = autocast(fn, policy)(W, X, lengths)
         assert np.isfinite(out).all()
         assert relative_error(out[:2], fn(W, X, lengths)[:2]) < 0.02
-
-
-@pytest.mark.parametrize(
-    "policies",
-    [
-        "p=f32,c=bf16,matmul=fp8",
-        jaxmp.PolicyMap("p=f32,c=bf16", [jaxmp.Rule("up", "matmul=fp8", required=False)]),
-    ],
-    ids=["default", "rule"],
-)
-def test_fp8_products_are_refused_not_run_in_16_bits(policies):
-    with pytest.raises(jaxmp.PolicyError, match="would run them in 16 bits"):
-        jaxmp.autocast(jnp.dot, policies)

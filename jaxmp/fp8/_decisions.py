@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,13 +40,14 @@ def explain(
     Layers that a rule keeps out are not among them. Nothing is computed.
 
     Args:
-      fn: calls a policied Flax model: the function that you would jit, not the jitted one, whose
-        trace JAX may have kept.
+      fn: calls a policied Flax model, or was made by `jaxmp.autocast`: the function that you would
+        jit, not the jitted one, whose trace JAX may have kept.
       *args, **kwargs: what it is called with: arrays, or their shapes.
       target: "gpu" to decide as for an NVIDIA GPU, "cpu"; None: the device that is there.
 
     Returns:
-      A row for each layer, in the order in which they are called.
+      A row for each layer, in the order in which they are called; under `autocast`, for each
+      product that is traced, by the name scopes around it.
 
     Example:
       >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
@@ -93,6 +95,38 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
     if rows is not None:
         rows.append(LayerDecision(path, k, n, why))
     return not why
+
+
+def decide_product(
+    scaling: Scaling,
+    path: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    params: Mapping[str, Any],
+    kernel: int,
+    why: str = "",
+) -> bool:
+    """Whether a `dot_general` of a traced function runs in FP8; on record.
+
+    Args:
+      scaling: of the policies.
+      path: the scopes around the product.
+      shapes: of the operands.
+      params: of the equation.
+      kernel: 0 or 1, which operand counts as the kernel.
+      why: what keeps it out, whatever its sizes.
+
+    Raises:
+      CompositionError: as `decide`.
+    """
+    contract, batch = params["dimension_numbers"]
+    sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
+    k, many = sizes(contract[kernel]), sizes(batch[kernel])
+    n = math.prod(shapes[kernel]) // max(k * many, 1)
+    if batch[kernel]:
+        why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
+    if params.get("out_sharding") is not None:
+        why = why or "its author gave it an out_sharding"
+    return decide(scaling, path, k, n, why)
 
 
 def _check_device(path: str) -> None:

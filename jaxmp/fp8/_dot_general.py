@@ -189,16 +189,23 @@ def _operand(
     )
 
 
-def _kept(operand: Operand) -> Operand:
-    """An operand for the backward pass, under a name that `jax.checkpoint` can be told to keep."""
+def _kept(operand: Operand) -> tuple[Operand, Operand]:
+    """An operand for the backward pass, under a name that `jax.checkpoint` can be told to keep.
+
+    Returns:
+      It, and the same for the forward product: where that is computed again, nothing is rounded.
+    """
     values, factor = operand
     named = functools.partial(checkpoint_name, name=CHECKPOINT_NAME)
     if factor is None:
-        return Operand(named(values), None)
-    # As bytes, and back in an equation of its own: what `jax.checkpoint` keeps it rounds by
-    # `lax.reduce_precision`, for which the numbers of E4M3 from 248 up are NaN.
-    kept = named(lax.bitcast_convert_type(values, jnp.uint8))
-    return Operand(lax.bitcast_convert_type(kept, values.dtype), named(factor))
+        values = named(values)
+        return Operand(values, None), Operand(values, None)
+    # As bytes, and back in an equation of its own: what `jax.checkpoint` keeps, and the forward
+    # pass reads, it rounds by `lax.reduce_precision`, for which the numbers of E4M3 from 248 up are
+    # NaN.
+    kept, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
+    back = lambda: Operand(lax.bitcast_convert_type(kept, values.dtype), factor)
+    return back(), back()
 
 
 def _multiply(call: _Call, gemm: str, lhs: Operand, rhs: Operand, dims: Dims, dtype: Any) -> Any:
@@ -214,27 +221,34 @@ def _observe(call: _Call, x: Any, state: Any, role: str) -> tuple[Any, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Array:
-    return _forward(call, lhs, rhs, state)[0]
+    return _forward(call, *_operands(call, lhs, rhs, state)[0])
 
 
-def _forward(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
+def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Operand], list[Any]]:
+    """The operands of the forward product, and what is seen of them for delayed scaling."""
     state = None if state is None else settled(as_float(state))
     seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
-    lhs, rhs = (
+    operands = [
         _operand(call, "fprop", call.role(side), x, call.dims, side, seen[side])
         for side, x in enumerate((lhs, rhs))
-    )
-    out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
-    return out, ((lhs, rhs), seen)
+    ]
+    return operands, seen
+
+
+def _forward(call: _Call, lhs: Operand, rhs: Operand) -> jax.Array:
+    return _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
 
 
 def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
-    out, (operands, seen) = _forward(call, lhs, rhs, state)
-    kept = tuple(
-        _kept(_for_backward(call, side, x, operands[side], seen[side]))
-        for side, x in enumerate((lhs, rhs))
-    )
-    return out, (kept, seen, state)
+    operands, seen = _operands(call, lhs, rhs, state)
+    kept = []
+    for side, x in enumerate((lhs, rhs)):
+        backwards = _for_backward(call, side, x, operands[side], seen[side])
+        of_backward, of_forward = _kept(backwards)
+        kept.append(of_backward)
+        if backwards is operands[side]:
+            operands[side] = of_forward
+    return _forward(call, *operands), (tuple(kept), seen, state)
 
 
 def _for_backward(call: _Call, side: int, x: Any, forwards: Operand, seen: Any) -> Operand:

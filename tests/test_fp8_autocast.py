@@ -1,0 +1,433 @@
+"""FP8 products through autocast: which become three of them, what they compute, what stays out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxmp
+from byte_gpt import GPT
+from gpu_compiler import needs_compiler
+from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
+from jaxmp._jaxprs import equations
+from jaxmp.errors import CompositionError
+
+E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
+POLICY = "p=f32,c=bf16,o=f32,matmul=fp8"
+FORWARD, DGRAD, WGRAD = (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)
+LINEAR = (((1,), (0,)), ((), ()))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W1, W2, X = normal(0, 32, 64) / 6, normal(1, 64, 32) / 8, normal(2, 48, 32)
+
+
+def operands(fn, *args):
+    """The operand dtypes of every product, in order."""
+    return [
+        tuple(str(var.aval.dtype) for var in equation.invars)
+        for equation in equations(jax.make_jaxpr(fn)(*args))
+        if equation.primitive.name == "dot_general"
+    ]
+
+
+def reasons(fn, *args, **options):
+    return [row.why_not for row in fp8.explain(fn, *args, **options)]
+
+
+def loss(w1, w2, x):
+    return jnp.square(jax.nn.gelu(x @ w1) @ w2).mean()
+
+
+# ---------------------------------------------------------------------------
+# What becomes FP8
+# ---------------------------------------------------------------------------
+
+
+def test_every_product_becomes_three():
+    fn = autocast(loss, POLICY)
+    assert operands(fn, W1, W2, X) == [FORWARD] * 2
+    found = operands(jax.grad(fn, (0, 1, 2)), W1, W2, X)
+    assert sorted(found) == sorted([FORWARD, DGRAD, WGRAD] * 2)
+    assert reasons(fn, W1, W2, X) == ["", ""]
+
+
+def test_it_is_the_product_that_stands_for_dot_general():
+    """Bit for bit, gradients too, and the sums that only FP32 operations read stay FP32."""
+    product = fp8.dot_general("current")
+
+    def by_hand(w, x):
+        y = product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), LINEAR, None, jnp.float32)
+        return jnp.exp(y).sum()
+
+    fn = autocast(lambda w, x: jnp.exp(x @ w).sum(), POLICY)
+    run = lambda fn: jax.jit(jax.value_and_grad(fn, (0, 1)))(W1, X)
+    jax.tree.map(np.testing.assert_array_equal, run(fn), run(by_hand))
+
+
+def test_einsum_and_tensordot_are_products_too():
+    def fn(w, x):
+        heads = jnp.einsum("td,dnh->tnh", x, w.reshape(32, 4, 16))
+        return jnp.tensordot(heads, w.reshape(32, 4, 16), ((1, 2), (1, 2)))
+
+    assert operands(autocast(fn, POLICY), W1, X) == [FORWARD] * 2
+
+
+def test_signal_to_noise():
+    """The limits of `fp8.dot_general` itself: 28 dB forwards, 23.5 with gradients in E5M2."""
+    x, w, g = normal(0, 96, 128), normal(1, 128, 64), normal(2, 96, 64)
+
+    @jax.jit
+    def run(x, w, g):
+        y, backward = jax.vjp(autocast(jnp.matmul, POLICY), x, w)
+        return y, *backward(g)
+
+    y, dx, dw = run(x, w, g)
+    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
+    for exact, got, least in [(x64 @ w64, y, 28), (g64 @ w64.T, dx, 23.5), (x64.T @ g64, dw, 23.5)]:
+        noise = np.sum((exact - np.asarray(got, np.float64)) ** 2)
+        # No more than 30 dB either, or nothing was rounded.
+        assert least <= 10 * np.log10(np.sum(exact**2) / noise) <= 30
+
+
+@pytest.mark.parametrize("scaling", [fp8.RowwiseScaling(), fp8.BlockScaling()])
+def test_the_scaling_is_that_of_the_policies(scaling):
+    fn = lambda x, w: x @ w
+    ours = jax.jit(autocast(fn, PolicyMap(POLICY, fp8=scaling)))(X, W1)
+    x, w = X.astype(jnp.bfloat16), W1.astype(jnp.bfloat16)
+    theirs = jax.jit(lambda x, w: fp8.dot_general(scaling)(x, w, LINEAR))(x, w)
+    # Half a unit of BF16, where XLA hands on the FP32 sums.
+    np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_the_kernel_is_what_nothing_has_computed(side):
+    """With `wgrad="high"` the product in 16 bits tells which gradient is the kernel's."""
+    policies = PolicyMap(POLICY, fp8=fp8.CurrentScaling(wgrad="high"))
+
+    def fn(w, x):
+        hidden = jax.nn.softmax(x)  # computed, which an argument is not
+        product = w.T @ hidden.T if side == "lhs" else hidden @ w
+        return jnp.square(product).sum()
+
+    (row,) = fp8.explain(autocast(fn, policies), W1, X)
+    assert (row.k, row.n) == W1.shape
+    gradients = jax.make_jaxpr(jax.grad(autocast(fn, policies), (0, 1)))(W1, X)
+    products = [e for e in equations(gradients) if e.primitive.name == "dot_general"]
+    (high,) = (e for e in products if e.invars[0].aval.dtype == jnp.bfloat16)
+    assert sorted(high.outvars[0].aval.shape) == sorted(W1.shape)
+    assert len(products) == 3
+
+
+# ---------------------------------------------------------------------------
+# Transformations
+# ---------------------------------------------------------------------------
+
+
+def stacked(ws, x, wrap=lambda step: step):
+    return jnp.square(lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, ws)[0]).sum()
+
+
+STACK = normal(3, 3, 32, 32) / 6
+
+
+@pytest.mark.parametrize(
+    ("wrap", "forward"),
+    [
+        (lambda step: step, 1),
+        (jax.jit, 1),
+        (lambda step: jax.checkpoint(jax.jit(step)), 2),
+    ],
+    ids=["plain", "jit", "remat"],
+)
+def test_under_scan_and_inside_functions(wrap, forward):
+    fn = functools.partial(stacked, wrap=wrap)
+    grad = jax.grad(autocast(fn, POLICY))
+    assert sorted(operands(grad, STACK, X)) == sorted([FORWARD] * forward + [DGRAD, WGRAD])
+    if forward == 1:
+        return
+    want = jax.jit(jax.grad(autocast(stacked, POLICY)))(STACK, X)
+    got = jax.jit(grad)(STACK, X)
+    # What is computed again may be rounded to BF16 at other places.
+    assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+    assert np.isfinite(got).all() and np.any(got)
+
+
+def test_remat_keeps_the_rounded_operands():
+    policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
+    counts = {}
+    for name, wrap in {
+        "again": jax.checkpoint,
+        "kept": functools.partial(jax.checkpoint, policy=policy),
+    }.items():
+        grad = jax.grad(autocast(wrap(loss), POLICY), (0, 1))
+        counts[name] = sum(
+            equation.primitive.name == "convert_element_type"
+            and str(equation.params["new_dtype"]).startswith("float8")
+            for equation in equations(jax.make_jaxpr(grad)(W1, W2, X))
+        )
+    # Four operands and two gradients; recomputed, the operands again.
+    assert counts == {"again": 10, "kept": 6}
+
+
+def test_vmap_outside_scales_each_example_and_inside_all_of_them():
+    x = jnp.stack([X, 1000 * X])
+    outside = jax.vmap(autocast(jnp.matmul, POLICY), (0, None))
+    inside = autocast(jax.vmap(jnp.matmul, (0, None)), POLICY)
+    assert operands(outside, x, W1) == operands(inside, x, W1) == [FORWARD]
+    one = jax.jit(autocast(jnp.matmul, POLICY))
+    got = jax.jit(outside)(x, W1)
+    np.testing.assert_allclose(got[0], one(X, W1), rtol=1e-2, atol=1e-2)
+    # Of both together the maximum is 1000 times the first one's: E4M3 has 2**17 between its largest
+    # number and its smallest, so the first loses bits, and keeps some.
+    together = jax.jit(inside)(x, W1)[0]
+    noise = np.linalg.norm(together - X @ W1) / np.linalg.norm(X @ W1)
+    assert 0.005 < noise < 0.5
+
+
+def test_under_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    for fn in (shard(autocast(jnp.matmul, POLICY)), autocast(shard(jnp.matmul), POLICY)):
+        square = lambda x, w, fn=fn: jnp.square(fn(x, w)).sum()
+        grads = jax.jit(jax.grad(square, (0, 1)))(X, W1)
+        exact = jax.grad(lambda x, w: jnp.square(x @ w).sum(), (0, 1))(X, W1)
+        for got, want in zip(grads, exact, strict=True):
+            # E5M2 gradients: 2 bits of mantissa, 6 % of a number's size in the mean.
+            assert 0.01 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.1
+        assert sorted(operands(jax.grad(square, (0, 1)), X, W1)) == sorted([FORWARD, DGRAD, WGRAD])
+
+
+# ---------------------------------------------------------------------------
+# What stays in 16 bits, and on record
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
+def test_products_of_a_backward_pass_inside_stay_in_16_bits(wrap):
+    """The gradient is one of two operands, and nothing tells which: it would be rounded to E4M3."""
+    grad = autocast(jax.grad(wrap(loss), (0, 1)), POLICY)
+    again = 2 if wrap is jax.checkpoint else 0
+    found = operands(grad, W1, W2, X)
+    assert found.count((BF16, BF16)) == 3 and set(found) == {FORWARD, (BF16, BF16)}
+    # A recomputation is a forward pass, whose last product nothing needs here.
+    why = reasons(grad, W1, W2, X)
+    assert why.count("") == found.count(FORWARD) and 2 <= found.count(FORWARD) <= 2 + again
+    assert sum("write jax.grad(autocast(f))" in reason for reason in why) == 3
+
+
+def test_nested_functions_of_a_backward_pass_stay_in_16_bits_too():
+    grad = autocast(jax.grad(stacked), POLICY)
+    assert operands(grad, STACK, X) == [FORWARD, (BF16, BF16), (BF16, BF16)]
+
+
+@jax.custom_vjp
+def own_backward(x, w):
+    return x @ w
+
+
+own_backward.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@jax.custom_jvp
+def own_tangents(x, w):
+    return x @ w
+
+
+own_tangents.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+def in_full_precision(x, w):
+    with full_precision():
+        return x @ w
+
+
+def batched(x, w):
+    return jnp.einsum("btd,bsd->bts", x.reshape(3, 16, 32), x.reshape(3, 16, 32)) + w.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype", "why"),
+    [
+        (own_backward, F32, "inside a custom_vjp"),
+        (own_tangents, BF16, "inside a custom_jvp, whose rule must stay linear"),
+        (functools.partial(jnp.matmul, precision="highest"), F32, "asks for precision=HIGHEST"),
+        (lambda x, w: x @ w[:, :10], BF16, "N = 10 is no multiple of 16"),
+        (batched, BF16, "batch dimensions"),
+        (in_full_precision, F32, None),
+    ],
+    ids=["custom_vjp", "custom_jvp", "highest", "odd", "batched", "full_precision"],
+)
+def test_what_is_left_out_says_why(fn, dtype, why):
+    fn = autocast(fn, POLICY)
+    square = lambda x, w: jnp.square(fn(x, w)).sum()
+    assert set(operands(square, X, W1)) == {(dtype, dtype)}
+    found = reasons(fn, X, W1)
+    assert [why in reason for reason in found] == [True] if why else not found
+    # And it differentiates.
+    assert set(operands(jax.grad(square, (0, 1)), X, W1)) == {(dtype, dtype)}
+
+
+def test_outer_products_and_integers_are_no_layers():
+    def fn(x, n):
+        return lax.dot_general(x, x, (((), ()), ((), ()))), n @ n
+
+    n = jnp.ones((16, 16), jnp.int32)
+    assert (F32, F32) in operands(autocast(fn, POLICY), X[0], n)
+    assert fp8.explain(autocast(fn, POLICY), X[0], n) == ()
+
+
+def test_a_product_that_is_fp8_already_is_left_alone():
+    product = fp8.dot_general("rowwise")
+    fn = autocast(lambda x, w: product(x, w, LINEAR), POLICY)
+    np.testing.assert_array_equal(jax.jit(fn)(X, W1), jax.jit(lambda: product(X, W1, LINEAR))())
+    assert fp8.explain(fn, X, W1) == ()
+
+
+def test_rules_keep_scopes_out_and_put_scopes_in():
+    def fn(w1, w2, x):
+        with jax.named_scope("body"):
+            x = jax.nn.gelu(x @ w1)
+        with jax.named_scope("head"):
+            return jnp.square(x @ w2).mean()
+
+    out = PolicyMap(POLICY, [Rule("head", "matmul=default", why="the last layer")])
+    island = PolicyMap(POLICY, [Rule("head", "c=f32")])
+    only = PolicyMap("p=f32,c=bf16,o=f32", [Rule("body", "matmul=fp8")])
+    for policies, dtype in [(out, BF16), (only, BF16), (island, F32)]:
+        found = operands(jax.grad(autocast(fn, policies), (0, 1)), W1, W2, X)
+        assert found.count((dtype, dtype)) == 3
+        assert sorted(row for row in found if E4M3 in row) == sorted([FORWARD, DGRAD, WGRAD])
+        (row,) = fp8.explain(autocast(fn, policies), W1, W2, X)
+        assert (row.path, row.why_not) == ("body", "")
+
+
+def test_each_call_of_a_shared_function_has_its_row():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def fn(w, x):
+        for index in range(3):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, w)
+        return x
+
+    rows = fp8.explain(autocast(fn, POLICY), STACK[0], X)
+    assert [row.path for row in rows] == ["layer_0", "layer_1", "layer_2"]
+
+
+def test_narrow_products_stay_in_16_bits_on_a_gpu():
+    fn = autocast(loss, "fp8")
+    assert all("too narrow to gain" in why for why in reasons(fn, W1, W2, X, target="gpu"))
+    wide = autocast(loss, PolicyMap(POLICY, fp8=fp8.CurrentScaling(min_width=32)))
+    assert reasons(wide, W1, W2, X, target="gpu") == ["", ""]
+
+
+MODEL = GPT(layers=2, width=32, heads=2, max_length=16)
+TOKENS = jnp.arange(32).reshape(2, 16)
+
+
+def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
+    """The recipe as it ships: the head stays out. Attention's own products are on record here."""
+    params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
+    by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS)}
+    rows = {row.path: row for row in fp8.explain(ours, params, TOKENS)}
+    left_out = [path for path, row in rows.items() if row.why_not]
+    assert left_out == ["GPT/block_0/attention", "GPT/block_1/attention"]
+    assert {path.removeprefix("GPT/") for path in rows} - set(by_modules) == {
+        "block_0/attention",
+        "block_1/attention",
+    }
+    for path, row in by_modules.items():
+        assert rows[f"GPT/{path}"][1:] == row[1:]
+    gradients = lambda apply: jax.grad(lambda params: apply(params, TOKENS).sum())
+    in_fp8 = lambda apply: sorted(
+        row for row in operands(gradients(apply), params) if row[0].startswith("float8")
+    )
+    assert in_fp8(ours) == in_fp8(theirs)
+    assert len(in_fp8(ours)) == 36
+
+
+def test_an_audit_names_what_stays_in_16_bits():
+    fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
+    report = jaxmp.audit(jax.grad(fn), W1, X, policies=POLICY)
+    (finding,) = (finding for finding in report.findings if finding.kind == "not_fp8")
+    assert "N = 10 is no multiple of 16" in finding.message
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------
+
+
+def test_scaling_with_a_state_is_refused():
+    for policies in (PolicyMap(POLICY, fp8=fp8.DelayedScaling()), jaxmp.Recipe("fp8")):
+        if isinstance(policies, jaxmp.Recipe):
+            policies = policies.replace(fp8="delayed")
+        with pytest.raises(CompositionError, match=r"recipe.replace\(fp8='current'\)"):
+            autocast(jnp.matmul, policies)
+    # Where nothing is in FP8 there is nothing to refuse.
+    autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
+
+
+class OldCard:
+    device_kind = "NVIDIA A100-SXM4-80GB"
+    compute_capability = "8.0"
+
+
+def test_a_card_without_fp8_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [OldCard()])
+    with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
+        jax.eval_shape(autocast(loss, POLICY), W1, W2, X)
+    emulated = PolicyMap(POLICY, fp8=fp8.CurrentScaling(emulate=True))
+    assert reasons(autocast(loss, emulated), W1, W2, X) == ["", ""]
+
+
+def test_forward_mode_is_refused_by_jax():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(autocast(jnp.matmul, POLICY), (X, W1), (X, W1))
+
+
+# ---------------------------------------------------------------------------
+# Compiled for a GPU
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_three_real_fp8_products_at_default_flags():
+    def step(w, head, x):
+        with jax.named_scope("layer"):
+            hidden = jax.nn.gelu(x @ w)
+        with jax.named_scope("head"):
+            return jnp.square(hidden @ head).mean()
+
+    policies = PolicyMap(
+        POLICY, [Rule("head", "matmul=default")], fp8=fp8.CurrentScaling(min_width=0)
+    )
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    args = shape(256, 384), shape(384, 128), shape(4, 128, 256)
+    gradients = jax.value_and_grad(autocast(step, policies), (0, 1, 2))
+    with jax.numpy_dtype_promotion("standard"):
+        report = jaxmp.audit(gradients, *args, policies=policies, target="h200")
+    found = {}
+    for row in report.gemms:
+        found.setdefault((row.module, row.kernel.startswith("cublas fp8")), []).extend(
+            [(row.phase, *sorted([row.lhs, row.rhs]))] * row.count
+        )
+    assert sorted(found.pop(("layer", True))) == [
+        ("backward", E4M3, E5M2),
+        ("backward", E4M3, E5M2),
+        ("forward", E4M3, E4M3),
+    ]
+    ((place, rows),) = found.items()
+    assert place == ("head", False) and {row[1:] for row in rows} == {(BF16, BF16)}
+    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
