@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from jaxmp import _compat, _trees
 from jaxmp._dtypes import FLOAT32, is_half, sum_dtype
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8._state import as_float, combined_by_max, is_refusal, kept_where_unused
 
 
 class HalfLossWarning(UserWarning):
@@ -99,7 +101,7 @@ def value_and_grad(
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`; the
       loss is float32, 16-bit gradients are returned in float32, all others in their own dtype.
       Gradients of an `_overwrite_with_gradient` collection are new values: never scaled or
-      averaged, combined by max.
+      averaged, combined by max. The state of an FP8 layer that was not used is handed through.
 
     Raises:
       JaxmpError: if the loss is no floating-point scalar, an argument to differentiate holds no
@@ -128,10 +130,12 @@ def value_and_grad(
 
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         called = _for_call(options, args)
+        before = [args[i] for i in called.argnums]
         args = _vary(args, called)
         run = _evaluate if called.microbatches == 1 else _accumulate
         sums, aux = run(fn, args, kwargs, called)
         loss, grads = _mean(_reduce(sums, called))
+        grads = tuple(map(_kept_where_unused, grads, before))
         grads = grads if isinstance(argnums, (tuple, list)) else grads[0]
         return ((loss, aux) if called.has_aux else loss), grads
 
@@ -178,20 +182,39 @@ def grad(
 
 def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) -> tuple[_Sums, Any]:
     """Loss (or its sum), unscaled gradients, and the auxiliary data of one part."""
+    inputs = tuple(args[i] for i in options.argnums)
+    exact = tuple(_map_overwritten(combined_by_max, tree) for tree in inputs)
+    if all(map(operator.is_, inputs, exact)):
+        return _differentiate(fn, inputs, args, kwargs, options)
+    try:
+        return _differentiate(fn, exact, args, kwargs, options)
+    except (TypeError, ValueError) as error:
+        # Numbers that are combined by max can be moved, converted and added, and no more: a
+        # function that computes with the state itself, or uses it inside of a `shard_map` without
+        # `check_vma`, has gradients of the state that are added up.
+        if not is_refusal(error):
+            raise
+    return _differentiate(fn, inputs, args, kwargs, options)
+
+
+def _differentiate(
+    fn: Any, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any, options: _Options
+) -> tuple[_Sums, Any]:
+    """`_evaluate`, with `inputs` in the place of the arguments to differentiate."""
 
     def of_differentiated(*differentiated: Any) -> tuple[jax.Array, Any]:
         replaced = dict(zip(options.argnums, differentiated, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = _parse(out, options.has_aux)
-        return loss, (weight, aux)
+        return loss, (weight, as_float(aux))
 
-    inputs = [args[i] for i in options.argnums]
     loss, backward, (weight, aux) = jax.vjp(of_differentiated, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
     nan = jnp.full_like(loss, jnp.nan)
     scale = options.loss_scale.scale_value
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
+    grads = tuple(_map_overwritten(as_float, g) for g in grads)
     if isinstance(options.loss_scale, NoLossScale):
         unscale = functools.partial(_poison_one, finite)
     else:
@@ -255,6 +278,20 @@ def _map_params(fn: Callable[[Any], Any], grads: Any) -> Any:
     """Applies `fn` to the gradients, and to nothing that is overwritten by its gradient."""
     params, overwritten = _trees.split_overwritten(grads)
     return _trees.join_overwritten(fn(params), overwritten, grads)
+
+
+def _map_overwritten(fn: Callable[[Any], Any], grads: Any) -> Any:
+    """Applies `fn` to what is overwritten by its gradient, and to nothing else."""
+    params, overwritten = _trees.split_overwritten(grads)
+    if overwritten is None:
+        return grads
+    changed = fn(overwritten)
+    return grads if changed is overwritten else _trees.join_overwritten(params, changed, grads)
+
+
+def _kept_where_unused(grads: Any, before: Any) -> Any:
+    _, old = _trees.split_overwritten(before)
+    return _map_overwritten(lambda new: kept_where_unused(new, old), grads)
 
 
 def _poison_one(finite: jax.Array, grads: Any) -> Any:

@@ -32,8 +32,11 @@ from jaxmp._boundary import (
 from jaxmp._compat import context, current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import cast, is_castable
-from jaxmp.fp8._layers import LayerEinsum, LayerProduct, layer_scaling
+from jaxmp._trees import OVERWRITE, cast, is_castable
+from jaxmp.errors import CompositionError
+from jaxmp.fp8._layers import LayerEinsum, LayerProduct, einsum_sizes
+from jaxmp.fp8._recipes import as_recipe
+from jaxmp.fp8._state import NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
 
@@ -180,6 +183,7 @@ def bind(module: Any, policies: PolicyMap, path: Path, ancestors: tuple[type, ..
         changes, author = {}, (("followed", False),)
     for name, value in changes.items():
         object.__setattr__(module, name, value)
+    _set_state(module, changes)
     setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author))
     object.__setattr__(module, "__class__", policied_class(cls, _viewed_names(module, plan.facts)))
 
@@ -229,10 +233,128 @@ def _quantising(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]
     attributes, name = vars(module), "/".join(path)
     if isinstance(module, (nnx.Linear, nnx.LinearGeneral)):
         if attributes.get("dot_general") in (None, lax.dot_general):
-            return {"dot_general": LayerProduct(layer_scaling(fp8), plan.wide, name)}
+            return {"dot_general": LayerProduct(as_recipe(fp8), plan.wide, name)}
     elif isinstance(module, nnx.Einsum) and attributes.get("einsum_op") is jnp.einsum:
-        return {"einsum_op": LayerEinsum(layer_scaling(fp8), plan.wide, name)}
+        return {"einsum_op": LayerEinsum(as_recipe(fp8), plan.wide, name)}
     return {}
+
+
+# ---------------------------------------------------------------------------
+# The state of FP8 products
+# ---------------------------------------------------------------------------
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """State whose gradient is its next value, as of `fp8.DelayedScaling`; no parameter.
+
+    `jaxmp.nnx.value_and_grad` differentiates it beside the parameters, and never scales, averages
+    or clips it; `jaxmp.nnx.Optimizer.update` assigns it. Flax's bridges take it for the collection
+    `_overwrite_with_gradient` of Linen.
+
+    Example:
+      >>> model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+      >>> model = jaxmp.load_recipe("fp8").replace(fp8="delayed").wrap(model)
+      >>> nnx.state(model, OverwriteWithGradient)["fp8_age"][...].shape
+      ()
+    """
+
+
+# A Linen model with such a state may have gone through a bridge before this module was imported.
+nnx.register_variable_name(OVERWRITE, OverwriteWithGradient, overwrite=True)
+
+
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, (LayerProduct, LayerEinsum)) and value.scaling.is_stateful
+
+
+def _set_state(module: Any, changes: dict[str, Any]) -> None:
+    """Gives a layer the state that its product needs, and takes from it what no product needs.
+
+    A state that fits stays, shared with the model that it came from like all other Variables.
+    """
+    products = [value for value in changes.values() if _is_stateful(value)]
+    wanted = _fresh_state(module, products[0]) if products else {}
+    held = {name for name, value in vars(module).items() if _is_state(name, value)}
+    shapes = {name: vars(module)[name].get_raw_value().shape for name in held}
+    if shapes == {name: leaf.shape for name, leaf in wanted.items()}:
+        return
+    for name in held:
+        delattr(module, name)
+    for name, leaf in wanted.items():
+        setattr(module, name, OverwriteWithGradient(leaf))
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return name.startswith(PREFIX) and isinstance(value, OverwriteWithGradient)
+
+
+def _fresh_state(module: Any, product: Any) -> dict[str, Any]:
+    """The state of a layer before its first step; empty for one that will never be in FP8.
+
+    Device and target play no part: a checkpoint of one fits the others.
+    """
+    kernel = module.kernel.get_raw_value()
+    stack, k, n = _sizes(module, kernel.shape)
+    if k % 16 or n % 16:
+        return {}
+
+    def fresh() -> dict[str, jax.Array]:
+        state = init_state(product.scaling)
+        return {
+            f"{PREFIX}{name}": jnp.broadcast_to(leaf, (*stack, *leaf.shape))
+            for name, leaf in state.items()
+        }
+
+    # A model of shapes has a state of shapes.
+    return jax.eval_shape(fresh) if isinstance(kernel, jax.ShapeDtypeStruct) else fresh()
+
+
+def _sizes(module: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """How many such layers `nnx.vmap` stacked, and the inputs and outputs of one; 0: not known."""
+    if isinstance(module, nnx.Einsum):
+        stack, own = _unstacked(shape, tuple(module.kernel_shape))
+        if module.einsum_str is None:
+            return stack, 0, 0
+        k, n, why = einsum_sizes(module.einsum_str, None, own)
+        return stack, (1 if why else k), n
+    inputs, outputs = np.atleast_1d(module.in_features), np.atleast_1d(module.out_features)
+    batch = getattr(module, "batch_axis", {}).values()
+    stack, _ = _unstacked(shape, (*batch, *inputs.tolist(), *outputs.tolist()))
+    return stack, int(np.prod(inputs)), int(np.prod(outputs))
+
+
+def _unstacked(
+    shape: tuple[int, ...], own: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A kernel's shape as (axes that a transformation added, its own)."""
+    left, added = list(own), []
+    for size in reversed(shape):
+        if left and left[-1] == size:
+            left.pop()
+        else:
+            added.insert(0, size)
+    return ((), own) if left else (tuple(added), own)
+
+
+def _read_state(module: Any, product: Any) -> dict[str, Any]:
+    """The state of delayed scaling of one layer; its gradient is its next value."""
+    held = vars(module)
+    try:
+        found = {name: held[f"{PREFIX}{name}"].get_value() for name in NAMES}
+    except KeyError:
+        raise CompositionError(
+            f"DelayedScaling finds no state for {product.path!r}: its attributes "
+            f"{PREFIX}* are gone. Apply the policy anew: "
+            "jaxmp.nnx.apply_policy(model, policies)."
+        ) from None
+    if jnp.ndim(found["age"]):
+        raise CompositionError(
+            f"The state of DelayedScaling of {product.path!r} is that of {found['age'].shape[0]} "
+            "layers, and the transformation that calls one of them does not split it. Where it "
+            "names axes, name this one too: nnx.StateAxes({nnx.Param: 0, "
+            "jaxmp.nnx.OverwriteWithGradient: 0, ...: None})."
+        )
+    return found
 
 
 # ---------------------------------------------------------------------------
@@ -301,12 +423,12 @@ def _viewed_names(module: Any, facts: Facts) -> frozenset[str]:
     """Attributes that hold parameters, which user code, of this module or another, may read."""
     if facts.attention:
         return frozenset({"cached_key", "cached_value"})
-    return frozenset(name for name, value in vars(module).items() if _holds_params(value))
+    return frozenset(name for name, value in vars(module).items() if _is_viewed(value))
 
 
-def _holds_params(value: Any) -> bool:
+def _is_viewed(value: Any) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=_is_param_or_module)
-    return any(isinstance(leaf, nnx.Param) for leaf in leaves)
+    return any(isinstance(leaf, nnx.Param) or _is_stateful(leaf) for leaf in leaves)
 
 
 def _is_param_or_module(value: Any) -> bool:
@@ -314,7 +436,11 @@ def _is_param_or_module(value: Any) -> bool:
 
 
 class _View:
-    """An attribute that its module, while it runs under its policy, reads in the compute dtype."""
+    """An attribute that its module, while it runs under its policy, reads in another form.
+
+    Parameters are read in the compute dtype. A product that needs a state is read with that of its
+    module, which is another module in each trace.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -336,6 +462,9 @@ class _View:
         def view(leaf: Any) -> Any:
             if isinstance(leaf, (nnx.Param, nnx.Cache)):
                 return variable_view(leaf, dtype, wide)
+            if _is_stateful(leaf):
+                state = functools.partial(_read_state, module, leaf)
+                return dataclasses.replace(leaf, state=state)
             return leaf
 
         return jax.tree.map(view, value, is_leaf=_is_param_or_module)

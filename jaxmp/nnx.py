@@ -17,6 +17,7 @@ from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import NoLossScale
 from jaxmp._nnx_calls import AttentionFunction
+from jaxmp._nnx_calls import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
@@ -27,6 +28,7 @@ from jaxmp.optim._apply import apply_update
 __all__ = [
     "CompiledStep",
     "Optimizer",
+    "OverwriteWithGradient",
     "apply_policy",
     "compile_step",
     "explain",
@@ -46,7 +48,8 @@ def apply_policy(model: M, policies: Any) -> M:
 
     The result shares its Variables with `model`: training one trains the other. A parameter that a
     rule stores in another dtype gets a Variable of its own, which keeps the value and the dtype of
-    the original until `Optimizer`, or `recipe.cast_params`, casts it.
+    the original until `Optimizer`, or `recipe.cast_params`, casts it. Delayed scaling gives layers
+    in FP8 a state of their own, of type `OverwriteWithGradient`, which `model` does not get.
 
     Args:
       model: a `flax.nnx.Module`; if it has policies already, these replace them. A submodule that
@@ -391,7 +394,8 @@ def value_and_grad(
 
     What the forward pass writes into the module (batch statistics, RNG counts) is written back, one
     microbatch after the other. What it sows (`nnx.Intermediate`) is not: return it as auxiliary
-    data.
+    data. The state of delayed scaling (`OverwriteWithGradient`) is differentiated too, whatever
+    `wrt` says.
 
     Args:
       fn: `fn(model, *args)` returns a scalar loss, or what `jaxmp.value_and_grad` allows.
@@ -404,7 +408,10 @@ def value_and_grad(
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`;
-      `grads` is an `nnx.State` like that of `wrt`, in float32 for 16-bit parameters.
+      `grads` is an `nnx.State` like that of `wrt`, in float32 for 16-bit parameters. New values of
+      `OverwriteWithGradient`, where the model has any, stand among them: `Optimizer.update` assigns
+      them, `nnx.state(grads, nnx.Param)` leaves them out, and without an `Optimizer` it is
+      `nnx.update(model, nnx.state(grads, OverwriteWithGradient))` that assigns them.
 
     Example:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -414,16 +421,17 @@ def value_and_grad(
     """
 
     def value_and_grad_fn(model: Any, *args: Any, **kwargs: Any) -> Any:
-        graphdef, *states = nnx.split(model, wrt, nnx.Intermediate, ...)
-        params, sown, rest = map(nnx.as_pure, states)
+        filters = _trained(wrt), OverwriteWithGradient, nnx.Intermediate, ...
+        graphdef, *states = nnx.split(model, *filters)
+        params, overwritten, sown, rest = map(nnx.as_pure, states)
+        held = bool(jax.tree.leaves(overwritten))
 
-        written = nnx.Not(nnx.Any(wrt, nnx.Intermediate))
-
-        def pure(params: Any, rest: Any, *args: Any) -> Any:
-            merged = nnx.merge(graphdef, params, sown, rest)
+        def pure(variables: Any, rest: Any, *args: Any) -> Any:
+            params, overwritten = _trees.split_overwritten(variables) if held else (variables, {})
+            merged = nnx.merge(graphdef, params, overwritten, sown, rest)
             out = fn(merged, *args, **kwargs)
             loss, aux = _gradients.unpair(out) if has_aux else (out, None)
-            return loss, (nnx.as_pure(nnx.state(merged, written)), aux)
+            return loss, (nnx.as_pure(nnx.state(merged, _written(wrt))), aux)
 
         run = _gradients.value_and_grad(
             pure,
@@ -433,12 +441,28 @@ def value_and_grad(
             rng_argnums=_behind_rest(rng_argnums),
             **options,
         )
-        (loss, (rest, aux)), grads = run(params, rest, *args)
+        variables = {_trees.PARAMS: params, _trees.OVERWRITE: overwritten} if held else params
+        (loss, (rest, aux)), grads = run(variables, rest, *args)
         nnx.update(model, rest)
-        grads = jax.tree.structure(states[0]).unflatten(jax.tree.leaves(grads))
+        found = _trees.split_overwritten(grads) if held else (grads,)
+        grads = nnx.merge_state(*map(_in_variables, states, found))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_fn
+
+
+def _trained(wrt: Any) -> Any:
+    """State that is overwritten by its gradient is no parameter, whatever a filter says."""
+    return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
+
+
+def _written(wrt: Any) -> Any:
+    """What a forward pass may write, and an optimizer does not."""
+    return nnx.Not(nnx.Any(wrt, OverwriteWithGradient, nnx.Intermediate))
+
+
+def _in_variables(like: Any, values: Any) -> Any:
+    return jax.tree.structure(like).unflatten(jax.tree.leaves(values))
 
 
 def _behind_rest(argnums: Any) -> tuple[int, ...]:
@@ -477,9 +501,10 @@ class Optimizer(nnx.Optimizer):
     def __init__(
         self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param
     ) -> None:
-        params = nnx.as_pure(nnx.state(model, wrt))
+        params = nnx.as_pure(nnx.state(model, _trained(wrt)))
         optim.check_composition(jax.eval_shape(tx.init, params))
-        super().__init__(model, tx, wrt=wrt)
+        super().__init__(model, tx, wrt=_trained(wrt))
+        self.wrt = wrt
         nnx.update(model, _master.store(params, self._pure_state()))
 
     def _pure_state(self) -> Any:
@@ -524,10 +549,13 @@ class Optimizer(nnx.Optimizer):
 
     @property
     def _restorable(self) -> Any:
-        return nnx.Not(nnx.Any(self.wrt, nnx.RngState, nnx.Intermediate))
+        return nnx.All(_written(self.wrt), nnx.Not(nnx.RngState))
 
     def update(self, model: Any, grads: Any, /, **extra_args: Any) -> Any:
         """One optimizer step on `model`, or none at all.
+
+        What is overwritten by its gradient (`OverwriteWithGradient`) is assigned, where it stands
+        among `grads`, and is no part of the step.
 
         Args:
           model: the module that this optimizer was made for.
@@ -537,13 +565,18 @@ class Optimizer(nnx.Optimizer):
         Returns:
           None: the update that counts is the assignment from the masters.
         """
-        params = nnx.as_pure(nnx.state(model, self.wrt))
-        grads = nnx.as_pure(nnx.state(grads, self.wrt))
+        params = nnx.as_pure(nnx.state(model, _trained(self.wrt)))
+        overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))
+        grads = nnx.as_pure(nnx.state(grads, _trained(self.wrt)))
         new_params, opt_state, applied = apply_update(
             self.tx, grads, self._pure_state(), params, **nnx.as_pure(extra_args)
         )
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(opt_state))
+        if applied is not None and jax.tree.leaves(overwritten):
+            old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
+            overwritten = _trees.select(applied, overwritten, old)
+        nnx.update(model, overwritten)
         before = _overwritten.pop(self, None)
         if applied is None:
             self.step[...] += 1

@@ -367,11 +367,6 @@ def test_recipe_files_that_are_refused(tmp_path, lines, message):
         load(tmp_path, TOML + lines)
 
 
-def test_scaling_with_a_state_is_refused_in_nnx():
-    with pytest.raises(CompositionError, match=r"Use fp8.CurrentScaling\(\)"):
-        nnx_loss(policies("delayed"))
-
-
 class OldCard:
     device_kind = "NVIDIA A100-SXM4-80GB"
     compute_capability = "8.0"

@@ -184,6 +184,77 @@ def test_shared_layers_whose_gradients_are_added_up(uses):
         assert history == [12.0 * (n < step_number) for n in (0, 2, 1)]
 
 
+def differentiated(state, fn):
+    """The next state, by `jaxmp.value_and_grad`."""
+    variables = {"params": of_size(1, 16, 8), "_overwrite_with_gradient": {"layer": state}}
+
+    def loss(variables):
+        return fn(variables["_overwrite_with_gradient"]["layer"], variables["params"])
+
+    return jaxmp.value_and_grad(loss)(variables)[1]["_overwrite_with_gradient"]["layer"]
+
+
+@pytest.mark.parametrize("uses", [shared, scanned])
+def test_the_largest_of_several_uses(uses):
+    """Exact, unlike the sum that plain `jax.grad` makes of them."""
+    xs = [of_size(size, 8, 16) for size in (2.0, 7.0, 3.0)]
+    product = fp8.dot_general(RECIPE)
+    step = jax.jit(lambda state: differentiated(state, lambda s, w: uses(product, s, w, xs)))
+    new = step(step(fp8.init_state(RECIPE)))
+    assert new["input_amax_history"].tolist() == [7, 7, 0]
+    assert (float(new["uses"]), float(new["age"])) == (1, 1)
+
+
+def test_a_state_that_is_not_used_stays():
+    old = run(RECIPE, [(5, 1, 1), (3, 1, 1)])[-1][0]
+    unused = lambda state: differentiated(state, lambda s, w: jnp.sum(w))
+    for new in (unused(old), jax.jit(unused)(old)):
+        jax.tree.map(np.testing.assert_array_equal, new, old)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_state_of_a_branch(taken):
+    old, x, product = run(RECIPE, [(5, 1, 1)])[0][0], of_size(2, 8, 16), fp8.dot_general(RECIPE)
+
+    def branched(state, w):
+        run = lambda s: jnp.sum(product(x, w, LINEAR, state=s))
+        return lax.cond(jnp.asarray(taken), run, lambda _: jnp.float32(0), state)
+
+    new = jax.jit(lambda state: differentiated(state, branched))(old)
+    assert new["input_amax_history"].tolist() == ([2, 5, 0] if taken else [5, 0, 0])
+
+
+def test_where_no_maximum_can_be_taken_gradients_are_added_up():
+    """Outside of `jit`; and where a function computes with the state itself."""
+    xs = [of_size(size, 8, 16) for size in (2.0, 7.0)]
+    product = fp8.dot_general(RECIPE)
+    with_arithmetic = lambda s, w: shared(product, s, w, xs) + lax.stop_gradient(s["age"] * 0)
+    old = fp8.init_state(RECIPE)
+    for new in (
+        differentiated(old, lambda s, w: shared(product, s, w, xs)),
+        jax.jit(lambda state: differentiated(state, with_arithmetic))(old),
+    ):
+        assert (float(new["uses"]), new["input_amax_history"].tolist()) == (2, [9, 0, 0])
+
+
+@pytest.mark.parametrize(("check_vma", "newest"), [(True, 9.0), (False, 16.0)])
+def test_devices_inside_of_a_loss(check_vma, newest):
+    """`shard_map` in the function that is differentiated; unchecked, JAX adds up over devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.concatenate([of_size(size, 8, 16) for size in (1.0, 2.0, 9.0, 4.0)])
+    product, specs = fp8.dot_general(RECIPE), (PartitionSpec(), PartitionSpec("data"))
+
+    def loss(state, w):
+        local = lambda s, x: lax.psum(jnp.sum(product(x, w, LINEAR, state=s)), "data")
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
+        )
+        return run(state, x)
+
+    new = jax.jit(lambda state: differentiated(state, loss))(fp8.init_state(RECIPE))
+    assert new["input_amax_history"].tolist() == [newest, 0, 0]
+
+
 def test_examples_share_a_state_and_models_do_not():
     xs = jnp.stack([of_size(size, 8, 16) for size in (2.0, 7.0)])
     w, g, product = of_size(1, 16, 8), of_size(1, 8, 8), fp8.dot_general(RECIPE)

@@ -13,33 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._products import wide_product
-from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.errors import JaxmpError
 from jaxmp.fp8._decisions import decide
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
-from jaxmp.fp8._recipes import Scaling, as_recipe
-
-
-def layer_scaling(scaling: Any, *, has_state: bool = False) -> Scaling:
-    """The scaling of a model's layers; None: current scaling.
-
-    Args:
-      scaling: of the policies.
-      has_state: whether the layers can keep a state.
-
-    Raises:
-      CompositionError: if it needs a state, and the layers keep none.
-    """
-    scaling = as_recipe(scaling)
-    if scaling.is_stateful and not has_state:
-        raise CompositionError(
-            f"{type(scaling).__name__} needs a state for each layer, which NNX models do not carry "
-            "in this version. Use fp8.CurrentScaling(), or fp8.dot_general with a state of your "
-            "own."
-        )
-    return scaling
-
+from jaxmp.fp8._recipes import Scaling
 
 # ---------------------------------------------------------------------------
 # Products
@@ -115,6 +94,28 @@ class LayerEinsum:
             return einsum(self.scaling)(equation, lhs, rhs, precision, wide, **options)
         product = functools.partial(jnp.einsum, equation, precision=precision, **options)
         return _plain(product, lhs, rhs, self.wide, preferred_element_type)
+
+
+def einsum_sizes(
+    equation: str, ndim: int | None, kernel_shape: tuple[int, ...]
+) -> tuple[int, int, str]:
+    """Inputs and outputs of an einsum, and why it is no product; "" if it is one.
+
+    Args:
+      equation: of an input and a kernel.
+      ndim: the rank of the input; None: where there is an ellipsis, one axis is taken for it.
+      kernel_shape: the kernel's.
+    """
+    if ndim is None:
+        term = equation.replace(" ", "").partition(",")[0]
+        ndim = len(term.replace("...", "."))
+    try:
+        (_, contract), (_, batch) = plan_einsum(equation, ndim, len(kernel_shape)).numbers
+    except JaxmpError as error:
+        return 0, 0, str(error)
+    k = math.prod(kernel_shape[axis] for axis in contract)
+    n = math.prod(kernel_shape) // max(k * math.prod(kernel_shape[axis] for axis in batch), 1)
+    return k, n, ""
 
 
 def _plain(product: Callable[..., jax.Array], lhs: Any, rhs: Any, wide: Any, preferred: Any) -> Any:

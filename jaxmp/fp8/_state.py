@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
+from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32
-from jaxmp.errors import JaxmpError, missing_dependency
+from jaxmp._trees import leaves_with_path
+from jaxmp.errors import JaxmpError, MissingDependencyError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
 from jaxmp.fp8._recipes import DelayedScaling, as_recipe
 
@@ -25,6 +28,10 @@ State = dict[str, jax.Array]
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
 USES = "uses"
+# What its leaves are called among the variables of a layer of Flax.
+PREFIX = "fp8_"
+# The leaves of one layer's state.
+NAMES = (AGE, USES, *(f"{x}_{leaf}" for x in OPERANDS for leaf in ("amax", "amax_history")))
 
 
 def init_state(recipe: Any = "delayed") -> State:
@@ -88,8 +95,12 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
 # ---------------------------------------------------------------------------
 
 
+# Flax's dtype of numbers whose sum is their maximum.
+_MAX = "fp8_meta32"
+
+
 def _is_max(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return getattr(leaf.dtype, "name", "") == _MAX
 
 
 def as_max(state: Any) -> Any:
@@ -120,15 +131,110 @@ def as_max(state: Any) -> Any:
 
 
 def as_float(state: Any) -> Any:
-    """Undoes `as_max`; other arrays are handed through."""
-    return jax.tree.map(
-        lambda leaf: lax.convert_element_type(leaf, FLOAT32) if _is_max(leaf) else leaf, state
-    )
+    """Undoes `as_max`; all else is handed through.
+
+    Raises:
+      TypeError: inside of `shard_map(..., check_vma=False)`, where JAX would reduce such numbers
+        over devices, which it cannot lower.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not (hasattr(leaf, "dtype") and _is_max(leaf)):
+            return leaf
+        if _is_unchecked():
+            raise TypeError(f"shard_map(..., check_vma=False) does not reduce {_MAX}")
+        return lax.convert_element_type(leaf, FLOAT32)
+
+    return jax.tree.map(convert, state)
+
+
+def _is_unchecked() -> bool:
+    """Whether this is traced inside of `shard_map(..., check_vma=False)`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) and not _compat.varying_axes(lax.axis_index(manual[0]))
 
 
 def as_like(state: Any, like: Any) -> Any:
     """The float32 arrays of `state` in the dtypes of `like`."""
     return jax.tree.map(lambda x, old: lax.convert_element_type(x, old.dtype), state, like)
+
+
+# ---------------------------------------------------------------------------
+# The states of many layers
+# ---------------------------------------------------------------------------
+
+
+def layer_states(tree: Any) -> list[dict[str, int]]:
+    """Where in `jax.tree.leaves(tree)` the states of layers stand: leaf name -> index.
+
+    Their names have a prefix where they stand among a layer's other variables.
+    """
+    places: dict[Any, dict[str, int]] = {}
+    for index, (path, _) in enumerate(leaves_with_path(tree)):
+        if path:
+            prefix = PREFIX if path[-1].startswith(PREFIX) else ""
+            place = places.setdefault((path[:-1], prefix), {})
+            place[path[-1].removeprefix(prefix)] = index
+    return [
+        {name: place[name] for name in NAMES} for place in places.values() if place.keys() >= _SET
+    ]
+
+
+_SET = frozenset(NAMES)
+
+
+def combined_by_max(tree: Any) -> Any:
+    """`as_max` of all states of layers in a collection, where JAX can compute with it.
+
+    Not outside of a trace, where JAX adds no such numbers up; nor inside of
+    `shard_map(..., check_vma=False)`; nor without Flax.
+
+    Returns:
+      A tree of the same structure; `tree` itself where nothing was converted.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    states = layer_states(tree)
+    indices = [index for state in states for index in state.values()]
+    arrays = [leaves[index] for index in indices]
+    if not all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays):
+        return tree
+    if not arrays or _is_unchecked():
+        return tree
+    try:
+        converted = as_max(arrays)
+    except MissingDependencyError:
+        return tree
+    for index, leaf in zip(indices, converted, strict=True):
+        leaves[index] = leaf
+    return structure.unflatten(leaves)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether JAX refused to do something with numbers that are combined by max."""
+    return _MAX in str(error)
+
+
+def kept_where_unused(new: Any, old: Any) -> Any:
+    """Gradients of a collection, and the old states of layers that did not run.
+
+    Args:
+      new: a collection; states whose `uses` is not positive were not used: their gradient is what
+        JAX takes for zero.
+      old: the collection before the step.
+    """
+    leaves, structure = jax.tree.flatten(new)
+    before = jax.tree.leaves(old)
+    for state in layer_states(new):
+        used = leaves[state[USES]] > np.float32(0)
+        for index in state.values():
+            leaf = leaves[index]
+            # Of layers that are stacked on another axis than the first, all or none.
+            each = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
+            each = jnp.broadcast_to(
+                each.reshape(each.shape + (1,) * (leaf.ndim - each.ndim)), leaf.shape
+            )
+            leaves[index] = lax.select(each, leaf, before[index])
+    return structure.unflatten(leaves)
 
 
 # ---------------------------------------------------------------------------
