@@ -45,16 +45,18 @@ def prepare(
     seed: int = 0,
     microbatches: int = 1,
 ) -> tuple[jaxmp.TrainState, Callable[..., Any], Callable[..., jax.Array]]:
-    """Returns the first state, the jitted train step and the jitted loss of (params, tokens)."""
-    params = first_params(model, seed)
+    """Returns the first state, the jitted train step and the jitted loss of (params, tokens).
 
+    What is trained is all that `init` returns: with the parameters, in some recipes, FP8's state.
+    """
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(model)
     tx = recipe.optimizer(tx)
+    params = first_variables(model, seed)
     state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     def loss_fn(params: Any, tokens_BS: jax.Array) -> jax.Array:
-        return cross_entropy(model.apply({"params": params}, tokens_BS[:, :-1]), tokens_BS)
+        return cross_entropy(model.apply(params, tokens_BS[:, :-1]), tokens_BS)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: jaxmp.TrainState, tokens_BS: jax.Array) -> Any:
@@ -70,10 +72,10 @@ def make_step(recipe: str = "bf16") -> tuple[Any, ...]:
     return train_step, state, jax.ShapeDtypeStruct((16, GPT.max_length + 1), jnp.int32)
 
 
-def first_params(model: GPT, seed: int) -> Any:
-    """What both frameworks start from."""
+def first_variables(model: GPT, seed: int) -> Any:
+    """What training starts from; under every recipe with the same parameters."""
     tokens = jnp.zeros((1, model.max_length), jnp.int32)
-    return jax.jit(model.init)(jax.random.key(seed), tokens)["params"]
+    return jax.jit(model.init)(jax.random.key(seed), tokens)
 
 
 def cross_entropy(logits_BTV: jax.Array, tokens_BS: jax.Array) -> jax.Array:
@@ -96,7 +98,7 @@ def prepare_nnx(
     microbatches: int = 1,
 ) -> tuple[NnxGPT, jaxmp.nnx.Optimizer, Callable[..., jax.Array], Callable[..., jax.Array]]:
     """Returns the model, its optimizer, and step and loss as functions of them, not compiled."""
-    model = in_nnx(model, first_params(model, seed))
+    model = in_nnx(model, first_variables(model, seed)["params"])
 
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(model)

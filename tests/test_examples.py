@@ -165,15 +165,22 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, 
     assert_same_bits(finished.arrays, straight.arrays)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp16_params"])
+@pytest.mark.parametrize(
+    "recipe", ["fp32", "fp16_params", pytest.param("fp8_delayed", marks=pytest.mark.slow)]
+)
 def test_both_frameworks_learn_alike(recipe):
     linen, in_nnx = tiny_run(recipe), tiny_run(recipe, "nnx")
-    # Sums in another order: 1e-6 of a loss after six steps in FP32, a rounding of float16 in FP16.
-    tolerance = 1e-5 if recipe == "fp32" else 1e-3
+    # Sums in another order: 1e-6 of a loss after six steps in FP32, a rounding of float16 in FP16,
+    # and in FP8 roundings that are 16 times as coarse as those of BF16.
+    tolerance = {"fp32": 1e-5, "fp16_params": 1e-3, "fp8_delayed": 1e-2}[recipe]
     for name in ("train_losses", "held_out_losses"):
         assert getattr(in_nnx, name) == pytest.approx(getattr(linen, name), rel=tolerance)
     stored = {leaf.dtype.name for leaf in jax.tree.leaves(in_nnx.arrays["model"])}
-    assert stored == {"fp32": {"float32"}, "fp16_params": {"float16"}}[recipe]
+    assert stored == {"float16" if recipe == "fp16_params" else "float32"}
+    if recipe == "fp8_delayed":
+        layers = linen.state.params["_overwrite_with_gradient"]["block_0"], in_nnx.arrays["model"]
+        for layer in (layers[0]["mlp_up"], layers[1]["block_0"]["mlp_up"]):
+            assert np.count_nonzero(layer["fp8_kernel_amax_history"]) == TINY["steps"]
     assert jaxmp.get_loss_scale(in_nnx.state) == jaxmp.get_loss_scale(linen.state)
 
 
@@ -333,7 +340,7 @@ def test_vision_prints_a_table_draws_and_fails_below_its_goal(tmp_path, capsys, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp16", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp16", "bf16", "fp8"])
 def test_vision_reads_98_percent(recipe):
     run = vision_digits.train(recipe)
     assert run.accuracies[-1] >= vision_digits.GOAL_PERCENT

@@ -26,7 +26,8 @@ from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
-ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32", "fp8", "fp8_rowwise", "tf32"]
+ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32"]
+ALL += ["fp8", "fp8_delayed", "fp8_rowwise", "tf32"]
 POLICIES = {
     "bf16": "p=f32,c=bf16,o=f32",
     "bf16_params": "p=bf16,c=bf16,o=f32",
@@ -35,6 +36,7 @@ POLICIES = {
     "fp32": "p=f32,c=f32,o=f32,matmul=highest",
     "tf32": "p=f32,c=f32,o=f32,matmul=tf32",
     "fp8": "p=f32,c=bf16,o=f32,matmul=fp8",
+    "fp8_delayed": "p=f32,c=bf16,o=f32,matmul=fp8",
     "fp8_rowwise": "p=f32,c=bf16,o=f32,matmul=fp8",
 }
 
@@ -96,7 +98,7 @@ def test_half_recipes_keep_heads_and_routers(name):
         assert policies.deciding_rule(other) is None
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_rowwise"])
 def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
     policies = load_recipe(name).policies
     for outside in (
