@@ -138,6 +138,7 @@ _FP8 = {
     "interval": _COUNT._replace(example="1"),
     "calibrate": _BOOLEAN,
     "block": _COUNT._replace(example="128"),
+    "rounding": _choice("up", "down"),
 }
 
 # Their ranges are the business of `DynamicLossScale`, which checks them when a recipe is built.

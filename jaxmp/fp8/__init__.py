@@ -14,6 +14,7 @@ from jaxmp.fp8._quantize import quantize as quantize
 from jaxmp.fp8._recipes import BlockScaling as BlockScaling
 from jaxmp.fp8._recipes import CurrentScaling as CurrentScaling
 from jaxmp.fp8._recipes import DelayedScaling as DelayedScaling
+from jaxmp.fp8._recipes import MXScaling as MXScaling
 from jaxmp.fp8._recipes import RowwiseScaling as RowwiseScaling
 from jaxmp.fp8._recipes import as_recipe as as_recipe
 from jaxmp.fp8._state import as_float as as_float

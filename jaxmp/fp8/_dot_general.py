@@ -16,8 +16,16 @@ from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32, FLOAT64, HALF
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
+from jaxmp.fp8._mx import MXOperand, check_device, is_native, mx_multiply, mx_quantized
 from jaxmp.fp8._operands import Operand, multiply, observe, quantized
-from jaxmp.fp8._recipes import GEMMS, BlockScaling, DelayedScaling, Scaling, as_recipe
+from jaxmp.fp8._recipes import (
+    GEMMS,
+    BlockScaling,
+    DelayedScaling,
+    MXScaling,
+    Scaling,
+    as_recipe,
+)
 from jaxmp.fp8._state import as_float, as_like, check_state, next_state, settled
 
 # What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
@@ -82,8 +90,8 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       RecipeError: if `recipe` is none.
       JaxmpError: if `kernel` is no side; from the function, if operands, dimension numbers or state
         do not fit.
-      CompositionError: from the function, for block scaling on an accelerator without
-        `emulate=True`.
+      CompositionError: from the function, without `emulate=True`, for block scaling on an
+        accelerator and for MX scaling on one that has no such products.
 
     Example:
       >>> x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.full((16, 64), 0.5, jnp.bfloat16)
@@ -160,6 +168,8 @@ def _check_call(recipe: Scaling, lhs: Any, rhs: Any, out_sharding: Any, state: A
             "run in the operands' own dtype, and no faster. Use fp8.RowwiseScaling() or "
             "fp8.CurrentScaling(); to study its rounding, fp8.BlockScaling(emulate=True)."
         )
+    if isinstance(recipe, MXScaling):
+        check_device(recipe)
 
 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
@@ -176,11 +186,14 @@ def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
 
 def _operand(
     call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, seen: Any
-) -> Operand:
+) -> Operand | MXOperand:
     """`x`, which is operand `side` of a product with `dims`, quantised for it."""
+    dtype = call.format(gemm, role)
+    if isinstance(call.recipe, MXScaling) and dtype is not None:
+        return mx_quantized(x, call.recipe, dtype, dims, side)
     return quantized(
         call.recipe,
-        call.format(gemm, role),
+        dtype,
         x,
         axes=dims.contract[side],
         other_axes=dims.free(side),
@@ -189,7 +202,7 @@ def _operand(
     )
 
 
-def _kept(operand: Operand) -> tuple[Operand, Operand]:
+def _kept(operand: Any) -> tuple[Any, Any]:
     """An operand for the backward pass, under a name that `jax.checkpoint` can be told to keep.
 
     Returns:
@@ -204,11 +217,17 @@ def _kept(operand: Operand) -> tuple[Operand, Operand]:
     # pass reads, it rounds by `lax.reduce_precision`, for which the numbers of E4M3 from 248 up are
     # NaN.
     kept, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
-    back = lambda: Operand(lax.bitcast_convert_type(kept, values.dtype), factor)
+    back = lambda: type(operand)(lax.bitcast_convert_type(kept, values.dtype), factor)
     return back(), back()
 
 
-def _multiply(call: _Call, gemm: str, lhs: Operand, rhs: Operand, dims: Dims, dtype: Any) -> Any:
+def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any) -> Any:
+    if isinstance(lhs, MXOperand):
+        # bfloat16 holds every number of a block and its scale, float16 does not.
+        narrow = all(each == jnp.bfloat16 for each in call.dtypes)
+        wide = jnp.bfloat16 if narrow else FLOAT64 if FLOAT64 in call.dtypes else FLOAT32
+        native = is_native(call.recipe)
+        return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
     accurate = gemm not in call.recipe.fast_accumulation
     return multiply(lhs, rhs, dims, dtype, precision=call.precision, accurate=accurate)
 
@@ -224,7 +243,7 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Arr
     return _forward(call, *_operands(call, lhs, rhs, state)[0])
 
 
-def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Operand], list[Any]]:
+def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
     """The operands of the forward product, and what is seen of them for delayed scaling."""
     state = None if state is None else settled(as_float(state))
     seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
@@ -235,7 +254,7 @@ def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Operand
     return operands, seen
 
 
-def _forward(call: _Call, lhs: Operand, rhs: Operand) -> jax.Array:
+def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
     return _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
 
 
@@ -251,7 +270,7 @@ def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array
     return _forward(call, *operands), (tuple(kept), seen, state)
 
 
-def _for_backward(call: _Call, side: int, x: Any, forwards: Operand, seen: Any) -> Operand:
+def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> Any:
     """Operand `side` as the product needs it that gives the gradient of the other operand."""
     gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
     if _shared(call, role, "fprop", gemm):
@@ -282,7 +301,7 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
         dims, order = call.dims.transposed(side)
         if operand is None or not _shared(call, "output_grad", "dgrad", "wgrad"):
             operand = _operand(call, gemm, "output_grad", gradient, dims, side, of_gradient)
-        if operand.factor is None:
+        if isinstance(operand, Operand) and operand.factor is None:
             # Not FP8: a wide result's gradient is rounded to what it is multiplied with.
             values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
             operand = Operand(values, None)

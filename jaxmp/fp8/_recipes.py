@@ -24,6 +24,9 @@ _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 _E4M3 = ("e4m3fn", "e4m3fn")
 
+# Numbers that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
+MX_BLOCK = 32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
@@ -85,7 +88,7 @@ def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
     """
     value = getattr(recipe, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _bad(recipe, name, f"an integer from {low} to {high}", str(max(low, 1)))
+        raise _bad(recipe, name, f"an integer from {low} to {high}", str(min(max(low, 1), high)))
 
 
 def _formats(recipe: Scaling, gemm: str) -> Any:
@@ -262,8 +265,54 @@ class BlockScaling(Scaling):
         check_count(self, "block", low=1, high=2**16)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXScaling(Scaling):
+    """MXFP8: one power of two per 32 numbers along what a product sums over. For Blackwell cards.
+
+    The block format of the OCP Microscaling Formats specification 1.0, with scales in E8M0, and the
+    recipe of Transformer Engine's `MXFP8BlockScaling`: E4M3 throughout. Each operand is quantised
+    once for each of the directions in which it is summed over, from the same high-precision
+    numbers. The products are those of `jax.nn.scaled_matmul`, which run on GPUs of compute
+    capability 10.0 and above; older ones, and TPUs, are refused without `emulate=True`. A CPU
+    multiplies the same numbers in the operands' own dtype.
+
+    Args:
+      rounding: how the scale of a block follows from its largest magnitude. "up": the least power
+        of two that lets it fit, so that nothing saturates; this is what JAX, cuDNN and Transformer
+        Engine do. "down": the specification's own rule (section 6.3), `2**(floor(log2(amax)) - 8)`
+        for E4M3, by which numbers from 448 to 512 times the scale saturate.
+      fprop, dgrad, wgrad, min_width, emulate: as in `CurrentScaling`.
+      margin, power_of_two: 0 and True: the format has no others.
+      fast_accumulation: has no effect.
+
+    Raises:
+      RecipeError: naming the setting, what it may be, and a call that works.
+
+    Example:
+      >>> MXScaling().fprop, MXScaling(rounding="down").rounding
+      (('e4m3fn', 'e4m3fn'), 'down')
+    """
+
+    kind: ClassVar[str] = "mx"
+
+    dgrad: Any = _E4M3
+    wgrad: Any = _E4M3
+    power_of_two: bool = True
+    rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("up", "down"):
+            raise _bad(self, "rounding", "'up' or 'down'", "'up'")
+        check_count(self, "margin", low=0, high=0)
+        if not self.power_of_two:
+            raise _bad(self, "power_of_two", "True: scales are in E8M0", "True")
+
+
 KINDS: dict[str, type[Scaling]] = {
-    cls.kind: cls for cls in (CurrentScaling, DelayedScaling, RowwiseScaling, BlockScaling)
+    cls.kind: cls
+    for cls in (CurrentScaling, DelayedScaling, RowwiseScaling, BlockScaling, MXScaling)
 }
 
 
@@ -271,8 +320,8 @@ def as_recipe(recipe: Any) -> Scaling:
     """A recipe, or the one that a name stands for.
 
     Args:
-      recipe: a recipe object; "current", "delayed", "rowwise" or "block"; None: the default, which
-        is `CurrentScaling()`.
+      recipe: a recipe object; "current", "delayed", "rowwise", "block" or "mx"; None: the default,
+        which is `CurrentScaling()`.
 
     Raises:
       RecipeError: quoting what was given.

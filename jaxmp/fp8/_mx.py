@@ -1,0 +1,194 @@
+"""Products of MX numbers: blocks of 32 along what is summed over, and a power of two for each."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jaxmp import _compat
+from jaxmp._dtypes import FLOAT32
+from jaxmp.errors import CompositionError
+from jaxmp.fp8._dims import Dims
+from jaxmp.fp8._recipes import MX_BLOCK, MXScaling, Scaling
+
+# Exponents are stored as E8M0 does: plus 127. 0 stands for 2**-127, which FP32 holds as a subnormal
+# number only, so the least one here is 1. 255 is NaN.
+_BIAS, _LEAST, _NAN = 127, 1, 255
+_MANTISSA_BITS = 23
+_MANTISSA = 2**_MANTISSA_BITS - 1
+
+
+class MXOperand(NamedTuple):
+    """Numbers of a block format."""
+
+    # FP8, in the shape of the operand.
+    values: jax.Array
+    # uint8, exponents in E8M0: [batch, rows, blocks].
+    exponents: jax.Array
+
+
+def check_device(recipe: MXScaling) -> None:
+    """Refuses accelerators without products of MX numbers, unless the recipe emulates them.
+
+    Raises:
+      CompositionError: naming the card's compute capability.
+    """
+    target = _compat.target()
+    if recipe.emulate or target == "cpu":
+        return
+    capability = _compat.target_capability() if target == "gpu" else None
+    if target == "gpu" and (capability is None or capability >= (10, 0)):
+        return  # a card that is not known need not be there; the audit of the program judges
+    found = f"this GPU has {capability[0]}.{capability[1]}" if capability else f"this is a {target}"
+    raise CompositionError(
+        "MXScaling: products of MX numbers begin with compute capability 10.0 (Blackwell), and "
+        f"{found}: it would multiply in 16 bits, and no faster. Use fp8.CurrentScaling() or "
+        "fp8.RowwiseScaling(); to study its rounding, fp8.MXScaling(emulate=True)."
+    )
+
+
+def is_native(recipe: Scaling) -> bool:
+    """Whether products are left to the device's own, after `check_device`."""
+    return not recipe.emulate and _compat.target() == "gpu"
+
+
+# ---------------------------------------------------------------------------
+# Rows of blocks
+# ---------------------------------------------------------------------------
+
+
+def _order(dims: Dims, side: int) -> tuple[int, ...]:
+    """Axes of an operand: batch, its own, and last those that are summed over."""
+    return (*dims.batch[side], *dims.free(side), *dims.contract[side])
+
+
+def _rows(x: jax.Array, dims: Dims, side: int) -> jax.Array:
+    """`[batch, rows, K]`, K filled up with zeros to whole blocks."""
+    sizes = lambda axes: math.prod(x.shape[axis] for axis in axes)
+    axes = dims.batch[side], dims.free(side), dims.contract[side]
+    rows = jnp.transpose(x, _order(dims, side)).reshape(tuple(map(sizes, axes)))
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[-1] % MX_BLOCK)))
+
+
+def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> jax.Array:
+    """What `_rows` was made of."""
+    order = _order(dims, side)
+    k = math.prod(shape[axis] for axis in dims.contract[side])
+    moved = rows[..., :k].reshape(tuple(shape[axis] for axis in order))
+    return jnp.transpose(moved, tuple(int(axis) for axis in np.argsort(order)))
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "dims", "side"))
+def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
+    """Operand `side` of a product, in blocks along the axes that it sums over."""
+    rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
+    blocks = rows.reshape(*rows.shape[:2], -1, MX_BLOCK)
+    exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), recipe, dtype)
+    # By the reciprocal of the scale, which is another power of two: finite numbers have scales from
+    # 2**-126 to 2**120.
+    scaled = blocks * jnp.broadcast_to(_power(2 * _BIAS - exponents)[..., None], blocks.shape)
+    limit = np.float32(jnp.finfo(dtype).max)
+    values = lax.convert_element_type(lax.clamp(-limit, scaled, limit), dtype)
+    return MXOperand(
+        _unrows(values.reshape(rows.shape), x.shape, dims, side),
+        lax.convert_element_type(exponents, jnp.uint8),
+    )
+
+
+def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:
+    """int32: biased exponents of the scales of blocks whose largest magnitudes are `amax`."""
+    limit = int(np.asarray(jnp.finfo(dtype).max, np.float32).view(np.int32))
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    if recipe.rounding == "up":
+        # A mantissa beyond that of the format's largest number carries into the exponent. In whole
+        # numbers, because XLA may divide by multiplying with a rounded reciprocal.
+        bits = bits + np.int32(_MANTISSA - (limit & _MANTISSA))
+    largest = (limit >> _MANTISSA_BITS) - _BIAS
+    found = (bits >> np.int32(_MANTISSA_BITS)) - np.int32(largest)
+    found = jnp.maximum(found, np.int32(_LEAST))
+    found = lax.select(amax == np.float32(0), lax.full_like(found, _BIAS), found)
+    return lax.select(lax.is_finite(amax), found, lax.full_like(found, _NAN))
+
+
+def _power(biased: jax.Array) -> jax.Array:
+    """float32 `2 ** (biased - 127)`; NaN for 255, and for the -1 that is its opposite."""
+    biased = lax.convert_element_type(biased, jnp.int32)
+    power = lax.bitcast_convert_type(biased << np.int32(_MANTISSA_BITS), FLOAT32)
+    number = (biased >= np.int32(0)) & (biased < np.int32(_NAN))
+    return lax.select(number, power, lax.full_like(power, jnp.nan))
+
+
+# ---------------------------------------------------------------------------
+# Products
+# ---------------------------------------------------------------------------
+
+
+def mx_multiply(
+    lhs: MXOperand, rhs: MXOperand, dims: Dims, out_dtype: Any, *, native: bool, wide: Any
+) -> jax.Array:
+    """The product of two operands.
+
+    Args:
+      lhs, rhs: in blocks along the axes that `dims` sums over.
+      dims: of the product.
+      out_dtype: of the result.
+      native: whether the device multiplies such numbers; else they are multiplied in `wide`.
+      wide: a dtype that holds them.
+    """
+    operands = [_rows(each.values, dims, side) for side, each in enumerate((lhs, rhs))]
+    exponents = lhs.exponents, rhs.exponents
+    if native:
+        scales = (lax.bitcast_convert_type(each, jnp.float8_e8m0fnu) for each in exponents)
+        # The results that the kernel has.
+        narrow = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else FLOAT32
+        product = _scaled_matmul(narrow)(*operands, *scales)
+    else:
+        left, right = (
+            _dequantized(each, exponent, wide)
+            for each, exponent in zip(operands, exponents, strict=True)
+        )
+        numbers = (((2,), (2,)), ((0,), (0,)))
+        product = lax.dot_general(left, right, numbers, preferred_element_type=out_dtype)
+    batch = [lhs.values.shape[axis] for axis in dims.batch[0]]
+    free = [
+        each.values.shape[axis] for side, each in enumerate((lhs, rhs)) for axis in dims.free(side)
+    ]
+    return lax.convert_element_type(product.reshape(*batch, *free), out_dtype)
+
+
+def _dequantized(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers times their scales, exactly but for bfloat16's and FP32's own ends of the range."""
+    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    numbers = lax.convert_element_type(lax.optimization_barrier(values), FLOAT32)
+    blocks = numbers.reshape(*exponents.shape, MX_BLOCK)
+    scaled = blocks * jnp.broadcast_to(_power(exponents)[..., None], blocks.shape)
+    return lax.convert_element_type(scaled.reshape(values.shape), dtype)
+
+
+@functools.cache
+def _scaled_matmul(dtype: Any) -> Callable[..., jax.Array]:
+    """`jax.nn.scaled_matmul` under `vmap` too: JAX 0.10 maps it only if all operands are mapped."""
+
+    @custom_vmap
+    def multiply(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
+        return jax.nn.scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=dtype)
+
+    @multiply.def_vmap
+    def _(axis_size: int, in_batched: list[bool], *operands: Any) -> Any:
+        whole = [
+            x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, mapped in zip(operands, in_batched, strict=True)
+        ]
+        batch = whole[0].shape[:2]
+        flat = _scaled_matmul(dtype)(*[x.reshape(-1, *x.shape[2:]) for x in whole])
+        return flat.reshape(*batch, *flat.shape[1:]), True
+
+    return multiply

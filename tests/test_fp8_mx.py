@@ -1,0 +1,350 @@
+"""MXFP8: blocks of 32 with scales in E8M0, against a model in NumPy, JAX's own, and a Blackwell."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp import PolicyMap, _compat, autocast, fp8
+from jaxmp._audit._gpus import GPUS
+from jaxmp.errors import CompositionError, RecipeError
+from jaxmp.fp8._dims import make_dims
+from jaxmp.fp8._mx import mx_quantized
+
+LINEAR = (((1,), (0,)), ((), ()))
+UP, DOWN = fp8.MXScaling(), fp8.MXScaling(rounding="down")
+HYBRID = fp8.MXScaling(dgrad=("e5m2", "e4m3fn"), wgrad=("e4m3fn", "e5m2"))
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+# ---------------------------------------------------------------------------
+# Against NumPy and ml_dtypes
+# ---------------------------------------------------------------------------
+
+
+def reference(rows, dtype, rounding):
+    """Blocks of 32 along the last axis: FP8 numbers, and their scales as numbers.
+
+    Scales by the least power of two that holds the largest number (`rounding="up"`), or by that of
+    section 6.3 of the OCP specification. Both are looked up among the powers themselves, and cast
+    to E8M0 and back.
+    """
+    limit = float(ml_dtypes.finfo(dtype).max)
+    powers = 2.0 ** np.arange(-126, 128)
+    blocks = np.asarray(rows, np.float64).reshape(*rows.shape[:-1], -1, 32)
+    amax = np.abs(blocks).max(-1)
+    if rounding == "up":
+        index = np.argmax(amax[..., None] <= limit * powers, -1)
+    else:
+        shared = np.floor(np.log2(np.where(amax > 0, amax, 1))) - np.floor(np.log2(limit))
+        index = np.clip(shared, -126, 127).astype(int) + 126
+    scale = np.where(amax > 0, powers[index], 1.0)
+    kept = scale.astype(ml_dtypes.float8_e8m0fnu)
+    np.testing.assert_array_equal(kept.astype(np.float64), scale)
+    clipped = np.clip(blocks / scale[..., None], -limit, limit)
+    return clipped.astype(dtype).reshape(rows.shape), kept
+
+
+@pytest.mark.parametrize("rounding", ["up", "down"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_numbers_and_scales_are_those_of_the_format(dtype, rounding):
+    """Sizes over the whole range of FP32, zeros, exact powers, the largest number and those beside
+    it: where a rounded quotient would choose the other scale."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 96)) * 2.0 ** rng.integers(-116, 120, size=(64, 1))
+    limit = float(ml_dtypes.finfo(dtype).max)
+    x[0], x[1, :32], x[2, 0], x[3, 0] = 0, 1, limit * 2.0**100, limit * 2.0**-100
+    above = np.nextafter(np.float32(limit), np.float32(np.inf))
+    x[4, 0], x[5, 0], x[6, 0] = above, np.nextafter(np.float32(limit), np.float32(0)), 512
+    x[4:7, 1:32] /= np.abs(x[4:7, 1:32]).max(-1, keepdims=True)
+    x[7, 0] = np.finfo(np.float32).max
+    x = x.astype(np.float32)
+    recipe = fp8.MXScaling(rounding=rounding)
+    dims = make_dims(x, np.zeros((96, 32)), LINEAR)
+    got = mx_quantized(jnp.asarray(x), recipe, jnp.dtype(dtype), dims, 0)
+    values, scales = reference(x, dtype, rounding)
+    np.testing.assert_array_equal(np.asarray(got.exponents)[0], scales.view(np.uint8))
+    np.testing.assert_array_equal(
+        np.asarray(got.values).view(np.uint8), np.asarray(values).view(np.uint8)
+    )
+    # And nothing saturates by more than half a unit, but by the specification's rule. Numbers from
+    # 448 to 512 of E4M3 do, E5M2's units are so large that they do not.
+    wide = values.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
+    unit = 2.0 ** -(ml_dtypes.finfo(dtype).nmant + 1)
+    lost = np.abs(wide - x) > unit * np.abs(x)
+    inside = np.abs(x) >= np.repeat(scales.astype(np.float64), 32, -1) * 2.0**-5
+    assert np.any(lost & inside) == (rounding == "down" and dtype == ml_dtypes.float8_e4m3fn)
+
+
+def dequantized(x, axis, dtype, rounding="up"):
+    rows = np.moveaxis(np.asarray(x, np.float64), axis, -1)
+    values, scales = reference(rows, dtype, rounding)
+    wide = values.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
+    return np.moveaxis(wide, -1, axis)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def outputs(recipe, x, w, g, dims=LINEAR):
+    y, backward = jax.vjp(lambda x, w: fp8.dot_general(recipe)(x, w, dims), x, w)
+    return (y, *backward(g.astype(y.dtype)))
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("recipe", [UP, slow(DOWN), slow(HYBRID)], ids=["up", "down", "hybrid"])
+def test_products_are_those_of_the_rounded_operands(recipe):
+    """Each operand in blocks along the very axis that a product sums over."""
+    x, w, g = normal(0, 64, 96), normal(1, 96, 32), normal(2, 64, 32)
+    e4m3 = ml_dtypes.float8_e4m3fn
+    of_gradient = np.dtype(recipe.formats("dgrad")[0])
+    rounded = functools.partial(dequantized, rounding=recipe.rounding)
+    want = (
+        rounded(x, 1, e4m3) @ rounded(w, 0, e4m3),
+        rounded(g, 1, of_gradient) @ rounded(w, 1, e4m3).T,
+        rounded(x, 0, e4m3).T @ rounded(g, 0, of_gradient),
+    )
+    for exact, got in zip(want, outputs(recipe, x, w, g), strict=True):
+        # Sums of at most 96 products in FP32: 96 units of 2**-24, of the largest sum.
+        np.testing.assert_allclose(got, exact, rtol=0, atol=96 * 2.0**-24 * np.abs(exact).max())
+
+
+def signal_to_noise(exact, got):
+    exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
+    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "least", "of_gradients"),
+    [
+        (UP, "bfloat16", 28.0, 28.0),
+        # What saturates, from 448 to 512 of a block's scale, costs 1 dB of normal data.
+        (DOWN, "float32", 27.0, 27.0),
+        slow(HYBRID, "float16", 28.0, 23.5),
+    ],
+    ids=["up", "down", "hybrid"],
+)
+def test_signal_to_noise_of_normal_data(recipe, dtype, least, of_gradients):
+    x, w, g = (
+        normal(i, *shape, dtype=dtype) for i, shape in enumerate([(96, 128), (128, 64), (96, 64)])
+    )
+    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
+    limits = [(x64 @ w64, least), (g64 @ w64.T, of_gradients), (x64.T @ g64, of_gradients)]
+    for (exact, low), got in zip(limits, outputs(recipe, x, w, g), strict=True):
+        assert got.dtype == x.dtype
+        assert low <= signal_to_noise(exact, got) <= 30.0
+
+
+def test_blocks_far_apart_keep_their_bits():
+    """One scale for all would flush the small ones to zero: what blocks are for."""
+    sizes = np.repeat(2.0 ** np.arange(0, -100, -25), 32).astype(np.float32)
+    x, w = normal(0, 32, 128) * sizes[None], normal(1, 128, 32) / sizes[:, None]
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    y = jax.jit(lambda x, w: fp8.dot_general("mx")(x, w, LINEAR))(x, w)
+    assert signal_to_noise(exact, y) > 28
+    y = jax.jit(lambda x, w: fp8.dot_general("current")(x, w, LINEAR))(x, w)
+    assert signal_to_noise(exact, y) < 10
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_reaches_its_row(bad):
+    x = normal(0, 32, 64).at[3, 5].set(bad)
+    y = np.asarray(jax.jit(lambda x, w: fp8.dot_general("mx")(x, w, LINEAR))(x, normal(1, 64, 32)))
+    finite = np.isfinite(y)
+    assert not finite[3].any() and finite[np.arange(32) != 3].all()
+
+
+SHAPES = {
+    "tokens, K no multiple": ((2, 3, 40), (40, 4), (((2,), (0,)), ((), ()))),
+    "crossed": ((2, 4, 3, 2), (2, 4, 5), (((1, 3), (1, 0)), ((), ()))),
+    "experts": ((3, 6, 8), (3, 8, 4), (((2,), (1,)), ((0,), (0,)))),
+    "vector": ((8,), (8, 4), (((0,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("shape", [*list(SHAPES)[:2], *map(slow, list(SHAPES)[2:])])
+def test_small_integers_are_multiplied_exactly(shape):
+    """Integers up to 7 fit E4M3: what is left is the layout."""
+    lhs_shape, rhs_shape, dims = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    integers = lambda shape: jnp.asarray(rng.integers(-7, 8, size=shape), jnp.float32)
+    x, w = integers(lhs_shape), integers(rhs_shape)
+    exact = lambda x, w: jax.lax.dot_general(x, w, dims)
+    y, backward = jax.vjp(exact, x, w)
+    g = integers(y.shape)
+    for got, want in zip(outputs(UP, x, w, g, dims), (y, *backward(g)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_jax_multiplies_the_same():
+    """`jax.nn.scaled_dot_general` rounds scales up and clips. JAX 0.10 lowers it for GPUs only."""
+    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    x, w = (normal(i, *s, dtype=jnp.bfloat16) for i, s in enumerate([(64, 96), (96, 32)]))
+    theirs = lambda x, w: jax.nn.scaled_dot_general(
+        x, w, LINEAR, preferred_element_type=jnp.float32, configs=configs
+    )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        try:
+            want = jax.jit(theirs)(x, w)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+    ours = jax.jit(lambda x, w: fp8.dot_general("mx")(x, w, LINEAR, None, jnp.float32))(x, w)
+    # The same numbers, added up in another order.
+    np.testing.assert_allclose(ours, want, rtol=0, atol=96 * 2.0**-24 * np.abs(want).max())
+
+
+# ---------------------------------------------------------------------------
+# Recipes, layers, transformations
+# ---------------------------------------------------------------------------
+
+
+def test_a_recipe_file_says_mx(tmp_path):
+    path = tmp_path / "mx.toml"
+    path.write_text(
+        'extends = "fp8"\nsummary = "MXFP8"\n\n[fp8]\nscaling = "mx"\nrounding = "down"\n'
+    )
+    recipe = jaxmp.load_recipe(str(path))
+    assert recipe.fp8 == DOWN
+    path.write_text(recipe.to_toml())
+    assert jaxmp.load_recipe(str(path)).fp8 == DOWN
+
+
+def test_layers_einsum_and_autocast_take_it():
+    policies = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=UP)
+    x, w = normal(0, 32, 64), normal(1, 64, 4, 32)
+    einsum = lambda x, w: jnp.einsum("td,dnh->tnh", x, w)
+    rows = fp8.explain(autocast(einsum, policies), x, w)
+    assert [(row.k, row.n, row.why_not) for row in rows] == [(64, 128, "")]
+    ours = jax.jit(autocast(einsum, policies))(x, w)
+    half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
+    # Half a unit of BF16, where XLA hands on the FP32 sums.
+    np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
+    assert fp8.why_not(48, 64, "mx") == "K = 48 is no multiple of 32"
+    assert fp8.why_not(48, 64, "current") == ""
+    assert "too narrow" in fp8.why_not(1024, 4096, "mx", target="gpu")
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_is_kept_for_the_backward_pass_is_a_byte_a_number(native):
+    x, w = normal(0, 64, 128, dtype=jnp.bfloat16), normal(1, 128, 96, dtype=jnp.bfloat16)
+
+    def kept(x, w):
+        return jax.tree.leaves(jax.vjp(lambda x, w: fp8.dot_general("mx")(x, w, LINEAR), x, w)[1])
+
+    with _compat.context(target="gpu" if native else "cpu"):
+        leaves = jax.eval_shape(kept, x, w)
+    sizes = {str(leaf.dtype): 0 for leaf in leaves}
+    for leaf in leaves:
+        sizes[str(leaf.dtype)] += leaf.size
+    assert sizes == {"float8_e4m3fn": x.size + w.size, "uint8": (x.size + w.size) // 32}
+
+
+def test_remat_scan_and_vmap():
+    policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
+    layer = lambda x, w: jnp.tanh(fp8.dot_general("mx")(x, w, LINEAR))
+    x, ws = normal(0, 2, 32, 32), normal(1, 3, 32, 32) / 6
+
+    def loss(policy, ws, x):
+        step = jax.checkpoint(layer, policy=policy) if policy else layer
+        each = lambda x: jax.lax.scan(lambda x, w: (step(x, w), None), x, ws)[0]
+        return jnp.square(jax.vmap(each)(x)).sum()
+
+    run = jax.jit(
+        lambda: [
+            jax.grad(functools.partial(loss, each))(ws, x)
+            for each in (None, policy, jax.checkpoint_policies.everything_saveable)
+        ]
+    )
+    want, *rest = run()
+    assert np.isfinite(want).all() and np.any(want)
+    for got in rest:
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounding": "even"}, "rounding must be 'up' or 'down'"),
+        ({"margin": 1}, r"margin must be an integer from 0 to 0; .*MXScaling\(margin=0\)"),
+        ({"power_of_two": False}, "power_of_two must be True: scales are in E8M0"),
+        ({"fprop": "e5m2"}, "not both 'e5m2'"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        fp8.MXScaling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("context", "found"),
+    [
+        ({"target": "gpu", "capability": (9, 0)}, "this GPU has 9.0"),
+        ({"target": "tpu"}, "this is a tpu"),
+    ],
+)
+def test_devices_without_such_products_are_refused(context, found):
+    x = jnp.ones((32, 32))
+    run = lambda recipe: jax.eval_shape(lambda: fp8.dot_general(recipe)(x, x, LINEAR))
+    with _compat.context(**context):
+        with pytest.raises(CompositionError, match=rf"10\.0 \(Blackwell\), and {found}"):
+            run(UP)
+        run(fp8.MXScaling(emulate=True))
+    with _compat.context(target="gpu", capability=(10, 0)):
+        run(UP)
+
+
+# ---------------------------------------------------------------------------
+# Compiled for a Blackwell
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("x", "w", "dims", "batched"),
+    [
+        ((4, 128, 256), (256, 384), (((2,), (0,)), ((), ())), False),
+        ((2, 128, 256), (256, 4, 64), (((1,), (0,)), ((), ())), True),
+    ],
+    ids=["linear", "vmap"],
+)
+def test_three_real_products_of_blocks(x, w, dims, batched):
+    """cuDNN's own, at default flags, with FP8 numbers and E8M0 scales; no product besides."""
+    (device,) = _compat.described_gpus(GPUS["b200"].description, 1)
+    placed = SingleDeviceSharding(device)
+    args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in (x, w)]
+
+    def loss(x, w):
+        product = functools.partial(fp8.dot_general(UP), dimension_numbers=dims)
+        product = jax.vmap(product, (0, None)) if batched else product
+        return jnp.sum(product(x, w).astype(jnp.float32) ** 2)
+
+    with (
+        _compat.context(target="gpu", capability=(10, 0)),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    calls = [
+        line
+        for line in text.splitlines()
+        if re.search(r'custom_call_target="__cudnn\$blockScaledDot"', line)
+    ]
+    assert len(calls) == 3
+    assert not re.findall(r"\bdot\(|__cublas", text)
