@@ -23,6 +23,7 @@ from jaxmp._policy import Policy
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp.errors import AuditFailed, JaxmpError, RuleError, missing_dependency
+from jaxmp.fp8._recipes import as_recipe
 
 try:
     import rich.box
@@ -204,12 +205,14 @@ _ATTENTION = {
     "cudnn": "cuDNN's fused kernel, or an error",
     "blockwise": "block by block, in memory linear in the length",
     "xla": "two products and a softmax, with the logits of all pairs in memory",
+    "cudnn_fp8": "cuDNN's FP8 kernel, emulated on a CPU; an error where it cannot serve, and for"
+    " causal attention over more than 4096 positions, where it loses",
 }
 _MATMUL = {
     "default": "JAX's own choice for FP32 operands: TF32 on NVIDIA Tensor Cores",
     "tf32": "FP32 operands are rounded to TF32: 10 bits of mantissa, FP32 range and sums",
     "highest": "FP32 operands keep all their bits",
-    "fp8": "linear layers multiply in FP8 where their sizes allow it, and emulate it on a CPU",
+    "fp8": "linear layers multiply in FP8 where their sizes allow it",
 }
 _SKIP = {
     "auto": "select when compiling for GPU or TPU, lax.cond when compiling for CPU",
@@ -273,12 +276,22 @@ def _policy_rows(recipe: Recipe) -> _Rows:
         ),
         ("output", f"{policy.output_dtype.name}: what the whole model returns"),
         ("matmul", f"{policy.matmul}: {_MATMUL[policy.matmul]}"),
+        *_fp8_rows(recipe.policies),
         ("attention", f"{policy.attention}: {_ATTENTION[policy.attention]}"),
     ]
     author = "is kept" if policy.respect_explicit else "is overridden"
     rows.append(("explicit dtypes", f"a dtype that the author set on a Flax module {author}"))
     float64 = "cast like the others" if policy.cast_float64 else "left alone"
     return [*rows, ("float64 arrays", float64)]
+
+
+def _fp8_rows(policies: PolicyMap) -> _Rows:
+    named = [policies.default.matmul, *(rule.fields.get("matmul") for rule in policies.rules)]
+    if "fp8" not in named:
+        return []
+    kind = as_recipe(policies.fp8).kind
+    words = f"{kind} scaling; a CPU emulates it: rounds to FP8, and multiplies in a wider dtype"
+    return [("FP8", words)]
 
 
 def _rule_words(rule: Rule) -> str:

@@ -108,9 +108,20 @@ def test_show_prints_all_that_a_recipe_says(run, monkeypatch, name, columns):
         assert repr(rule.path) in said and rule.why in said
     assert ("65536 (2**16)" in said) == name.startswith("fp16")
     assert ("4 more bytes each" in said) == name.endswith("_params")
+    assert ("a CPU emulates it" in said) == name.startswith("fp8")
     for always in ("norm statistics", "attention softmax", "optimizer state", "loss"):
         assert always in said
     assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_show_says_that_a_cpu_emulates_fp8_where_a_rule_alone_asks_for_it(run, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "bf16"\n[[rules]]\npath = "mlp"\nmatmul = "fp8"\nwhy = "wide"\n'
+        '[fp8]\nscaling = "rowwise"\n'
+    )
+    _, out, _ = run("show", str(path))
+    assert "FP8 rowwise scaling; a CPU emulates it: rounds to FP8" in words(out)
 
 
 @pytest.mark.parametrize(

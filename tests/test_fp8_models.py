@@ -517,7 +517,7 @@ def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framewor
     rest = [row for row in report.gemms if row.kernel != "cublas fp8"]
     assert {(row.module, row.lhs, row.rhs) for row in rest} == {("lm_head", "bfloat16", "bfloat16")}
     assert "fp8_fallback" not in {finding.kind for finding in report.findings}
-    assert report.ok, report
+    assert report.ok and "CPU" not in str(report), report
 
 
 @needs_compiler
@@ -550,11 +550,14 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
 
     model = jaxmp.linen.apply_policy(Odd(), policies())
     x = jnp.ones((16, 32))
-    report = audit(model.apply, model.init(jax.random.key(0), x), x, policies=policies())
+    params = model.init(jax.random.key(0), x)
+    report = audit(model.apply, params, x, policies=policies())
     found = {finding.module: finding for finding in report.findings if finding.kind == "not_fp8"}
     assert set(found) == {"odd", ""}
     assert "N = 10 is no multiple of 16" in found["odd"].message
     assert "no layer of Flax makes it" in found[""].message
+    assert "this is a CPU, which emulates them" in str(report)
+    assert "CPU" not in str(audit(Odd().apply, params, x))
 
 
 # ---------------------------------------------------------------------------

@@ -18,6 +18,10 @@ from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, Modul
 from jaxmp._jaxprs import Path
 from jaxmp._rules import Rule
 
+_EMULATED = (
+    "real FP8 matmuls: this is a CPU, which emulates them; it rounds to FP8 and multiplies in a"
+    " wider dtype"
+)
 # A misaligned matmul below this share of all FLOPs is a note.
 _SHARE = 0.01
 
@@ -42,6 +46,8 @@ def make_report(
     policies = auditor.judge.policies
     gpu: dict[str, Any] = {}
     notes = list(auditor.notes)
+    if auditor.judge.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
+        notes.append(_EMULATED)
     if compiled is not None:
         found = read(compiled, auditor.places.names, root, held)
         fp8 = {
