@@ -34,7 +34,7 @@ GOAL_PERCENT = 98.0
 
 
 class CNN(nnx.Module):
-    """Three convolutions with BatchNorm, written without a thought for precision."""
+    """Three convolutions and two linear layers, written without a thought for precision."""
 
     def __init__(self, width: int = 16, *, rngs: nnx.Rngs) -> None:
         """`width` channels after the first convolution, twice as many after each further one."""
@@ -42,8 +42,9 @@ class CNN(nnx.Module):
         pairs = list(itertools.pairwise(channels))
         self.convs = nnx.List(nnx.Conv(*pair, (3, 3), use_bias=False, rngs=rngs) for pair in pairs)
         self.norms = nnx.List(nnx.BatchNorm(out, momentum=0.9, rngs=rngs) for _, out in pairs)
+        self.hidden = nnx.Linear(2 * 2 * channels[-1], 8 * width, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.logits = nnx.Linear(2 * 2 * channels[-1], 10, rngs=rngs)
+        self.logits = nnx.Linear(8 * width, 10, rngs=rngs)
 
     def __call__(self, x_NHWC: jax.Array) -> jax.Array:
         """Returns logits (N, 10) for images (N, 8, 8, 1)."""
@@ -51,7 +52,8 @@ class CNN(nnx.Module):
             x_NHWC = nnx.relu(norm(conv(x_NHWC)))
             if layer > 0:
                 x_NHWC = nnx.max_pool(x_NHWC, (2, 2), strides=(2, 2))
-        return self.logits(self.dropout(x_NHWC.reshape(len(x_NHWC), -1)))
+        x_NF = nnx.relu(self.hidden(x_NHWC.reshape(len(x_NHWC), -1)))
+        return self.logits(self.dropout(x_NF))
 
 
 # ---------------------------------------------------------------------------
