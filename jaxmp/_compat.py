@@ -21,6 +21,8 @@ class Context(NamedTuple):
     policies: Hashable = None
     # "cpu", "gpu" or "tpu": what is compiled for. None: the default backend.
     target: str | None = None
+    # Compute capability of the GPU that is compiled for, such as (9, 0). None: of the one here.
+    capability: tuple[int, int] | None = None
 
 
 _context = jax.make_user_context(default_value=Context())
@@ -105,6 +107,100 @@ def compute_capability() -> tuple[int, int] | None:
         return int(major), int(minor)
     except (RuntimeError, AttributeError, ValueError):
         return None
+
+
+def target_capability() -> tuple[int, int] | None:
+    """That of the GPU that is compiled for, which need not be here; None if it is not known."""
+    return current_context().capability or compute_capability()
+
+
+# ---------------------------------------------------------------------------
+# cuDNN's FP8 attention, which JAX has, and calls from nowhere that is public
+# ---------------------------------------------------------------------------
+
+_FP8_FORWARD = getattr(fused_attention_stablehlo, "_dot_product_attention_fp8_fwd_rule", None)
+_FP8_INFERENCE = getattr(fused_attention_stablehlo, "_dot_product_attention_fp8_fwd", None)
+_FP8_BACKWARD = getattr(fused_attention_stablehlo, "_dot_product_attention_fp8_bwd_rule", None)
+_FP8_FORWARD_SCALES = getattr(fused_attention_stablehlo, "fp8_params_keys_fwd", ())
+# Names of the scales of the backward kernel, in the order in which JAX hands them on.
+FP8_BACKWARD_SCALES: tuple[str, ...] = tuple(
+    getattr(fused_attention_stablehlo, "fp8_params_keys_bwd", ())
+)
+_BTNH = 0
+
+
+def has_fp8_attention() -> bool:
+    """Whether this JAX can lower cuDNN's FP8 attention."""
+    return None not in (_FP8_FORWARD, _FP8_INFERENCE, _FP8_BACKWARD)
+
+
+def fp8_attention_forward(
+    operands: tuple[Any, Any, Any],
+    scales: dict[str, Any],
+    *,
+    scale: float,
+    is_causal: bool,
+    training: bool,
+) -> tuple[Any, ...]:
+    """cuDNN's FP8 attention.
+
+    Args:
+      operands: query `[B, T, N, 128]`, key and value `[B, S, K, 128]`, all float8_e4m3fn.
+      scales: float32 scalars: descale_q, descale_k, descale_v, descale_s, scale_s, scale_o.
+      scale: of the logits.
+      is_causal: whether position t sees keys 0 to t only.
+      training: whether the backward pass will want the logsumexp.
+
+    Returns:
+      The result, float8_e4m3fn; its largest magnitude before it was scaled, float32; with
+      `training` the logsumexp `[B, N, T]`, float32.
+    """
+    assert _FP8_FORWARD is not None and _FP8_INFERENCE is not None
+    shaped = {name: value.reshape(1, 1, 1, 1) for name, value in scales.items()}
+    version = cudnn_version() or 0
+    if training:
+        # What it saves for the backward pass wants scales that are not known yet.
+        whole = {**dict.fromkeys(FP8_BACKWARD_SCALES), **shaped}
+        (out, _, amax), saved = _FP8_FORWARD(*operands, whole, scale, is_causal, _BTNH, version)
+        return out, amax.reshape(()), saved[3]
+    given = [shaped[name] for name in _FP8_FORWARD_SCALES]
+    out, _, amax = _FP8_INFERENCE(*operands, given, scale, is_causal, _BTNH, version)
+    return out, amax.reshape(())
+
+
+def fp8_attention_backward(
+    operands: tuple[Any, Any, Any],
+    out: Any,
+    d_out: Any,
+    logsumexp: Any,
+    scales: dict[str, Any],
+    *,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Any, ...]:
+    """The gradient of `fp8_attention_forward`.
+
+    Args:
+      operands: as there.
+      out: the result `[B, T, N, 128]`, float8_e4m3fn.
+      d_out: its gradient, likewise.
+      logsumexp: `[B, N, T]`, float32.
+      scales: float32 scalars, by the names in `FP8_BACKWARD_SCALES`.
+      scale, is_causal: as there.
+
+    Returns:
+      The gradients of the operands, float8_e4m3fn; the largest magnitudes, before they are scaled,
+      of these three and of the logits' gradient; float32.
+    """
+    assert _FP8_BACKWARD is not None
+    given = [scales[name].reshape(1, 1, 1, 1) for name in FP8_BACKWARD_SCALES]
+    saved = (*operands, logsumexp, out, given)
+    version = cudnn_version() or 0
+    d_query, d_key, d_value, amaxes = _FP8_BACKWARD(
+        scale, is_causal, _BTNH, version, saved, (d_out,)
+    )
+    names = ("amax_dQ", "amax_dK", "amax_dV", "amax_dP")
+    return d_query, d_key, d_value, *(amaxes[name].reshape(()) for name in names)
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:

@@ -16,7 +16,7 @@ from jaxmp.errors import PolicyError, did_you_mean
 T = TypeVar("T")
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
-ATTENTION = ("auto", "cudnn", "blockwise", "xla")
+ATTENTION = ("auto", "cudnn", "blockwise", "xla", "cudnn_fp8")
 
 # Field -> what to call it, what it may be, a policy string in which it is right.
 _CHOICES = {

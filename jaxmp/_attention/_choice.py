@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._compat import compute_capability, cudnn_version, target
+from jaxmp._compat import (
+    compute_capability,
+    cudnn_version,
+    has_fp8_attention,
+    target,
+    target_capability,
+)
 from jaxmp._dtypes import bits, is_half
 from jaxmp.errors import AttentionError
 
@@ -23,6 +30,12 @@ ASKED = "it was asked for"
 _WHOLE_LOGITS = 2**24
 # Head sizes that cuDNN's fused kernel takes (jax/_src/cudnn/fused_attention_stablehlo.py).
 _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
+# What cuDNN's FP8 kernel takes where gradients are wanted (same file).
+_FP8_HEAD, _FP8_MULTIPLE = 128, 128
+# Beyond it FP8 loses for causal training. NVIDIA's figures for cuDNN 9.19.1 on one H200, 64 heads
+# over 8 of 128 (cudnn-frontend, sdpa_benchmark_training/results/h200_919_only_cudnn), forwards and
+# backwards, over bfloat16's: 1.13 at 2,048, 1.08 at 4,096, 0.90 at 8,192, 0.75 at 32,768.
+LONGEST_CAUSAL_FP8 = 4096
 
 
 class Blocker(NamedTuple):
@@ -40,7 +53,7 @@ class AttentionChoice:
     """What `explain_attention` found.
 
     Args:
-      implementation: "cudnn", "blockwise" or "xla".
+      implementation: "cudnn", "blockwise", "xla" or "cudnn_fp8".
       reason: why this one, in a sentence.
       blockers: what keeps cuDNN's fused kernel from serving the call; empty where it could.
       notes: what is done for the kernel's sake, and what it costs.
@@ -70,13 +83,11 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
     """
     if implementation in ("blockwise", "xla"):
         return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(given)))
+    if implementation == "cudnn_fp8":
+        return _fp8_choice(given)
     blockers = tuple(cudnn_blockers(given))
     if implementation == "cudnn" and blockers:
-        words = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
-        raise AttentionError(
-            f"implementation='cudnn' cannot serve this call:\n{words}\n"
-            "implementation='auto' takes another where cuDNN cannot serve."
-        )
+        raise _refusal(implementation, blockers)
     if not blockers:
         reason = ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
         return AttentionChoice("cudnn", reason, notes=tuple(_notes(given)))
@@ -86,6 +97,14 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
         return AttentionChoice("blockwise", reason, blockers)
     reason = f"the logits of all pairs take {_mebibytes(size)} only"
     return AttentionChoice("xla", reason, blockers)
+
+
+def _refusal(implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
+    words = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
+    return AttentionError(
+        f"implementation={implementation!r} cannot serve this call:\n{words}\n"
+        "implementation='auto' takes another where cuDNN cannot serve."
+    )
 
 
 def _mebibytes(size: int) -> str:
@@ -98,7 +117,7 @@ def log_once(choice: AttentionChoice) -> None:
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))
-    unfused = choice.implementation != "cudnn" and target() == "gpu"
+    unfused = choice.implementation not in ("cudnn", "cudnn_fp8") and target() == "gpu"
     _log.log(logging.WARNING if unfused else logging.INFO, "attention runs as %s", choice)
 
 
@@ -181,3 +200,99 @@ def _notes(given: Arguments) -> list[str]:
             "computed; is_causal, local_window_size and lengths cost nothing"
         )
     return notes
+
+
+# ---------------------------------------------------------------------------
+# cuDNN in FP8
+# ---------------------------------------------------------------------------
+
+
+def _fp8_choice(given: Arguments) -> AttentionChoice:
+    """FP8 attention, which somebody asked for; "auto" never takes it.
+
+    Raises:
+      AttentionError: if it cannot serve the call, or would be slower than cuDNN's other kernel.
+    """
+    # A CPU refuses what a GPU would, so that what was rehearsed on it runs.
+    blockers = [*_fp8_device_blockers(), *_fp8_operand_blockers(given), *_fp8_mask_blockers(given)]
+    if blockers:
+        raise _refusal("cudnn_fp8", blockers)
+    rounding = "query, key, value, weights, result and all gradients are rounded to E4M3"
+    if target() == "gpu":
+        return AttentionChoice("cudnn_fp8", ASKED, notes=(rounding,))
+    device = Blocker("device", f"the program is compiled for {target()}", "Run it on a GPU.")
+    size = _mebibytes(4 * math.prod(given.logits_shape))
+    emulated = f"the FP8 kernel is emulated, slowly: the logits of all pairs take {size}"
+    return AttentionChoice("cudnn_fp8", ASKED, (device,), (rounding, emulated))
+
+
+def _fp8_device_blockers() -> list[Blocker]:
+    device, change = target(), "Write implementation='auto'."
+    if device == "cpu":
+        return []
+    if device != "gpu":
+        return [Blocker("device", f"the program is compiled for {device}", change)]
+    version = cudnn_version()
+    if version is None:
+        return _device_blockers()
+    if not has_fp8_attention():
+        return [Blocker("device", "this version of JAX has no FP8 attention", change)]
+    capability = target_capability()
+    if capability is not None and capability < (9, 0):
+        reason = f"the kernel needs an H100 or later, this GPU has capability {capability}"
+        return [Blocker("device", reason, change)]
+    # cudnn-frontend's own checks, include/cudnn_frontend/node/sdpa_fp8_bwd.h; XLA's is 9.1.
+    blackwell = capability is not None and capability >= (10, 0)
+    if version < 90100 or version == 91000 or (blackwell and version < 91900):
+        major, minor = version // 10000, version % 10000 // 100
+        reason = f"cuDNN {major}.{minor} has no FP8 kernel that is right on this GPU"
+        package = "nvidia-cudnn-cu13>=9.19"
+        return [Blocker("device", reason, f"Install a later one: pip install '{package}'.")]
+    return []
+
+
+def _fp8_operand_blockers(given: Arguments) -> list[Blocker]:
+    found = []
+    sizes = sorted({given.query.shape[-1], given.value.shape[-1]})
+    if sizes != [_FP8_HEAD]:
+        reason = f"heads are of {' and '.join(map(str, sizes))}, and the backward kernel takes 128"
+        change = "Use heads of 128, or write implementation='auto'."
+        found.append(Blocker("query", reason, change))
+    _, _, queries, keys = given.logits_shape
+    for name, length in (("query", queries), ("key", keys)):
+        if length % _FP8_MULTIPLE:
+            reason = f"its {length} positions are no multiple of {_FP8_MULTIPLE}"
+            whole = -(-length // _FP8_MULTIPLE) * _FP8_MULTIPLE
+            # Behind a causal text no query sees what is added.
+            pad = f"Pad the text to {whole}, or write" if given.settings.is_causal else "Write"
+            found.append(Blocker(name, reason, f"{pad} implementation='auto'."))
+    longest = max(queries, keys)
+    if given.settings.is_causal and longest > LONGEST_CAUSAL_FP8:
+        reason = (
+            f"over {longest} positions causal training is slower in FP8: 0.90 of bfloat16's speed "
+            "at 8,192 positions and 0.75 at 32,768, by NVIDIA's figures for an H200"
+        )
+        found.append(Blocker("is_causal", reason, "Write implementation='auto'."))
+    return found
+
+
+def _fp8_mask_blockers(given: Arguments) -> list[Blocker]:
+    without = "the FP8 kernel knows causal attention and full attention only"
+    reasons = {
+        "bias": (given.bias, without),
+        "mask": (given.mask, without),
+        "query_seq_lengths": (given.query_lengths, without),
+        "key_value_seq_lengths": (given.key_lengths, without),
+        "local_window_size": (given.settings.window, without),
+        "dropout_rate": (given.dropout_rng, "JAX has no dropout in the fused kernel"),
+    }
+    changes = {
+        "mask": "State a causal mask by is_causal=True; else write implementation='auto'.",
+        "dropout_rate": "Write dropout_rate=0.0.",
+    }
+    other = "Leave {} out, or write implementation='auto'."
+    return [
+        Blocker(name, reason, changes.get(name, other.format(name)))
+        for name, (value, reason) in reasons.items()
+        if value is not None
+    ]

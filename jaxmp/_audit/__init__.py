@@ -17,6 +17,7 @@ from jaxmp._audit._arguments import (
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import Judge
+from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._kinds import KINDS as KINDS
 from jaxmp._audit._labels import SCALED
 from jaxmp._audit._make_report import make_report
@@ -86,7 +87,8 @@ def audit(
 def _audit(
     judge: Judge, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: str | None
 ) -> AuditReport:
-    with contextlib.nullcontext() if target is None else context(target="gpu"):
+    card = {} if target is None else {"target": "gpu", "capability": (GPUS[target].major, 0)}
+    with context(**card):
         traced = trace(fn, args, kwargs)
     auditor = Auditor(judge)
     scales = traced.scales()

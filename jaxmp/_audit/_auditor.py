@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from jaxmp._attention import MARK, choice_of
+from jaxmp._attention import MARK, choice_of, implementation_of
 from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, named
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import (
@@ -259,8 +259,8 @@ class Auditor:
     def _note_attention(self, site: Site, flops: int) -> None:
         """jaxmp's own attention, where it is not cuDNN's kernel."""
         name = site.equation.params["name"]
-        implementation, _, argument = name.removeprefix(f"{MARK}_").partition("_")
-        if implementation == "cudnn":
+        implementation, argument = implementation_of(name)
+        if implementation == "cudnn" or (implementation == "cudnn_fp8" and not argument):
             return
         choice = choice_of(name, [var.aval for var in site.equation.invars])
         message, fix = attention_words(implementation, argument, choice)

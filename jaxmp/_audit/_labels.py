@@ -174,6 +174,7 @@ def why_unfused(logits: Site) -> str:
 _KEPT = {
     "xla": "holds the logits of all pairs in memory",
     "blockwise": "goes through its blocks in a loop",
+    "cudnn_fp8": "emulates cuDNN's FP8 kernel and holds the logits of all pairs in memory",
 }
 
 
@@ -183,7 +184,7 @@ def attention_words(
     """What to say of jaxmp's own attention, and the fix.
 
     Args:
-      implementation: "xla" or "blockwise".
+      implementation: "xla", "blockwise" or, where it is emulated, "cudnn_fp8".
       argument: what keeps cuDNN's kernel from serving the call; "" if nothing does.
       choice: why this implementation, where that is known.
     """
