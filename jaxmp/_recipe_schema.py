@@ -208,6 +208,8 @@ def _companions(key: str) -> list[str]:
         return ['kind = "static"']
     if key in ("amax_history_len", "amax_compute", "interval", "calibrate"):
         return ['scaling = "delayed"']
+    if key == "rounding":
+        return ['scaling = "mx"']
     return ['scaling = "block"'] if key == "block" else []
 
 

@@ -22,3 +22,4 @@ from jaxmp.fp8._state import as_max as as_max
 from jaxmp.fp8._state import from_flax as from_flax
 from jaxmp.fp8._state import init_state as init_state
 from jaxmp.fp8._state import to_flax as to_flax
+from jaxmp.fp8._stats import with_stats as with_stats

@@ -16,7 +16,7 @@ from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32, FLOAT64, HALF
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
-from jaxmp.fp8._mx import MXOperand, check_device, is_native, mx_multiply, mx_quantized
+from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import Operand, multiply, observe, quantized
 from jaxmp.fp8._recipes import (
     GEMMS,
@@ -190,7 +190,7 @@ def _operand(
     """`x`, which is operand `side` of a product with `dims`, quantised for it."""
     dtype = call.format(gemm, role)
     if isinstance(call.recipe, MXScaling) and dtype is not None:
-        return mx_quantized(x, call.recipe, dtype, dims, side)
+        return MX_QUANTIZED[role](x, recipe=call.recipe, dtype=dtype, dims=dims, side=side)
     return quantized(
         call.recipe,
         dtype,
@@ -198,7 +198,7 @@ def _operand(
         axes=dims.contract[side],
         other_axes=dims.free(side),
         seen=seen,
-        is_kernel=role == "kernel",
+        role=role,
     )
 
 

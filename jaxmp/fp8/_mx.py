@@ -17,6 +17,7 @@ from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
+from jaxmp.fp8._operands import jitted_by_role
 from jaxmp.fp8._recipes import MX_BLOCK, MXScaling, Scaling
 
 # Exponents are stored as E8M0 does: plus 127. 0 stands for 2**-127, which FP32 holds as a subnormal
@@ -86,7 +87,6 @@ def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> j
     return jnp.transpose(moved, tuple(int(axis) for axis in np.argsort(order)))
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "dims", "side"))
 def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
     """Operand `side` of a product, in blocks along the axes that it sums over."""
     rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
@@ -101,6 +101,9 @@ def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: 
         _unrows(values.reshape(rows.shape), x.shape, dims, side),
         lax.convert_element_type(exponents, jnp.uint8),
     )
+
+
+MX_QUANTIZED = jitted_by_role(mx_quantized, "recipe", "dtype", "dims", "side")
 
 
 def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,10 +60,27 @@ def _state_amax(kept: int) -> Any:
     return measure
 
 
-# Jitted, so that layers of one shape share the trace and, in StableHLO, one function.
+# The names of jitted functions that quantise: this, and what the operand is to its layer.
+QUANTIZE = "jaxmp_fp8_quantize_"
+ROLES = ("input", "kernel", "output_grad")
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "axes"))
+def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:
+    """`fn` jitted, once for each role that an operand may have: `with_stats` knows them by name.
+
+    Jitted, so that layers of one shape share the trace and, in StableHLO, one function.
+    """
+
+    def named(role: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        call.__name__ = call.__qualname__ = QUANTIZE + role
+        return jax.jit(call, static_argnames=static)
+
+    return {role: named(role) for role in ROLES}
+
+
 def _quantize(
     x: jax.Array,
     in_force: jax.Array | None,
@@ -81,6 +99,9 @@ def _quantize(
     # would be a pass of its own where XLA transposes.
     poison = lax.full_like(factor, jnp.nan)
     return saturate(x, scale, dtype), lax.select(lax.is_finite(measured), factor, poison)
+
+
+_QUANTIZE = jitted_by_role(_quantize, "recipe", "dtype", "axes")
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "operand"))
@@ -107,7 +128,7 @@ def quantized(
     *,
     axes: tuple[int, ...],
     seen: tuple[Any, Any],
-    is_kernel: bool,
+    role: str,
     other_axes: tuple[int, ...],
 ) -> Operand:
     """One operand for one product.
@@ -118,19 +139,19 @@ def quantized(
       x: the operand, any shape, in high precision.
       axes: those that the product sums over.
       seen: for delayed scaling, what `observe` gave; else two None.
-      is_kernel: whether blocks are square.
+      role: "input", "kernel", whose blocks are square, or "output_grad".
       other_axes: those that the product does not sum over, batch axes left out.
     """
     if dtype is None:
         return Operand(x, None)
     if isinstance(recipe, BlockScaling):
-        sides = axes[-1:] + (other_axes[-1:] if is_kernel else ())
-        return Operand(_round_blocks(x, recipe, dtype, tuple(sorted(sides))), None)
+        sides = axes[-1:] + (other_axes[-1:] if role == "kernel" else ())
+        sides = tuple(sorted(sides))
+        return Operand(_ROUND_BLOCKS[role](x, recipe=recipe, dtype=dtype, sides=sides), None)
     along = axes if isinstance(recipe, RowwiseScaling) else None
-    return Operand(*_quantize(x, *seen, recipe=recipe, dtype=dtype, axes=along))
+    return Operand(*_QUANTIZE[role](x, *seen, recipe=recipe, dtype=dtype, axes=along))
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "dtype", "sides"))
 def _round_blocks(
     x: jax.Array, recipe: BlockScaling, dtype: Any, sides: tuple[int, ...]
 ) -> jax.Array:
@@ -150,6 +171,9 @@ def _round_blocks(
     scale = compute_scale(amax(tiles, tuple(inner)), dtype, recipe.margin, recipe.power_of_two)
     rounded = dequantize(quantize(tiles, scale, dtype), scale, x.dtype)
     return lax.slice(rounded.reshape(padded.shape), (0,) * x.ndim, x.shape)
+
+
+_ROUND_BLOCKS = jitted_by_role(_round_blocks, "recipe", "dtype", "sides")
 
 
 def multiply(

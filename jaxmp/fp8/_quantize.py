@@ -128,12 +128,18 @@ def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) 
 
 
 class QuantizationStats(NamedTuple):
-    """What a cast to FP8 loses, as fractions of the finite numbers of a tensor; float32 scalars."""
+    """What a cast to FP8 loses; float32 scalars, fractions of the finite numbers of a tensor."""
 
     # Beyond the largest number of the format: they saturate.
     saturated: jax.Array
     # Not zero, and zero in the format.
     underflowed: jax.Array
+    # Below the smallest normal number of the format, and not zero in it: they have fewer bits.
+    subnormal: jax.Array
+    # Finite numbers, as a fraction of all.
+    finite: jax.Array
+    # The largest magnitude among them, before it is scaled.
+    amax: jax.Array
 
 
 def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> QuantizationStats:
@@ -145,7 +151,9 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
       dtype: the FP8 format.
 
     Returns:
-      Fractions of the finite numbers of `x`; 0 where there are none.
+      Fractions of the finite numbers of `x`, which are 0 where there are none; how many those are,
+      and the largest. What a rounded scale alone carries beyond the format does not count as
+      saturated.
 
     Raises:
       PolicyError: if `dtype` is no FP8 format.
@@ -155,16 +163,45 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
       >>> stats = quantization_stats(x, 1.0, "e4m3fn")
       >>> float(stats.saturated), float(stats.underflowed)
       (0.25, 0.25)
+      >>> float(stats.subnormal), float(stats.finite), float(stats.amax)
+      (0.0, 1.0, 1000.0)
     """
     dtype = fp8_dtype(dtype)
     x = jnp.asarray(x)
-    q = lax.convert_element_type(quantize(x, scale, dtype), FLOAT32)
-    scaled = jnp.abs(lax.convert_element_type(x, FLOAT32)) * jnp.broadcast_to(
+    scaled = lax.convert_element_type(x, FLOAT32) * jnp.broadcast_to(
         lax.convert_element_type(jnp.asarray(scale), FLOAT32), x.shape
     )
-    finite = lax.is_finite(x)
-    count = jnp.maximum(jnp.sum(finite, dtype=FLOAT32), np.float32(1))
-    fraction = lambda flags: jnp.sum(flags & finite, dtype=FLOAT32) / count
-    limit = np.float32(jnp.finfo(dtype).max)
-    zero = np.float32(0)
-    return QuantizationStats(fraction(scaled > limit), fraction((q == zero) & (x != 0)))
+    return stats_of(x, scaled, dtype)
+
+
+def stats_of(x: jax.Array, scaled: jax.Array, dtype: Any) -> QuantizationStats:
+    """`quantization_stats` of numbers that are scaled already.
+
+    Args:
+      x: any shape, any float dtype.
+      scaled: as many numbers, in any shape: `x` times its scale, where `x` is finite.
+      dtype: the FP8 format.
+    """
+    scaled = jnp.abs(lax.convert_element_type(scaled, FLOAT32))
+    # What is not finite has a share in `finite` alone.
+    known = lax.is_finite(scaled)
+    size = np.float32(max(x.size, 1))
+    count = jnp.sum(known, dtype=FLOAT32)
+    fraction = lambda flags: jnp.sum(flags & known, dtype=FLOAT32) / jnp.maximum(count, 1.0)
+    info = jnp.finfo(dtype)
+    limit = np.float32(info.max)
+    q = lax.convert_element_type(
+        lax.optimization_barrier(lax.convert_element_type(jnp.minimum(scaled, limit), dtype)),
+        FLOAT32,
+    )
+    zero, normal = np.float32(0), np.float32(info.smallest_normal)
+    wide = jnp.abs(lax.convert_element_type(x, FLOAT32))
+    inside = lax.is_finite(wide)
+    return QuantizationStats(
+        # A scale is rounded to FP32, and so the largest number times it may lie a little beyond.
+        saturated=fraction(scaled > limit * np.float32(1 + 2.0**-20)),
+        underflowed=fraction((q == zero) & (scaled != zero)),
+        subnormal=fraction((q > zero) & (q < normal)),
+        finite=jnp.sum(inside, dtype=FLOAT32) / size,
+        amax=jnp.max(lax.select(inside, wide, lax.full_like(wide, 0)), initial=0),
+    )

@@ -1,0 +1,201 @@
+"""What rounding to FP8 loses in each product of a real program, under jit and scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import source_info_util
+
+from jaxmp._compat import jaxpr_body, scan_counts
+from jaxmp._dtypes import is_fp8
+from jaxmp._jaxprs import FORWARD, RECOMPUTE, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._operands import QUANTIZE
+from jaxmp.fp8._quantize import QuantizationStats, stats_of
+
+Stats = dict[str, QuantizationStats]
+
+
+def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
+    """`fn`, which returns besides its result what was lost by rounding to FP8.
+
+    The program of `fn` is traced and run again, and the statistics become results of it: there is
+    no callback, and numbers stay what they were. It goes around what takes gradients, so that the
+    gradients' own operands are seen too, and inside `jax.jit`:
+
+        step_with_stats = jax.jit(fp8.with_stats(train_step))
+
+    Seen are the FP8 products of `fp8.dot_general`, of layers and of `autocast`, inside jitted
+    functions, scans and rematerialised regions, whose recomputation does not count again; not
+    inside `lax.cond`, `lax.while_loop` and `shard_map`.
+
+    Args:
+      fn: a function of arrays in pytrees.
+
+    Returns:
+      A function of the same arguments, which returns `(result, stats)`: `stats` is a dict from the
+      name scopes around a product and the operand, "Model/layer:input", ":kernel" or
+      ":output_grad", to `QuantizationStats`. What is rounded several times at one place, as by
+      `RowwiseScaling`, has "#2" and so on behind it; of a scan, statistics have the length of it as
+      their first axis.
+
+    Raises:
+      JaxmpError: when it is differentiated; from the returned function.
+
+    Example:
+      >>> product = fp8.dot_general("current")
+      >>> loss = lambda w, x: product(x, w, (((1,), (0,)), ((), ()))).sum()
+      >>> grads, stats = with_stats(jax.grad(loss))(jnp.ones((16, 32)), jnp.ones((8, 16)))
+      >>> sorted(stats), float(stats[":kernel"].amax), float(stats[":kernel"].saturated)
+      ([':input', ':kernel', ':output_grad'], 1.0, 0.0)
+    """
+
+    def observed(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        leaves = [_undifferentiated(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+        outs, rows = _Harvest().run(closed, leaves, _Place((), FORWARD))
+        stats: Stats = {}
+        for place, row in rows:
+            stats[_unused(place, stats)] = row
+        return jax.tree.unflatten(jax.tree.structure(shape), outs), stats
+
+    return observed
+
+
+def _unused(place: str, stats: Stats) -> str:
+    names = (f"{place}#{number}" for number in range(2, len(stats) + 3))
+    return place if place not in stats else next(name for name in names if name not in stats)
+
+
+@jax.custom_jvp
+def _undifferentiated(x: Any) -> Any:
+    return x
+
+
+@_undifferentiated.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise JaxmpError(
+        "fp8.with_stats cannot be differentiated: it goes around what takes gradients, as in "
+        "fp8.with_stats(jax.value_and_grad(loss_fn))."
+    )
+
+
+class _Place(NamedTuple):
+    """The scopes around an equation, and the pass that it belongs to."""
+
+    names: tuple[str, ...]
+    phase: str
+
+
+class _Seen(NamedTuple):
+    place: str
+    stats: QuantizationStats
+
+
+class _Harvest:
+    """Runs a jaxpr again and gathers statistics on the way."""
+
+    def __init__(self) -> None:
+        # Whether a jaxpr quantises anything, by its id; the jaxpr is kept beside it.
+        self.known: dict[int, tuple[Any, bool]] = {}
+
+    def quantises(self, jaxpr: Any) -> bool:
+        body = jaxpr_body(jaxpr)[0]
+        if id(body) not in self.known:
+            found = any(
+                _role(equation) or any(map(self.quantises, sub_jaxprs(equation)))
+                for equation in body.eqns
+            )
+            self.known[id(body)] = body, found
+        return self.known[id(body)][1]
+
+    def run(self, jaxpr: Any, args: list[Any], outer: _Place) -> tuple[list, list[_Seen]]:
+        body, consts = jaxpr_body(jaxpr)
+        values = dict(zip((*body.constvars, *body.invars), (*consts, *args), strict=True))
+        rows: list[_Seen] = []
+        read = lambda var: var.val if is_literal(var) else values[var]
+        for equation in body.eqns:
+            info = equation.source_info
+            own = str(info.name_stack)
+            place = _Place(outer.names + scope_names(own), phase_of(own, outer.phase))
+            stack = source_info_util.current_name_stack() + info.name_stack
+            operands = list(map(read, equation.invars))
+            with source_info_util.user_context(info.traceback, name_stack=stack):
+                outs, seen = self.equation(equation, operands, place)
+            rows += seen
+            values.update(zip(equation.outvars, outs, strict=True))
+        return list(map(read, body.outvars)), rows
+
+    def equation(
+        self, equation: Any, operands: list[Any], place: _Place
+    ) -> tuple[list, list[_Seen]]:
+        name, params = equation.primitive.name, equation.params
+        role = _role(equation)
+        if role and place.phase != RECOMPUTE:
+            return _quantise(equation, operands, f"{'/'.join(place.names)}:{role}")
+        if role or not any(map(self.quantises, sub_jaxprs(equation))):
+            return _bound(equation, operands), []
+        if name == "scan":
+            return self.scan(equation, operands, place)
+        if name not in _CALLS:
+            return _bound(equation, operands), []
+        if params.get("prevent_cse") and params.get("differentiated"):
+            # As JAX lowers it: nothing in there is what it was in the forward pass.
+            operands = list(lax.optimization_barrier(tuple(operands)))
+        return self.run(sub_jaxprs(equation)[0], operands, place)
+
+    def scan(self, equation: Any, operands: list[Any], place: _Place) -> tuple[list, list[_Seen]]:
+        params = equation.params
+        consts, carried = scan_counts(params)
+        first = consts + carried
+        places: list[str] = []
+
+        def body(carry: Any, xs: Any) -> Any:
+            outs, rows = self.run(params["jaxpr"], [*operands[:consts], *carry, *xs], place)
+            places[:] = [row.place for row in rows]
+            return outs[:carried], (outs[carried:], [row.stats for row in rows])
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, (ys, stats) = lax.scan(body, operands[consts:first], operands[first:], **options)
+        return [*carry, *ys], list(map(_Seen, places, stats))
+
+
+# Whose first jaxpr is run in their place.
+_CALLS = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+def _role(equation: Any) -> str:
+    """What an operand that an equation quantises is to its layer; "" where it quantises none."""
+    name = equation.params.get("name")
+    return name.removeprefix(QUANTIZE) if isinstance(name, str) and QUANTIZE in name else ""
+
+
+def _quantise(equation: Any, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
+    """The equations inside one by one: what is clamped to a format is what the scale made."""
+    body, consts = jaxpr_body(equation.params["jaxpr"])
+    values = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
+    clamped: dict[Any, Any] = {}
+    rows: list[_Seen] = []
+    read = lambda var: var.val if is_literal(var) else values[var]
+    for inner in body.eqns:
+        inputs = list(map(read, inner.invars))
+        values.update(zip(inner.outvars, _bound(inner, inputs), strict=True))
+        if inner.primitive.name == "clamp":
+            clamped[inner.outvars[0]] = inputs[1]
+        if inner.primitive.name == "convert_element_type" and is_fp8(inner.params["new_dtype"]):
+            stats = stats_of(operands[0], clamped[inner.invars[0]], inner.params["new_dtype"])
+            rows.append(_Seen(place, stats))
+    return list(map(read, body.outvars)), rows
+
+
+def _bound(equation: Any, operands: list[Any]) -> list[Any]:
+    primitive, params = equation.primitive, equation.params
+    if hasattr(primitive, "get_bind_params"):
+        params = primitive.get_bind_params(params)
+    with equation.ctx.manager:
+        outs = primitive.bind(*operands, **params)
+    return list(outs) if primitive.multiple_results else [outs]
