@@ -2,6 +2,7 @@
 
     python benchmarks/fp8_training.py                      # 400 steps, about the example's defaults
     python benchmarks/fp8_training.py --steps 100 --out fp8_training.json
+    python benchmarks/fp8_training.py --steps 200 --only delayed    # and BF16 beside it
 
 Needs: pip install "jaxmp[examples]". On a CPU the products are emulated: the numbers are rounded to
 FP8 and multiplied in FP32, so losses mean what they say, and times mean nothing. Same weights and
@@ -28,6 +29,7 @@ BF16 = Recipe("bf16")
 HEAD = Rule("lm_head", "o=f32,matmul=default", why="the last layer", required=False)
 SCALINGS = {
     "current": fp8.CurrentScaling(),
+    "delayed": fp8.DelayedScaling(),
     "current, high-precision wgrad": fp8.CurrentScaling(wgrad="high"),
     "rowwise": fp8.RowwiseScaling(),
     "block": fp8.BlockScaling(),
@@ -39,23 +41,30 @@ def recipe(scaling):
     return Recipe(PolicyMap(default, [HEAD], scaling), name=f"fp8, {scaling.kind}")
 
 
-def runs():
-    """(name, recipe, framework) of every run."""
+# Those that are trained in both frameworks; the others in Linen.
+BOTH = ("current", "delayed")
+
+
+def runs(only):
+    """(name, recipe, framework) of every run; BF16 comes first in each framework."""
     for framework in Framework:
-        yield "bf16", BF16, framework
-        yield "current", recipe(SCALINGS["current"]), framework
-    for name in list(SCALINGS)[1:]:
-        yield name, recipe(SCALINGS[name]), Framework.linen
+        names = [name for name in SCALINGS if framework is Framework.linen or name in BOTH]
+        names = [name for name in names if name in only]
+        if names:
+            yield "bf16", BF16, framework
+        for name in names:
+            yield name, recipe(SCALINGS[name]), framework
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=list(SCALINGS), choices=list(SCALINGS))
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     rows, bf16, folder = [], {}, Path(tempfile.mkdtemp())
-    for name, one, framework in runs():
+    for name, one, framework in runs(options.only):
         file = folder / f"{name}.toml"
         file.write_text(one.to_toml())
         fixed = {"steps": options.steps, "seed": options.seed, "eval_every": options.steps}

@@ -6,6 +6,7 @@ maximum that a scale comes from is kept, and not the scale, of which the least w
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -224,17 +225,26 @@ def kept_where_unused(new: Any, old: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(new)
     before = jax.tree.leaves(old)
-    for state in layer_states(new):
-        used = leaves[state[USES]] > np.float32(0)
-        for index in state.values():
-            leaf = leaves[index]
-            # Of layers that are stacked on another axis than the first, all or none.
-            each = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
-            each = jnp.broadcast_to(
-                each.reshape(each.shape + (1,) * (leaf.ndim - each.ndim)), leaf.shape
-            )
-            leaves[index] = lax.select(each, leaf, before[index])
+    for places in layer_states(new):
+        kept = _kept_where_unused(*({n: t[i] for n, i in places.items()} for t in (leaves, before)))
+        for name, index in places.items():
+            leaves[index] = kept[name]
     return structure.unflatten(leaves)
+
+
+@jax.jit
+def _kept_where_unused(new: State, old: State) -> State:
+    used = new[USES] > np.float32(0)
+
+    def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
+        # Of layers that are stacked on another axis than the first, all or none.
+        each = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
+        each = jnp.broadcast_to(
+            each.reshape(each.shape + (1,) * (leaf.ndim - each.ndim)), leaf.shape
+        )
+        return lax.select(each, leaf, before)
+
+    return {name: select(leaf, old[name]) for name, leaf in new.items()}
 
 
 # ---------------------------------------------------------------------------
@@ -242,6 +252,10 @@ def kept_where_unused(new: Any, old: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
+# Jitted, so that all layers share the trace and, in StableHLO, one function.
+
+
+@jax.jit
 def settled(state: Mapping[str, Any]) -> State:
     """A state as one run of the layer would have left it, where JAX added up those of several.
 
@@ -279,6 +293,7 @@ def amax_in_force(
     return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
 
 
+@functools.partial(jax.jit, static_argnames="recipe")
 def next_state(
     recipe: DelayedScaling,
     state: Mapping[str, Any],
