@@ -76,7 +76,7 @@ class Policy:
         Flax multiply in FP8, whatever the compute dtype, where their sizes allow.
       attention: how Flax's attention layers attend, as in `dot_product_attention`: "auto" takes
         cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax; "cudnn",
-        "blockwise" and "xla" ask for one in any dtype.
+        "blockwise" and "xla" ask for one in any dtype, "cudnn_fp8" for cuDNN's FP8 kernel.
       respect_explicit: keep the `dtype` that a model's author set on a Flax module.
       cast_float64: cast float64 arrays too; they are left alone otherwise.
 

@@ -1,5 +1,6 @@
 """FP8 attention: numbers of its emulation, the choice of scales, what it refuses, what compiles."""
 
+import collections
 import functools
 
 import flax.linen as nn
@@ -136,9 +137,8 @@ def test_the_dtype_is_that_of_the_operands(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_other_dtypes_and_uneven_lengths(dtype):
-    arrays = operands(queries=128, keys=384, heads=4, groups=2, batch=2, dtype=dtype)
+def test_float16_and_uneven_lengths():
+    arrays = operands(queries=128, keys=384, heads=4, groups=2, batch=2, dtype=jnp.float16)
     found = results(*arrays, is_causal=False)
     errors = decibels(found, oracle(*arrays, False))
     assert all(errors[part] <= PLAIN[part] for part in PARTS), errors
@@ -147,9 +147,8 @@ def test_other_dtypes_and_uneven_lengths(dtype):
 @pytest.mark.slow
 def test_errors_do_not_grow_with_the_length():
     arrays = operands(queries=2048, keys=2048, heads=1)
-    for is_causal in (True, False):
-        errors = decibels(results(*arrays, is_causal=is_causal), oracle(*arrays, is_causal))
-        assert all(errors[part] <= PLAIN[part] + 0.5 for part in PARTS), errors
+    errors = decibels(results(*arrays), oracle(*arrays, True))
+    assert all(errors[part] <= PLAIN[part] for part in PARTS), errors
 
 
 def test_powers_of_two_change_no_digit():
@@ -387,23 +386,12 @@ def test_vmap_of_a_choice_between_calls():
     apart = [a[:, None] for a in arrays]
     flags = jnp.array([True, False])
     together = jax.vmap(chosen)(flags, *apart)
+    # Its scales differ between examples, which go through the kernel one after the other.
+    program = trace(jax.vmap(chosen), flags, *apart)
+    assert {e.params["length"] for e in named(program, "scan")} == {2}
     for n in range(2):
-        one = chosen(flags[n], *(a[n] for a in apart))
-        # Alone each has its own scale.
-        assert decibels([one], [np.float64(together[n])], ["query"])["query"] <= -20
-
-
-@pytest.mark.slow
-def test_scan_and_checkpoint_agree():
-    *arrays, _ = operands(queries=128, keys=128)
-
-    def loss(query, body):
-        step = lambda q, _: (q + body(q), None)
-        return jax.lax.scan(step, query, length=2)[0].astype("float32").sum()
-
-    attend = lambda query: FP8(query, *arrays[1:], is_causal=True)
-    plain, again = (jax.grad(loss)(arrays[0], body) for body in (attend, jax.checkpoint(attend)))
-    np.testing.assert_array_equal(plain, again)
+        one = np.float64(chosen(flags[n], *(a[n] for a in apart)))
+        assert np.linalg.norm(one - np.float64(together[n])) <= 0.1 * np.linalg.norm(one)
 
 
 @pytest.mark.slow
@@ -616,11 +604,17 @@ FORWARD, BACKWARD = "__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"
 
 
 def kernels(fn, *args):
-    return sorted((row.kernel, row.count) for row in audit(fn, *args, target="h200").attention)
+    found = collections.Counter()
+    for row in audit(fn, *args, target="h200").attention:
+        found[row.kernel] += row.count
+    return sorted(found.items())
 
 
 @needs_compiler
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "is_causal",
+    [pytest.param(True, id="causal"), pytest.param(False, marks=pytest.mark.slow, id="full")],
+)
 def test_compiled_forwards_and_backwards(is_causal):
     attend = functools.partial(FP8, is_causal=is_causal)
     args = shapes(heads=8, groups=2)
@@ -640,11 +634,29 @@ def test_compiled_models_by_their_recipe(make, tmp_path):
 
 
 @needs_compiler
+def test_compiled_under_vmap_scan_and_remat():
+    query, key, value = shapes(128, 128)
+
+    def loss(query, key, value):
+        attend = jax.checkpoint(lambda q: FP8(q, key, value, is_causal=True))
+        out, _ = jax.lax.scan(lambda q, _: (q + attend(q), None), query, length=3)
+        return out.astype("float32").sum()
+
+    batched = jax.ShapeDtypeStruct((4, *query.shape), query.dtype)
+    fn = jax.vmap(jax.grad(loss), in_axes=(0, None, None))
+    # Four examples are one batch; three steps; what is computed anew is the forward kernel.
+    assert kernels(fn, batched, key, value) == [(BACKWARD, 6), (FORWARD, 6)]
+    report = audit(fn, batched, key, value, target="h200")
+    assert {row.shape for row in report.attention} == {(4, 128, 2, HEAD)}
+
+
+@needs_compiler
 def test_a_card_without_fp8_is_refused():
     with pytest.raises(AttentionError, match="needs an H100 or later"):
         audit(FP8, *shapes(), target="a100")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_memory_has_no_term_of_all_pairs():
     def temporary(length):
