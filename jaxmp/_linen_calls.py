@@ -38,7 +38,7 @@ from jaxmp._trees import OVERWRITE
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
 from jaxmp.fp8._recipes import as_recipe
-from jaxmp.fp8._state import AGE, init_state
+from jaxmp.fp8._state import AGE, NAMES, init_state
 
 Path = tuple[str, ...]
 
@@ -229,7 +229,7 @@ _STATE_PREFIX = "fp8_"
 
 def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
     """The state of delayed scaling of one layer; its gradient is its next value."""
-    module, fresh = ref(), init_state(scaling)
+    module = ref()
     found = module.has_variable(OVERWRITE, f"{_STATE_PREFIX}{AGE}")
     if not found and not module.is_mutable_collection(OVERWRITE):
         raise CompositionError(
@@ -239,10 +239,12 @@ def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
             f"needs variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
         )
 
-    def read(name: str, leaf: Any) -> Any:
-        return module.variable(OVERWRITE, f"{_STATE_PREFIX}{name}", lambda: leaf).value
+    fresh = {} if found else init_state(scaling)
 
-    return {name: read(name, leaf) for name, leaf in fresh.items()}
+    def read(name: str) -> Any:
+        return module.variable(OVERWRITE, f"{_STATE_PREFIX}{name}", lambda: fresh[name]).value
+
+    return {name: read(name) for name in NAMES}
 
 
 def _is_fp8_einsum(module: Any, plan: Plan) -> bool:

@@ -134,10 +134,11 @@ def _power(biased: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("dims", "out_dtype", "native", "wide"))
 def mx_multiply(
     lhs: MXOperand, rhs: MXOperand, dims: Dims, out_dtype: Any, *, native: bool, wide: Any
 ) -> jax.Array:
-    """The product of two operands.
+    """The product of two operands; jitted, so that layers of one shape share a function.
 
     Args:
       lhs, rhs: in blocks along the axes that `dims` sums over.

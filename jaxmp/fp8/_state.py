@@ -74,21 +74,28 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
     Raises:
       JaxmpError: naming the first leaf that differs.
     """
-    wanted = jax.eval_shape(lambda: init_state(recipe))
+    wanted = _shapes(recipe)
     fix = "Make it with fp8.init_state(recipe)."
     if not isinstance(state, Mapping) or set(state) != set(wanted):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
             f"The state of DelayedScaling has the keys {sorted(wanted)}, not {keys}. {fix}"
         )
-    for name, leaf in wanted.items():
-        given = jnp.asarray(state[name])
-        if given.shape != leaf.shape or not (given.dtype == FLOAT32 or _is_max(given)):
+    for name, shape in wanted.items():
+        given = state[name] if hasattr(state[name], "dtype") else jnp.asarray(state[name])
+        if given.shape != shape or not (given.dtype == FLOAT32 or _is_max(given)):
             raise JaxmpError(
                 f"state[{name!r}] has shape {given.shape} and dtype {given.dtype}; with "
-                f"amax_history_len={recipe.amax_history_len} it must have shape {leaf.shape} and "
+                f"amax_history_len={recipe.amax_history_len} it must have shape {shape} and "
                 f"dtype float32. {fix}"
             )
+
+
+@functools.cache
+def _shapes(recipe: DelayedScaling) -> dict[str, tuple[int, ...]]:
+    """Those of `init_state`, which are asked for at each layer."""
+    state = jax.eval_shape(lambda: init_state(recipe))
+    return {name: leaf.shape for name, leaf in state.items()}
 
 
 # ---------------------------------------------------------------------------
