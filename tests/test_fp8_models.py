@@ -524,10 +524,10 @@ LINEARS = {
 def compiled_gradients(framework, recipe, target):
     """Loss and gradients of the transformer, audited as compiled."""
     tokens = jnp.zeros((8, 128), jnp.int32)
-    params = jax.eval_shape(STEP.init, jax.random.key(0), tokens)["params"]
     if framework == "linen":
         model = recipe.wrap(STEP)
-        loss = lambda params, tokens: jnp.sum(model.apply({"params": params}, tokens) ** 2)
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        loss = lambda variables, tokens: jnp.sum(model.apply(variables, tokens) ** 2)
     else:
         graph, params = nnx.split(
             nnx.eval_shape(lambda: recipe.wrap(NnxGPT(STEP, rngs=nnx.Rngs(0))))
@@ -538,8 +538,10 @@ def compiled_gradients(framework, recipe, target):
 
 @needs_compiler
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework):
-    report = compiled_gradients(framework, ANY_WIDTH, "h200")
+@pytest.mark.parametrize("scaling", [fp8.CurrentScaling, fp8.DelayedScaling])
+def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework, scaling):
+    recipe = Recipe(policies(scaling(min_width=0)))
+    report = compiled_gradients(framework, recipe, "h200")
     traced, flops = {}, 0
     for row in report.matmuls:
         if row.lhs.startswith("float8"):
