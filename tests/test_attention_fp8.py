@@ -99,15 +99,15 @@ CASES = {
     "query and key tiny": (scaled(1e-18, 1e-18, 1, 1), PLAIN),
     "query large, key tiny": (scaled(1e20, 1e-20, 1, 1), PLAIN),
     # The rounding of a logit is what it is of 9, and shifts weights by as much.
-    "sharp": (scaled(3, 3, 1, 1), {"out": -18, "query": -11.5, "key": -11.5, "value": -18}),
+    "sharp": (scaled(3, 3, 1, 1), {"out": -18.7, "query": -12.5, "key": -12.5, "value": -18.5}),
     # All keys are rounded by what their mean is, while only differences between them count.
     "keys with a mean": (
         lambda q, k, v, d: (q, k + 4, v, d),
-        {"out": -17, "query": -11, "key": -16, "value": -17.5},
+        {"out": -18, "query": -11.7, "key": -17.3, "value": -18},
     ),
     "one gradient for all": (
         lambda q, k, v, d: (q, k, v, d * 0 + 2),
-        {"out": -24, "query": -12, "key": -14.5, "value": -25},
+        {"out": -24, "query": -22.5, "key": -24, "value": -30},
     ),
     # Of every operand one number is 50 times as large as the others.
     "outliers": (
@@ -364,14 +364,6 @@ def test_vmap_is_a_larger_batch():
     axes = jax.vmap(results, in_axes=(0, None, None, 0))
     shared = jax.eval_shape(axes, apart[0], key[:1], value[:1], apart[0])
     assert [a.shape for a in shared] == [(2, 1, 128, n, HEAD) for n in (2, 2, 1, 1)]
-
-
-@pytest.mark.slow
-def test_gradients_under_vmap():
-    arrays = operands(batch=2, queries=128, keys=128)
-    together = jax.vmap(results)(*(a[:, None] for a in arrays))
-    for one, other in zip(results(*arrays), together, strict=True):
-        np.testing.assert_array_equal(one, other[:, 0])
 
 
 @pytest.mark.slow

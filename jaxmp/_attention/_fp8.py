@@ -19,10 +19,10 @@ gradient that still saturates after the last run becomes NaN, so that the step i
 `fp8_params_keys_bwd`: after those of query, key and value, descale_o, descale_dO, descale_s; at the
 end scale_dQ, scale_dK, scale_dV, scale_dP. XLA takes them by position, as descale_s, descale_o,
 descale_dO and scale_dP, scale_dQ, scale_dK, scale_dV (`set_uid` in
-`GetCudnnFlashAttentionBackwardF8OperationGraph`, xla/stream_executor/cuda/cuda_dnn.cc, of 2025). No
-test of either sees it, for they set all to one. So this module gives the three one value, and the
-four another, and is right in both orders: the factors that differ go into descale_q, descale_k,
-descale_v and descale_dP, of whose places there is no doubt.
+`GetCudnnFlashAttentionBackwardF8OperationGraph`, xla/stream_executor/cuda/cuda_dnn.cc at a51b0f5).
+JAX's own test of the backward pass sets all to one, and cannot tell. So this module gives the three
+one value, and the four another, and is right in both orders: the factors that differ go into
+descale_q, descale_k, descale_v and descale_dP, of whose places there is no doubt.
 """
 
 from __future__ import annotations
