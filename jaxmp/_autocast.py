@@ -346,9 +346,10 @@ class _Rules:
                     f"{rule!r}: autocast sees name scopes and no module types. Name the module by "
                     "its path, or let the rule match nothing: required=False."
                 )
-        fp8 = any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules))
         # How FP8 products are scaled; None where there are none.
-        self.fp8: Scaling | None = _stateless(as_recipe(policies.fp8)) if fp8 else None
+        self.fp8: Scaling | None = (
+            _stateless(as_recipe(policies.fp8)) if policies.names_fp8 else None
+        )
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._regions: dict[tuple[str, ...], _Region] = {}

@@ -174,6 +174,12 @@ def changed(
     """
     rules = data.policies if policies is None else as_policy_map(policies)
     rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_recipe(fp8))
+    if fp8 is not None and not rules.names_fp8:
+        raise RecipeError(
+            f"fp8={fp8!r} says how FP8 is scaled, and nothing in {data.name!r} multiplies in FP8. "
+            "Start from a recipe that does, or say so: load_recipe('fp8').replace(fp8='rowwise'), "
+            "recipe.replace(policies='p=f32,c=bf16,o=f32,matmul=fp8', fp8='rowwise')."
+        )
     if loss_scale is None:
         automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if automatic else data.loss_scale
@@ -347,12 +353,22 @@ def _layers(document: _toml.Document, chain: _Chain) -> _Layers:
             "what it builds on:\n" + example("", "extends")
         )
     base = _base(document, extends, chain) if extends is not None else _Layers("", "", {}, ())
-    return _Layers(
+    layers = _Layers(
         own.top.get("name", Path(document.file).name.removesuffix(".toml")),
         own.top.get("summary", f"extends {extends}" if extends is not None else ""),
         _laid_over(base.settings, own.settings),
         own.rules + base.rules,
     )
+    scaling = [setting for key, setting in own.settings.items() if key[0] == "fp8"]
+    matmul = layers.settings.get(("policy", "matmul"))
+    in_fp8 = [matmul.value if matmul else None, *(rule.matmul for rule in layers.rules)]
+    if scaling and "fp8" not in in_fp8:
+        raise RecipeError(
+            f"{scaling[0].where}: [fp8] says how FP8 is scaled, and nothing multiplies in FP8: "
+            'neither [policy] nor a rule says matmul = "fp8". Write:\n    [policy]\n'
+            '    matmul = "fp8"'
+        )
+    return layers
 
 
 def _base(document: _toml.Document, extends: str, chain: _Chain) -> _Layers:
@@ -392,6 +408,9 @@ def _build(layers: _Layers) -> RecipeData:
         default["attention"] = tables["attention"]["implementation"].value
     fp8 = read_fp8(tables.get("fp8", {}))
     policies = PolicyMap(get_policy(default), layers.rules, fp8)
+    if not policies.names_fp8:
+        # A file that it extends may say how, where this one says that there is none.
+        policies = dataclasses.replace(policies, fp8=None)
     data = RecipeData(
         name=layers.name,
         summary=layers.summary,

@@ -395,8 +395,8 @@ class PolicyMap:
     Args:
       default: anything that `get_policy` takes.
       rules: rules in order of precedence.
-      fp8: how modules with `matmul = "fp8"` are scaled: a recipe of `jaxmp.fp8`; None: the default
-        one.
+      fp8: how modules with `matmul = "fp8"` are scaled: an object of `jaxmp.fp8` such as
+        `CurrentScaling()`; None: that one.
 
     Example:
       >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
@@ -424,10 +424,22 @@ class PolicyMap:
                     f"{rule!r} is not a Rule; for example "
                     "PolicyMap('bf16', [Rule('head', 'c=f32')])."
                 )
+        # A scaling is known by what it says of itself: its package stands above this module.
+        if self.fp8 is not None and not hasattr(self.fp8, "is_stateful"):
+            raise PolicyError(
+                f"fp8={self.fp8!r} is no scaling. A PolicyMap takes an object, for example "
+                "PolicyMap('p=f32,c=bf16,o=f32,matmul=fp8', fp8=jaxmp.fp8.CurrentScaling()); a "
+                "recipe takes a name too: recipe.replace(fp8='current')."
+            )
         object.__setattr__(self, "_hash", hash((self.default, rules, self.fp8)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    @property
+    def names_fp8(self) -> bool:
+        """Whether the default or any rule says `matmul = "fp8"`."""
+        return any(holder.matmul == "fp8" for holder in (self.default, *self.rules))
 
     def __reduce__(self) -> Any:
         return PolicyMap, (self.default, self.rules, self.fp8)

@@ -658,3 +658,14 @@ def test_compiled_memory_has_no_term_of_all_pairs():
 
     # The same number of tokens: all pairs would take eight times as much.
     assert temporary(8192) <= 1.1 * temporary(1024)
+
+
+def test_second_derivatives_are_refused():
+    query = jnp.ones((1, 128, 1, 128), jnp.bfloat16)
+
+    def loss(query):
+        out = dot_product_attention(query, query, query, implementation="cudnn_fp8")
+        return out.astype(jnp.float32).sum()
+
+    with pytest.raises(AttentionError, match="no second derivative"):
+        jax.jvp(jax.grad(loss), (query,), (query,))

@@ -130,6 +130,18 @@ def test_products_are_those_of_the_rounded_operands(name):
         np.testing.assert_allclose(got, want, rtol=0, atol=64 * 2.0**-24 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+def test_second_derivatives_are_refused(name):
+    x, w = normal(0, 32, 32), normal(1, 32, 16)
+    slope = jax.grad(lambda x: (linear(RECIPES[name], x, w) ** 2).sum())
+    for derive in (
+        lambda: jax.jvp(slope, (x,), (x,)),
+        lambda: jax.jit(jax.grad(lambda x: (slope(x) ** 2).sum()))(x),
+    ):
+        with pytest.raises(CompositionError, match=r"no second derivative.*bf16"):
+            derive()
+
+
 def test_a_high_precision_wgrad_is_exact():
     recipe = fp8.CurrentScaling(wgrad="high")
     x, w, g = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)

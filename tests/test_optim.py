@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import optim
+from jaxmp.errors import CompositionError
 from jaxmp.optim._storage import pack, unpack
 from relaxed import relaxed
 
@@ -680,3 +681,20 @@ def test_donation_takes_nothing_of_the_callers():
         grads = jax.tree.map(jnp.ones_like, params)
         jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)(state, grads)
     assert float(rate) == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.mixed_precision(optax.adamw(1e-3), policies="bf16"),
+        optim.master_params(optax.adamw(1e-3), policies="bf16"),
+        optim.skip_nonfinite(optax.adamw(1e-3)),
+    ],
+    ids=["mixed_precision", "master_params", "skip_nonfinite"],
+)
+def test_the_state_of_fp8_scaling_is_no_parameter(tx):
+    state = {"_overwrite_with_gradient": {"w": jnp.zeros(())}}
+    variables = {"params": {"w": jnp.ones(2)}, **state}
+    with pytest.raises(CompositionError, match=r"TrainState.create\(params=variables"):
+        tx.init(variables)
+    tx.init(variables["params"])

@@ -98,6 +98,23 @@ def test_half_recipes_keep_heads_and_routers(name):
         assert policies.deciding_rule(other) is None
 
 
+def test_scaling_without_products_in_fp8_is_a_contradiction(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "bf16"\n[fp8]\nscaling = "rowwise"\n')
+    with pytest.raises(RecipeError, match=r'(?s)line 3.*nothing multiplies.*matmul = "fp8"'):
+        load_recipe(str(file))
+    file.write_text('extends = "bf16"\n[policy]\nmatmul = "fp8"\n[fp8]\nscaling = "rowwise"\n')
+    assert load_recipe(str(file)).fp8.kind == "rowwise"
+    # What a base says of scaling does not stand in the way of leaving FP8.
+    file.write_text('extends = "fp8_rowwise"\n[policy]\nmatmul = "default"\n')
+    recipe = load_recipe(str(file))
+    assert recipe.fp8 is None
+    file.write_text(recipe.to_toml())
+    assert load_recipe(str(file)).policies == recipe.policies
+    with pytest.raises(RecipeError, match=r"fp8='rowwise'.*'bf16' multiplies in FP8"):
+        load_recipe("bf16").replace(fp8="rowwise")
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_rowwise"])
 def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
     policies = load_recipe(name).policies
@@ -105,6 +122,10 @@ def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
         "lm_head",
         "decoder/logits",
         "head",
+        "mlp_head",
+        "to_logits",
+        "lm_head_proj",
+        "readout",
         "vit/classifier",
         "token_embedding",
         "patch_embed/proj",

@@ -361,6 +361,11 @@ def test_one_rule_needs_no_list():
     assert PolicyMap("bf16", Rule("a", "c=f32")).rules == (Rule("a", "c=f32"),)
 
 
+def test_a_policy_map_takes_a_scaling_and_no_name_of_one():
+    with pytest.raises(PolicyError, match=r"fp8='rowwise' is no scaling.*CurrentScaling\(\)"):
+        PolicyMap("p=f32,c=bf16,matmul=fp8", fp8="rowwise")
+
+
 def test_a_rule_for_fp32_is_no_rule_for_fp8():
     rules = [Rule("island", "c=f32"), Rule("both", "c=f32,matmul=fp8"), Rule("wide", "o=f32")]
     policies = PolicyMap("p=f32,c=bf16,matmul=fp8", rules)

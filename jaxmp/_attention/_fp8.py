@@ -39,6 +39,7 @@ from jaxmp import _compat
 from jaxmp._attention import _fp8_emulation
 from jaxmp._attention._arguments import Arguments
 from jaxmp._dtypes import FLOAT32
+from jaxmp.errors import AttentionError
 from jaxmp.fp8._quantize import compute_scale, quantize
 
 _FORMAT = "e4m3fn"
@@ -119,8 +120,18 @@ def _forward_rule(static: _Static, query: jax.Array, key: jax.Array, value: jax.
     return _folding(_forward, static, True)(query, key, value)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward_rule(static: _Static, saved: _Saved, d_out: jax.Array) -> Any:
     return _folding(_backward, static, True)(saved, d_out)
+
+
+@_backward_rule.defjvp
+def _refuse(static: _Static, primals: Any, tangents: Any) -> Any:
+    del static, primals, tangents
+    raise AttentionError(
+        "implementation='cudnn_fp8' has no second derivative: what quantises gradients cannot be "
+        "differentiated. Write implementation='xla', which has all derivatives."
+    )
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

@@ -72,7 +72,7 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
 
     Under `jax.checkpoint` operands are quantised again when they are recomputed, from their own
     high-precision numbers; `save_only_these_names(fp8.CHECKPOINT_NAME)` as its policy keeps them,
-    so that each is quantised once. Only reverse-mode differentiation, once.
+    so that each is quantised once. Only reverse-mode differentiation, once: more is refused.
 
     Args:
       recipe: a recipe, its name, or None for `CurrentScaling()`.
@@ -91,7 +91,8 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       JaxmpError: if `kernel` is no side; from the function, if operands, dimension numbers or state
         do not fit.
       CompositionError: from the function, without `emulate=True`, for block scaling on an
-        accelerator and for MX scaling on one that has no such products.
+        accelerator and for MX scaling on one that has no such products; where its gradient is
+        differentiated.
 
     Example:
       >>> x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.full((16, 64), 0.5, jnp.bfloat16)
@@ -291,6 +292,7 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
     )
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
     kept, seen, state = residuals
     before = None if state is None else settled(as_float(state))
@@ -316,6 +318,17 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
     )
     after = next_state(call.recipe, before, by_role)
     return results[0], results[1], as_like(after, state)
+
+
+@_product_bwd.defjvp
+def _refuse(call: _Call, primals: Any, tangents: Any) -> Any:
+    """JAX would differentiate the rounding, the maxima and the state: numbers that mean nothing."""
+    del primals, tangents
+    raise CompositionError(
+        f"fp8.dot_general ({type(call.recipe).__name__}) has no second derivative: what quantises "
+        "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
+        'a policy without matmul = "fp8", such as the recipe "bf16".'
+    )
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -132,6 +132,7 @@ def master_params(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
+        check_parameters(params)
         layout = _layout(params, policy_map, form)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
@@ -205,6 +206,23 @@ def add_update(param: Any, update: Any) -> Any:
     if _trees.is_castable(param) and param.dtype != FLOAT32:
         return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
     return param + update.astype(param.dtype)
+
+
+def check_parameters(params: Any) -> None:
+    """Refuses variables whose state would be clipped, decayed and averaged as parameters are.
+
+    Raises:
+      CompositionError: saying what to give instead.
+    """
+    name = _trees.OVERWRITE
+    if _trees.split_overwritten(params)[1] is not None:
+        raise CompositionError(
+            f"The optimizer was given variables with the collection {name!r}, the state of FP8 "
+            "scaling, which is no parameter: its gradient is its next value. Use "
+            "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it; or in a loop of "
+            "your own tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
+            f"variables['params']), and carry grads[{name!r}] over into the next variables."
+        )
 
 
 def _initial(leaf: Any, form: str) -> jax.Array:

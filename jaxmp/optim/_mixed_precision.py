@@ -41,7 +41,8 @@ def mixed_precision(
       An optax transformation.
 
     Raises:
-      CompositionError: see `master_params` and `skip_nonfinite`.
+      CompositionError: see `master_params` and `skip_nonfinite`; from `init`, if it is given the
+        state of FP8 scaling with the parameters.
       PolicyError: for an unknown policy or dtype.
 
     Example:

@@ -15,7 +15,12 @@ from jaxmp import _compat, _trees
 from jaxmp._dtypes import FLOAT32, sum_dtype
 from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import MasterParamsState, map_master_states, master_states
+from jaxmp.optim._master import (
+    MasterParamsState,
+    check_parameters,
+    map_master_states,
+    master_states,
+)
 
 SKIP_MODES = ("auto", "select", "cond", "none")
 
@@ -147,6 +152,7 @@ def skip_nonfinite(
     )
 
     def init_fn(params: Any) -> Any:
+        check_parameters(params)
         inner_state = _agree_on_overflow(inner.init(params), axes)
         return SkipNonfiniteState(
             initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
