@@ -265,7 +265,7 @@ def test_no_trace_of_another_scaling_is_used():
     maps = [
         "bf16",
         policies(),
-        policies("rowwise"),
+        policies(fp8.RowwiseScaling()),
         "bf16",
         policies(fp8.CurrentScaling(power_of_two=True)),
     ]
@@ -278,7 +278,7 @@ def test_no_trace_of_another_scaling_is_used():
 def test_policied_models_stay_equal_and_can_be_copied():
     model = jaxmp.linen.apply_policy(SMALL, policies())
     assert model == jaxmp.linen.apply_policy(SMALL, policies())
-    assert model != jaxmp.linen.apply_policy(SMALL, policies("rowwise"))
+    assert model != jaxmp.linen.apply_policy(SMALL, policies(fp8.RowwiseScaling()))
     flax_nnx = jaxmp.nnx.apply_policy(in_nnx(SMALL, parameters()), policies())
     twin = copy.deepcopy(flax_nnx)
     assert in_fp8(products(twin, TOKENS)) == in_fp8(products(flax_nnx, TOKENS)) != []
