@@ -365,8 +365,8 @@ def _layers(document: _toml.Document, chain: _Chain) -> _Layers:
     if scaling and "fp8" not in in_fp8:
         raise RecipeError(
             f"{scaling[0].where}: [fp8] says how FP8 is scaled, and nothing multiplies in FP8: "
-            'neither [policy] nor a rule says matmul = "fp8". Write:\n    [policy]\n'
-            '    matmul = "fp8"'
+            'neither [policy] nor a rule says matmul = "fp8". Write:\n    extends = "bf16"\n'
+            '    [policy]\n    matmul = "fp8"'
         )
     return layers
 

@@ -54,7 +54,7 @@ def read_fp8(settings: Mapping[str, Any]) -> Scaling | None:
             owners = [kind for kind, other in KINDS.items() if key in _names(other)]
             raise RecipeError(
                 f"{settings[key].where}: {key} does not go with scaling = {quoted(cls.kind)}. "
-                f"Write:\n    [fp8]\n    scaling = {quoted(owners[0])}\n"
+                f'Write:\n    extends = "fp8"\n    [fp8]\n    scaling = {quoted(owners[0])}\n'
                 f"    {key} = {_text(values[key])}"
             )
     try:

@@ -192,7 +192,8 @@ def example(table: str, key: str, literal: str = "") -> str:
     """A whole recipe file, indented, in which `key` stands where it belongs."""
     fields = {"": TOP, "rules": RULE, **TABLES}[table]
     setting = f"{key} = {literal or fields[key].example}"
-    lines = [] if table == "policy" or key == "extends" else ['extends = "bf16"']
+    base = "fp8" if table == "fp8" else "bf16"
+    lines = [] if table == "policy" or key == "extends" else [f'extends = "{base}"']
     if table == "rules":
         lines += _example_rule(key, setting)
     elif table:
