@@ -26,7 +26,7 @@ from jaxmp.fp8._recipes import (
     Scaling,
     as_recipe,
 )
-from jaxmp.fp8._state import as_float, as_like, check_state, next_state, settled
+from jaxmp.fp8._state import AGE, before_step, check_state, next_state
 
 # What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
 CHECKPOINT_NAME = "jaxmp_fp8"
@@ -241,12 +241,15 @@ def _observe(call: _Call, x: Any, state: Any, role: str) -> tuple[Any, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Array:
-    return _forward(call, *_operands(call, lhs, rhs, state)[0])
+    return _forward(call, *_operands(call, lhs, rhs, _before(state))[0])
+
+
+def _before(state: Any) -> Any:
+    return None if state is None else before_step(state)
 
 
 def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
     """The operands of the forward product, and what is seen of them for delayed scaling."""
-    state = None if state is None else settled(as_float(state))
     seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
     operands = [
         _operand(call, "fprop", call.role(side), x, call.dims, side, seen[side])
@@ -260,7 +263,8 @@ def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
-    operands, seen = _operands(call, lhs, rhs, state)
+    before = _before(state)
+    operands, seen = _operands(call, lhs, rhs, before)
     kept = []
     for side, x in enumerate((lhs, rhs)):
         backwards = _for_backward(call, side, x, operands[side], seen[side])
@@ -268,7 +272,9 @@ def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array
         kept.append(of_backward)
         if backwards is operands[side]:
             operands[side] = of_forward
-    return _forward(call, *operands), (tuple(kept), seen, state)
+    # Of the state as it came the dtype is wanted, which all its leaves have in common.
+    given = None if state is None else state[AGE]
+    return _forward(call, *operands), (tuple(kept), seen, before, given)
 
 
 def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> Any:
@@ -292,10 +298,11 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
-    kept, seen, state = residuals
-    before = None if state is None else settled(as_float(state))
+    kept, seen, before, given = residuals
+    # FP8 numbers have no derivatives; what they were scaled by has.
+    scales = [operand[1] for operand in kept], seen
+    gradient = _differentiated_once(type(call.recipe).__name__, gradient, scales)
     of_gradient = _observe(call, gradient, before, "output_grad")
     results, operand = [], None
     for side in (0, 1):
@@ -316,16 +323,21 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )
-    after = next_state(call.recipe, before, by_role)
-    return results[0], results[1], as_like(after, state)
+    return results[0], results[1], next_state(call.recipe, before, by_role, given)
 
 
-@_product_bwd.defjvp
-def _refuse(call: _Call, primals: Any, tangents: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiated_once(recipe: str, gradient: jax.Array, scales: Any) -> jax.Array:
+    del recipe, scales
+    return gradient
+
+
+@_differentiated_once.defjvp
+def _refuse(recipe: str, primals: Any, tangents: Any) -> Any:
     """JAX would differentiate the rounding, the maxima and the state: numbers that mean nothing."""
     del primals, tangents
     raise CompositionError(
-        f"fp8.dot_general ({type(call.recipe).__name__}) has no second derivative: what quantises "
+        f"fp8.dot_general ({recipe}) has no second derivative: what quantises "
         "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
         'a policy without matmul = "fp8", such as the recipe "bf16".'
     )

@@ -149,22 +149,21 @@ def as_float(state: Any) -> Any:
     def convert(leaf: Any) -> Any:
         if not (hasattr(leaf, "dtype") and _is_max(leaf)):
             return leaf
-        if _is_unchecked():
-            raise TypeError(f"shard_map(..., check_vma=False) does not reduce {_MAX}")
+        _check_reducible(leaf)
         return lax.convert_element_type(leaf, FLOAT32)
 
     return jax.tree.map(convert, state)
+
+
+def _check_reducible(leaf: Any) -> None:
+    if _is_max(leaf) and _is_unchecked():
+        raise TypeError(f"shard_map(..., check_vma=False) does not reduce {_MAX}")
 
 
 def _is_unchecked() -> bool:
     """Whether this is traced inside of `shard_map(..., check_vma=False)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(manual) and not _compat.varying_axes(lax.axis_index(manual[0]))
-
-
-def as_like(state: Any, like: Any) -> Any:
-    """The float32 arrays of `state` in the dtypes of `like`."""
-    return jax.tree.map(lambda x, old: lax.convert_element_type(x, old.dtype), state, like)
 
 
 # ---------------------------------------------------------------------------
@@ -262,13 +261,24 @@ def _kept_where_unused(new: State, old: State) -> State:
 # Jitted, so that all layers share the trace and, in StableHLO, one function.
 
 
+def before_step(state: Mapping[str, Any]) -> State:
+    """`settled`, of a state that may be one whose gradients are combined by max.
+
+    Raises:
+      TypeError: as `as_float`.
+    """
+    _check_reducible(state[AGE])
+    return settled(state)
+
+
 @jax.jit
 def settled(state: Mapping[str, Any]) -> State:
-    """A state as one run of the layer would have left it, where JAX added up those of several.
+    """A state in float32, as one run of the layer would have left it if JAX added up several.
 
     All is divided by their number but the newest maxima, whose sum is kept: it is no less than the
     largest of them, and scales that are a little too small lose nothing but headroom.
     """
+    state = {name: lax.convert_element_type(leaf, FLOAT32) for name, leaf in state.items()}
     uses = jnp.maximum(state[USES], np.float32(1))
     found = {name: leaf / uses for name, leaf in state.items()}
     for operand in OPERANDS:
@@ -305,16 +315,18 @@ def next_state(
     recipe: DelayedScaling,
     state: Mapping[str, Any],
     seen: Mapping[str, tuple[jax.Array, jax.Array]],
+    like: jax.Array,
 ) -> State:
     """The state after a step.
 
     Args:
       recipe: the settings.
-      state: before the step.
+      state: before the step, in float32.
       seen: for each operand the maximum in force, and its own maximum in this step.
+      like: a leaf of the state as it was given.
 
     Returns:
-      A state in which nothing that is not finite has entered.
+      A state in which nothing that is not finite has entered, in the dtype of `like`.
     """
     age, one = state[AGE], np.float32(1)
     new = {AGE: lax.select(age >= np.float32(recipe.interval), lax.full_like(age, 1), age + one)}
@@ -324,7 +336,7 @@ def next_state(
         grown = jnp.concatenate([latest[None], history[:-1]])
         new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
         new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
-    return new
+    return {name: lax.convert_element_type(leaf, like.dtype) for name, leaf in new.items()}
 
 
 # ---------------------------------------------------------------------------
