@@ -1,7 +1,7 @@
 """What FP8 adds to the program of a training step: StableHLO operations, and the time to trace it.
 
     python benchmarks/fp8_counts.py
-    python benchmarks/fp8_counts.py --pairs 8 --out fp8_counts.json
+    python benchmarks/fp8_counts.py --pairs 20 --out fp8_counts.json
 
 Workload: that of step_counts.py, a GPT of 12 layers in Flax Linen with AdamW, under the recipe
 `bf16` and under the same with `matmul = "fp8"` for every linear layer but the head. Nothing is run
@@ -90,7 +90,7 @@ def main():
             ratios["trace_lower"], row["trace_lower"] = timed["ratio"], timed
             calls = step_counts.python_calls
             ratios["python_calls"] = calls(make) / calls(BF16)
-            span = " ({:.2f} to {:.2f})".format(*timed["range"])
+            span = ", time in {:.2f} to {:.2f}".format(*timed["interval"])
         over = [key for key in LIMITS if name in LIMITED and ratios[key] > LIMITS[key]]
         failed |= bool(over)
         shown = ", ".join(f"{key} {value:.3f}" for key, value in ratios.items())
