@@ -299,6 +299,33 @@ def test_collectives_that_xla_combines_are_told_apart(mesh):
 
 
 @needs_compiler
+def test_a_weight_gathered_together_with_fp8_ones_is_no_fallback(mesh):
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def step(weights, x):
+        scaled = (weights["fp8"] * 16.0).astype(jnp.float8_e4m3fn)
+        gathered = lax.with_sharding_constraint((scaled, weights["head"]), whole)
+        low, head = lax.optimization_barrier(gathered)
+        with jax.named_scope("Net"), jax.named_scope("first"):
+            x = lax.dot(x, low, preferred_element_type=jnp.bfloat16)
+        with jax.named_scope("Net"), jax.named_scope("head"):
+            return jnp.tanh(x) @ head
+
+    weights = {
+        "fp8": sharded(mesh, 512, 512, dtype=jnp.bfloat16),
+        "head": sharded(mesh, 512, 256, dtype=jnp.bfloat16),
+    }
+    args = weights, sharded(mesh, 64, 512, dtype=jnp.float8_e4m3fn)
+    text = _compile.compile_for("h200", trace(step, args, {})).text
+    assert re.search(r"\(bf16\[.*f8e4m3fn\[.* all-gather|f8e4m3fn\[.*bf16\[.* all-gather", text)
+    report = audit(step, *args, policies=BF16, target="h200")
+    assert {row.dtype for row in report.collectives} == {"bfloat16", "float8_e4m3fn"}
+    (head,) = (row for row in report.gemms if row.module == "head")
+    assert (head.lhs, head.rhs, head.was_fp8) == ("bfloat16", "bfloat16", "")
+    assert "fp8_fallback" not in {f.kind for f in report.findings if f.module == "head"}
+
+
+@needs_compiler
 def test_sums_over_devices_in_16_bits_are_notes(mesh):
     args = sharded(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(

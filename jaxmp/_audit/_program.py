@@ -51,7 +51,7 @@ class Origins:
 
 _CONVOLUTIONS = ("__cudnn$conv",)
 _ALGORITHM = re.compile(r"dot_([a-z0-9]+)_", re.I)
-_PLACED = frozenset({"bitcast", "copy", "transpose", "reshape", "get-tuple-element", "convert"})
+_PLACED = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
 # What scales, clips or takes the sign of a quantised operand leaves it one.
 _SCALED = frozenset({"multiply", "divide", "broadcast", "clamp", "select", "pad", "slice"})
 _SCALED |= {"abs", "negate", "maximum", "minimum"}
@@ -179,33 +179,61 @@ def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
     return dtype
 
 
+class _Value(NamedTuple):
+    """A name in a computation; `holder` is the fusion of the step's computation around it."""
+
+    computation: Computation
+    name: str
+    holder: Instruction | None
+
+
 def _was_fp8(program: Program, step: Step, dot: Instruction, inside: Computation) -> str:
     """The FP8 dtype that an operand was cast up from, on its way through element-wise work."""
-    waiting: list[tuple[Computation, str, Instruction | None]] = [
-        (inside, name, step.instruction if inside is not step.computation else None)
-        for name in dot.operands[:2]
-    ]
+    holder = step.instruction if inside is not step.computation else None
+    waiting = [_Value(inside, name, holder) for name in dot.operands[:2]]
     seen: set[tuple[str, str]] = set()
     while waiting and len(seen) < 200:
-        computation, name, holder = waiting.pop()
-        one = computation.instructions.get(name)
-        if one is None or (computation.name, name) in seen:
+        value = waiting.pop()
+        one = value.computation.instructions.get(value.name)
+        if one is None or (value.computation.name, value.name) in seen:
             continue
-        seen.add((computation.name, name))
-        if one.shapes and one.shapes[0].dtype.startswith("float8"):
+        seen.add((value.computation.name, value.name))
+        if len(one.shapes) == 1 and one.shapes[0].dtype.startswith("float8"):
             return one.shapes[0].dtype
-        if one.opcode == "parameter" and holder is not None:
-            number = int(one.rest.partition(")")[0])
-            outer = step.computation
-            if number < len(holder.operands) and holder.name in outer.instructions:
-                waiting.append((outer, holder.operands[number], None))
-        elif one.opcode == "fusion" and program.inside(one) is not None:
-            body = program.computations[one.attribute("calls")]
-            if not any(inner.opcode in ("dot", "reduce") for inner in body.instructions.values()):
-                waiting.append((body, body.root.name, one))
-        elif _is_elementwise(one):
-            waiting += [(computation, operand, holder) for operand in one.operands]
+        waiting += _sources(program, step, value, one)
     return ""
+
+
+def _sources(program: Program, step: Step, value: _Value, one: Instruction) -> list[_Value]:
+    """What a value is, in other numbers: nothing if a product, a sum or another device made it."""
+    holder = value.holder
+    if one.opcode == "parameter" and holder is not None:
+        number = int(one.rest.partition(")")[0])
+        if number < len(holder.operands) and holder.name in step.computation.instructions:
+            return [_Value(step.computation, holder.operands[number], None)]
+    elif one.opcode == "get-tuple-element":
+        # Of several results, combined ones of other layers among them, only this one counts.
+        (index,) = one.numbers("index")
+        maker = value.computation.instructions[one.operands[0]]
+        body = _simple_body(program, maker)
+        if body is not None and body.root.opcode == "tuple":
+            return [_Value(body, body.root.operands[index], maker)]
+        if maker.opcode == "tuple":
+            return [_Value(value.computation, maker.operands[index], holder)]
+    elif one.opcode == "fusion":
+        body = _simple_body(program, one)
+        return [] if body is None else [_Value(body, body.root.name, one)]
+    elif _is_elementwise(one):
+        return [_Value(value.computation, operand, holder) for operand in one.operands]
+    return []
+
+
+def _simple_body(program: Program, fusion: Instruction) -> Computation | None:
+    """The computation of a fusion that neither multiplies matrices nor sums."""
+    body = program.inside(fusion) if fusion.opcode == "fusion" else None
+    if body is None or any(one.opcode in ("dot", "reduce") for one in body.instructions.values()):
+        return None
+    return body
 
 
 def _is_elementwise(one: Instruction) -> bool:
