@@ -481,6 +481,7 @@ def test_under_shard_map():
         (lambda: fp8.CurrentScaling(margin=-1), "margin must be an integer from 0 to 64"),
         (lambda: fp8.CurrentScaling(power_of_two="yes"), "power_of_two must be True or False"),
         (lambda: fp8.CurrentScaling(fast_accumulation="all"), "among fprop, dgrad, wgrad"),
+        (lambda: fp8.CurrentScaling(fast_accumulation=[["fprop"]]), "among fprop, dgrad, wgrad"),
         (lambda: fp8.DelayedScaling(amax_history_len=0), "amax_history_len must be"),
         (lambda: fp8.DelayedScaling(interval=0), "interval must be"),
         (lambda: fp8.DelayedScaling(amax_compute="mean"), "'max' or 'most_recent'"),
@@ -505,6 +506,15 @@ def test_bad_settings(build, message):
             lambda f, x: f(x, x.astype(jnp.float8_e5m2), LINEAR),
             "rhs is float8_e5m2.*quantises by itself",
         ),
+        (lambda f, x: f(None, x, LINEAR), r"fp8.dot_general: lhs is NoneType \(None\), no array"),
+        (lambda f, x: f(x, x, LINEAR, x), r"precision is ArrayImpl.*takes two\s+operands"),
+        (lambda f, x: f(x, x, LINEAR, None, "nope"), "Unknown dtype 'nope'"),
+        (
+            lambda f, x: f(x, x, LINEAR, preferred_element_type="e4m3fn"),
+            "preferred_element_type is float8_e4m3fn.*convert the result",
+        ),
+        (lambda f, x: fp8.einsum()(0, x, x), r"fp8.einsum\(0, ...\): it is no string"),
+        (lambda f, x: fp8.einsum()("ab,bc", x, "x"), r"fp8.einsum: kernel is str \(x\)"),
         (lambda f, x: f(x, x, LINEAR, out_sharding="data"), "out_sharding='data' is not supported"),
         (lambda f, x: f(x, x, LINEAR, state={}), "CurrentScaling has no state"),
         (lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR), "DelayedScaling needs its state"),
@@ -520,11 +530,31 @@ def test_bad_settings(build, message):
             ),
             r"has shape \(3,\) and dtype float32; with amax_history_len=1024",
         ),
+        (
+            lambda f, x: fp8.dot_general("delayed")(
+                x, x, LINEAR, state=dict.fromkeys(fp8.init_state())
+            ),
+            r"state\['age'\] is NoneType, no array",
+        ),
+        (lambda f, x: fp8.to_flax({"age": x}), r"has the keys .*, not \['age'\]"),
+        (lambda f, x: fp8.with_stats(x), "fp8.with_stats got .* where a function is wanted"),
     ],
 )
 def test_bad_calls(call, message):
     with pytest.raises(JaxmpError, match=message):
         call(fp8.dot_general(), jnp.ones((16, 16)))
+
+
+@pytest.mark.parametrize("kind", ["current", "rowwise", "block", "mx"])
+@pytest.mark.parametrize("sizes", [(0, 32, 16), (4, 0, 16), (4, 32, 0)])
+def test_operands_of_no_size(kind, sizes):
+    m, k, n = sizes
+    product = fp8.dot_general(kind)
+    loss = lambda x, w: product(x, w, LINEAR).sum()
+    x, w = jnp.ones((m, k)), jnp.ones((k, n))
+    grads = jax.grad(loss, (0, 1))(x, w)
+    assert [grad.shape for grad in grads] == [x.shape, w.shape]
+    np.testing.assert_array_equal(product(x, w, LINEAR), jnp.dot(x, w))
 
 
 def test_block_scaling_is_refused_where_nothing_multiplies_so():

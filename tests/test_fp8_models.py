@@ -559,13 +559,18 @@ def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framewor
 
 
 @needs_compiler
-def test_an_a100_does_not_and_the_audit_says_so():
-    report = compiled_gradients("linen", ANY_WIDTH, "a100")
-    fallen = {finding.module for finding in report.faults if finding.kind == "fp8_fallback"}
-    assert (
-        fallen <= LINEARS
-        and {f"block_{n}/mlp_{m}" for n in (0, 1) for m in ("up", "down")} <= fallen
-    )
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_an_a100_is_refused(framework):
+    with pytest.raises(CompositionError, match=r"'block_0/.*capability 8\.0\).*begin with 8\.9"):
+        compiled_gradients(framework, ANY_WIDTH, "a100")
+
+
+@needs_compiler
+def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
+    emulated = Recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
+    report = compiled_gradients("linen", emulated, "a100")
+    fallen = {finding.module for finding in report.findings if finding.kind == "fp8_fallback"}
+    assert LINEARS >= fallen >= {f"block_{n}/mlp_{m}" for n in (0, 1) for m in ("up", "down")}
 
 
 @needs_compiler

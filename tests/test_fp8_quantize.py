@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmp import fp8
-from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 SOURCES = ["float32", "bfloat16", "float16"]
@@ -188,6 +188,41 @@ def test_the_scale_fills_the_format_and_no_more(source):
 def test_margins_that_are_none(margin):
     with pytest.raises(RecipeError, match="margin="):
         fp8.compute_scale(1.0, "e4m3fn", margin)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp8.quantize(jnp.arange(3), 1.0, "e4m3fn"), r"fp8.quantize: x is int32"),
+        (lambda: fp8.quantize("x", 1.0, "e4m3fn"), r"x is str \(x\), no array of numbers"),
+        (
+            lambda: fp8.quantize(jnp.ones((4, 3)), jnp.ones((4,)), "e4m3fn"),
+            r"scale has shape \(4,\), which does not broadcast to x's \(4, 3\)",
+        ),
+        (
+            lambda: fp8.quantize(jnp.ones((3,)), jnp.ones((2, 3)), "e4m3fn"),
+            r"\(2, 3\), which does not broadcast to x's \(3,\)",
+        ),
+        (lambda: fp8.dequantize(jnp.ones((3,)), 1.0), "q is float32, and must be FP8"),
+        (
+            lambda: fp8.dequantize(jnp.ones((3,), jnp.float8_e5m2), jnp.ones((2,))),
+            r"does not broadcast to q's \(3,\)",
+        ),
+        (lambda: fp8.quantization_stats(jnp.arange(3), 1.0, "e5m2"), "x is int32"),
+        (
+            lambda: fp8.quantization_stats(jnp.ones((3,)), jnp.ones((2,)), "e5m2"),
+            "fp8.quantization_stats: scale has shape",
+        ),
+        (lambda: fp8.compute_scale(3j, "e4m3fn"), "amax is complex64"),
+    ],
+)
+def test_bad_arrays(call, message):
+    with pytest.raises(JaxmpError, match=message):
+        call()
+
+
+def test_a_maximum_may_be_a_plain_number():
+    assert float(fp8.compute_scale(2, "e4m3fn")) == float(fp8.compute_scale(2.0, "e4m3fn")) == 224
 
 
 # ---------------------------------------------------------------------------

@@ -130,17 +130,20 @@ def decide_product(
 
 
 def _check_device(path: str) -> None:
-    """Refuses a GPU that is there and has no FP8 products (before compute capability 8.9)."""
-    if _compat.current_context().target is not None:
-        return  # a card that need not be there; the audit of the compiled program judges
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "") or "")
-    parts = capability.split(".")
-    known = len(parts) == 2 and all(part.isdigit() for part in parts)
-    if known and tuple(map(int, parts)) < (8, 9):
+    """Refuses a GPU without FP8 products (before compute capability 8.9), here or compiled for."""
+    context = _compat.current_context()
+    if context.target is None:
+        device = jax.devices()[0]
+        parts = str(getattr(device, "compute_capability", "") or "").split(".")
+        capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+        card = device.device_kind
+    else:
+        capability, card = context.capability or (), "the card that is compiled for"
+    if len(capability) == 2 and capability < (8, 9):
+        major, minor = capability
         raise CompositionError(
-            f'matmul = "fp8" for {path!r}: {device.device_kind} (compute capability '
-            f"{capability}) has no FP8 products, which begin with 8.9. Use the recipe without "
-            'it, such as "bf16"; to round as FP8 does and multiply in 16 bits, write\n'
+            f'matmul = "fp8" for {path!r}: {card} (compute capability {major}.{minor}) has no FP8 '
+            'products, which begin with 8.9. Use the recipe without it, such as "bf16"; to round '
+            "as FP8 does and multiply in 16 bits, write\n"
             "    [fp8]\n    emulate = true"
         )

@@ -13,11 +13,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32, FLOAT64, HALF
+from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import Operand, multiply, observe, quantized
+from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._recipes import (
     GEMMS,
     BlockScaling,
@@ -32,6 +33,8 @@ from jaxmp.fp8._state import AGE, before_step, check_state, next_state
 CHECKPOINT_NAME = "jaxmp_fp8"
 
 _SIDES = {"lhs": 0, "rhs": 1}
+
+_PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
 class _Call(NamedTuple):
@@ -120,8 +123,10 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
         out_sharding: Any = None,
         state: Any = None,
     ) -> jax.Array:
-        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-        _check_call(recipe, lhs, rhs, out_sharding, state)
+        lhs, rhs = (
+            as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
+        )
+        _check_call(recipe, precision, out_sharding, state)
         call = _Call(
             recipe,
             make_dims(lhs, rhs, dimension_numbers),
@@ -138,14 +143,14 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
     return fp8_dot_general
 
 
-def _check_call(recipe: Scaling, lhs: Any, rhs: Any, out_sharding: Any, state: Any) -> None:
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if operand.dtype not in HALF | {FLOAT32, FLOAT64}:
-            raise JaxmpError(
-                f"{name} is {operand.dtype}: fp8.dot_general quantises by itself and takes "
-                f"float16, bfloat16, float32 or float64. Give it {name} in the compute dtype, for "
-                f"example {name}.astype(jnp.bfloat16)."
-            )
+def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) -> None:
+    each = precision if isinstance(precision, tuple) else (precision,)
+    if not all(one is None or isinstance(one, _PRECISIONS) for one in each):
+        raise JaxmpError(
+            f"precision is {type(precision).__name__}, and must be None, a name such as 'highest', "
+            "a jax.lax.Precision, an algorithm, or a pair of them. An FP8 product takes two "
+            "operands: dot_general(lhs, rhs, dimension_numbers), einsum(equation, x, kernel)."
+        )
     if out_sharding is not None:
         raise JaxmpError(
             f"out_sharding={out_sharding!r} is not supported in FP8. Leave it out, and constrain "
@@ -175,7 +180,13 @@ def _check_call(recipe: Scaling, lhs: Any, rhs: Any, out_sharding: Any, state: A
 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
     if preferred is not None:
-        return np.dtype(preferred)
+        dtype = canonical_dtype(preferred)
+        if dtype not in HALF | {FLOAT32, FLOAT64}:
+            raise JaxmpError(
+                f"preferred_element_type is {dtype}: an FP8 product has results in float16, "
+                "bfloat16, float32 or float64. Take one of them, and convert the result."
+            )
+        return dtype
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(lhs.dtype, rhs.dtype)
 

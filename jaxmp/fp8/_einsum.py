@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._quantize import as_floats
 
 # Stand for the axes of an ellipsis, the last of them the last: einsum's own labels are letters.
 _ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
@@ -49,7 +49,11 @@ def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
         out_sharding: Any = None,
         state: Any = None,
     ) -> jax.Array:
-        x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+        if not isinstance(equation, str):
+            raise _refused(equation, "it is no string")
+        x, kernel = (
+            as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
+        )
         plan = plan_einsum(equation, x.ndim, kernel.ndim)
         result = product(
             x,
@@ -124,7 +128,7 @@ def _labels(equation: str, term: str, ndim: int) -> list[str]:
     return labels
 
 
-def _refused(equation: str, problem: str) -> JaxmpError:
+def _refused(equation: Any, problem: str) -> JaxmpError:
     return JaxmpError(
         f"fp8.einsum({equation!r}, ...): {problem}. It takes one product of an input and a kernel; "
         'for example fp8.einsum("current")("btd,df->btf", x, kernel).'

@@ -90,7 +90,7 @@ def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> j
 def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
     """Operand `side` of a product, in blocks along the axes that it sums over."""
     rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
-    blocks = rows.reshape(*rows.shape[:2], -1, MX_BLOCK)
+    blocks = rows.reshape(*rows.shape[:2], rows.shape[2] // MX_BLOCK, MX_BLOCK)
     exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), recipe, dtype)
     # By the reciprocal of the scale, which is another power of two: finite numbers have scales from
     # 2**-126 to 2**120.

@@ -9,14 +9,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._dtypes import FLOAT32, FLOAT64
-from jaxmp.errors import RecipeError
+from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype, is_fp8
+from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._recipes import fp8_dtype
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 # The bits of an FP32 infinity: the exponent alone.
 _EXPONENT = 0x7F800000
+
+_FLOATS = HALF | {FLOAT32, FLOAT64}
+
+
+def as_floats(x: Any, name: str, caller: str) -> jax.Array:
+    """`x` as an array of a float dtype that is not FP8 yet.
+
+    Raises:
+      JaxmpError: naming the argument, what it is, and the public function that it was given to.
+    """
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise JaxmpError(
+            f"{caller}: {name} is {type(x).__name__} ({str(x)[:40]}), no array of numbers."
+        ) from None
+    if array.dtype not in _FLOATS:
+        raise JaxmpError(
+            f"{caller}: {name} is {array.dtype}, and must be float16, bfloat16, float32 or "
+            f"float64, which it quantises by itself: for example {name}.astype(jnp.bfloat16)."
+        )
+    return array
+
+
+def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> None:
+    """Refuses scales that are not one for each number of an array of `shape`, or for several."""
+    given = jnp.shape(scale)
+    wide = len(given) > len(shape)
+    if wide or any(n not in (1, size) for n, size in zip(given[::-1], shape[::-1], strict=False)):
+        raise JaxmpError(
+            f"{caller}: scale has shape {given}, which does not broadcast to {name}'s {shape}. "
+            "Give a scalar, or size 1 on the axes that share a scale: "
+            f"fp8.compute_scale(jnp.abs({name}).max(axis=-1, keepdims=True), 'e4m3fn')."
+        )
 
 
 def compute_scale(
@@ -31,7 +65,7 @@ def compute_scale(
                if power_of_two:  scale = 2 ** floor(log2(scale))
 
     Args:
-      amax: largest magnitude of a tensor, any shape, any float dtype.
+      amax: largest magnitude of a tensor: a number, or an array of any shape and float dtype.
       dtype: the FP8 format: its name or dtype.
       margin: the scale is divided by `2**margin`.
       power_of_two: round the scale down to a power of two.
@@ -42,6 +76,7 @@ def compute_scale(
     Raises:
       PolicyError: if `dtype` is no FP8 format.
       RecipeError: if `margin` is no integer from 0 to 64.
+      JaxmpError: if `amax` is no array of floats.
 
     Example:
       >>> compute_scale(jnp.array([2.0, 0.0, jnp.inf]), "e4m3fn").tolist()
@@ -53,7 +88,8 @@ def compute_scale(
             f"margin={margin!r} must be an integer from 0 to 64; for example "
             "compute_scale(amax, 'e4m3fn', margin=1)."
         )
-    amax = lax.convert_element_type(jnp.asarray(amax), FLOAT32)
+    amax = as_floats(float(amax) if isinstance(amax, int) else amax, "amax", "fp8.compute_scale")
+    amax = lax.convert_element_type(amax, FLOAT32)
     # By its bits: a subnormal number is zero to processors that flush.
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
@@ -83,12 +119,14 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array
 
     Raises:
       PolicyError: if `dtype` is no FP8 format.
+      JaxmpError: if `x` is no array of floats, or `scale` does not broadcast to it.
 
     Example:
       >>> quantize(jnp.array([1.0, 1000.0, jnp.inf]), 2.0, "e4m3fn").tolist()
       [2.0, 448.0, nan]
     """
-    x = jnp.asarray(x)
+    x = as_floats(x, "x", "fp8.quantize")
+    _check_scale(scale, "x", x.shape, "fp8.quantize")
     q = saturate(x, scale, dtype)
     # Of x, not of the product: a stale scale may overflow, which is saturation.
     return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))
@@ -117,10 +155,21 @@ def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) 
     Returns:
       `q`'s shape in `dtype`.
 
+    Raises:
+      PolicyError: if `dtype` is no float dtype.
+      JaxmpError: if `q` is not FP8, or `scale` does not broadcast to it.
+
     Example:
       >>> dequantize(quantize(jnp.array([0.5]), 4.0, "e4m3fn"), 4.0).tolist()
       [0.5]
     """
+    q, dtype = jnp.asarray(q), canonical_dtype(dtype)
+    if not is_fp8(q.dtype):
+        raise JaxmpError(
+            f"fp8.dequantize: q is {q.dtype}, and must be FP8, as fp8.quantize(x, scale, "
+            "'e4m3fn') gives it."
+        )
+    _check_scale(scale, "q", q.shape, "fp8.dequantize")
     # XLA would drop a cast to FP8 and back, and with it the rounding.
     wide = lax.convert_element_type(lax.optimization_barrier(q), FLOAT32)
     scale = jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), FLOAT32), q.shape)
@@ -157,6 +206,7 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
 
     Raises:
       PolicyError: if `dtype` is no FP8 format.
+      JaxmpError: if `x` is no array of floats, or `scale` does not broadcast to it.
 
     Example:
       >>> x = jnp.array([1.0, 1000.0, 1e-9, 0.0])
@@ -166,7 +216,8 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
       >>> float(stats.subnormal), float(stats.finite), float(stats.amax)
       (0.0, 1.0, 1000.0)
     """
-    dtype = fp8_dtype(dtype)
+    x, dtype = as_floats(x, "x", "fp8.quantization_stats"), fp8_dtype(dtype)
+    _check_scale(scale, "x", x.shape, "fp8.quantization_stats")
     x = jnp.asarray(x)
     scaled = lax.convert_element_type(x, FLOAT32) * jnp.broadcast_to(
         lax.convert_element_type(jnp.asarray(scale), FLOAT32), x.shape

@@ -121,7 +121,7 @@ def _is_pair(value: Any) -> bool:
 def _gemm_names(recipe: Scaling, name: str) -> tuple[str, ...]:
     given = getattr(recipe, name)
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, (tuple, list)) or not set(names) <= set(GEMMS):
+    if not isinstance(names, (tuple, list)) or any(one not in tuple(GEMMS) for one in names):
         raise _bad(recipe, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
     return tuple(gemm for gemm in GEMMS if gemm in names)
 

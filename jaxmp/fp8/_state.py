@@ -82,7 +82,9 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
             f"The state of DelayedScaling has the keys {sorted(wanted)}, not {keys}. {fix}"
         )
     for name, shape in wanted.items():
-        given = state[name] if hasattr(state[name], "dtype") else jnp.asarray(state[name])
+        given = state[name]
+        if not hasattr(given, "dtype"):
+            raise JaxmpError(f"state[{name!r}] is {type(given).__name__}, no array. {fix}")
         if given.shape != shape or not (given.dtype == FLOAT32 or _is_max(given)):
             raise JaxmpError(
                 f"state[{name!r}] has shape {given.shape} and dtype {given.dtype}; with "
@@ -395,11 +397,16 @@ def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
       `X_scale` `(1,)`, the reciprocal of this library's, for the formats that Flax uses (E4M3 for
       inputs and kernels, E5M2 for gradients), and `X_amax_history` in Flax's order.
 
+    Raises:
+      JaxmpError: if `state` is not the state of one layer.
+
     Example:
       >>> sorted(to_flax(init_state()))[:2]
       ['input_amax_history', 'input_scale']
     """
     formats = {"input": "e4m3fn", "kernel": "e4m3fn", "output_grad": "e5m2"}
+    history = state.get("input_amax_history") if isinstance(state, Mapping) else None
+    check_state(DelayedScaling(amax_history_len=max(1, getattr(history, "size", 1))), state)
     state = settled(state)
     collection = {}
     for operand, dtype in formats.items():

@@ -43,7 +43,7 @@ def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
       their first axis.
 
     Raises:
-      JaxmpError: when it is differentiated; from the returned function.
+      JaxmpError: if `fn` is no function; from the returned function, when it is differentiated.
 
     Example:
       >>> product = fp8.dot_general("current")
@@ -52,6 +52,11 @@ def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
       >>> sorted(stats), float(stats[":kernel"].amax), float(stats[":kernel"].saturated)
       ([':input', ':kernel', ':output_grad'], 1.0, 0.0)
     """
+    if not callable(fn):
+        raise JaxmpError(
+            f"fp8.with_stats got {type(fn).__name__} where a function is wanted: "
+            "fp8.with_stats(jax.value_and_grad(loss_fn))(params, x)."
+        )
 
     def observed(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
