@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp import PolicyMap, _compat, autocast, fp8
+from jaxmp import PolicyMap, _compat, audit, autocast, fp8
 from jaxmp._audit._gpus import GPUS
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8._dims import make_dims
@@ -348,3 +348,33 @@ def test_three_real_products_of_blocks(x, w, dims, batched):
     ]
     assert len(calls) == 3
     assert not re.findall(r"\bdot\(|__cublas", text)
+
+
+def mx_step(x, w):
+    loss = lambda x, w: fp8.dot_general(UP)(x, w, LINEAR).astype(jnp.float32).sum()
+    return jax.value_and_grad(loss, (0, 1))(x, w)
+
+
+# cuDNN's kernel multiplies rows of whole 128.
+MX_ARGS = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((128, 256), (256, 384))]
+MX_FLOPS = 2 * 128 * 256 * 384
+
+
+def test_an_audit_counts_products_of_blocks():
+    with _compat.context(target="gpu", capability=(10, 0)):
+        report = audit(mx_step, *MX_ARGS)
+    assert {(row.phase, row.lhs, row.rhs, row.flops) for row in report.matmuls} == {
+        ("forward", *["float8_e4m3fn"] * 2, MX_FLOPS),
+        ("backward", *["float8_e4m3fn"] * 2, 2 * MX_FLOPS),
+    }
+    assert report.ok and not report.notes
+
+
+@needs_compiler
+def test_an_audit_for_a_blackwell_names_their_kernels():
+    report = audit(mx_step, *MX_ARGS, target="b200")
+    found = {(row.phase, row.lhs, row.rhs, row.out, row.kernel, row.count) for row in report.gemms}
+    formats = "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "cudnn mx"
+    assert found == {("forward", *formats, 1), ("backward", *formats, 2)}
+    assert sum(row.flops for row in report.gemms) == 3 * MX_FLOPS
+    assert report.ok and "fp8_fallback" not in {finding.kind for finding in report.findings}

@@ -36,7 +36,7 @@ _ENTERED = named(
 )
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
-    " scaled_dot scaled_matmul scaled_matmul_wrapper"
+    " scaled_dot scaled_matmul"
 )
 _FLOATS = CASTABLE | {FLOAT64}
 _FUSED = "dot_product_attention_"

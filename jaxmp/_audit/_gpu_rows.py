@@ -28,8 +28,8 @@ class GemmRow(_Row):
         rounds to TF32.
       rhs: the same of the second operand.
       out: the dtype of the result.
-      kernel: "cublas", "cublas fp8", "cudnn", "triton" or "xla". Without the card there is no
-        autotuning, and the card may pick another; the dtypes stay.
+      kernel: "cublas", "cublas fp8", "cudnn", "cudnn mx", "triton" or "xla". Without the card
+        there is no autotuning, and the card may pick another; the dtypes stay.
       was_fp8: the FP8 dtype that an operand had before it was cast up for this product; "" if none.
       flops: of all runs, on each device.
       count: how many kernels.

@@ -11,7 +11,12 @@ from jaxmp._dtypes import bits
 # Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
 MULTIPLES = (8, 16, 64, 128)
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "scaled_matmul_wrapper",  # jax.nn.scaled_matmul
+)
 
 
 class Product(NamedTuple):
@@ -92,7 +97,13 @@ def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int
     return round(2 * math.prod(out) * taps), {} if grouped else widths, True
 
 
-_SIZES = {"dot_general": _dot, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
+def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    """[B, M, K] and [B, N, K], with scales per block along K."""
+    del params
+    return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True
+
+
+_SIZES = dict(zip(PRODUCTS, (_dot, _conv, _ragged, _scaled), strict=True))
 
 
 def multiple_of(dtype: Any) -> int:

@@ -50,6 +50,7 @@ class Origins:
 # ---------------------------------------------------------------------------
 
 _CONVOLUTIONS = ("__cudnn$conv",)
+_BLOCK_SCALED = "__cudnn$blockScaledDot"
 _ALGORITHM = re.compile(r"dot_([a-z0-9]+)_", re.I)
 _PLACED = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
 # What scales, clips or takes the sign of a quantised operand leaves it one.
@@ -96,6 +97,8 @@ def _product(
         return _cublas(program, step, inside, one)
     if target.startswith(_CONVOLUTIONS):
         return _cudnn_convolution(inside, one, target)
+    if target == _BLOCK_SCALED:
+        return _block_scaled(inside, one)
     if one.opcode in ("dot", "convolution", "scaled-dot"):
         return _plain(program, step, inside, one)
     return None
@@ -152,6 +155,13 @@ def _cudnn_convolution(inside: Computation, one: Instruction, target: str) -> _P
     flops = 2 * out.elements * kernel.elements // max(1, kernel.sizes[labels.index("o")])
     dtypes = _runs_in(first.dtype, "", ""), _runs_in(second.dtype, "", "")
     return _Product(*dtypes, result.dtype, "cudnn", "", flops, one)
+
+
+def _block_scaled(inside: Computation, one: Instruction) -> _Product:
+    """[B, M, K] and [B, N, K], with scales per block along K."""
+    lhs, rhs = (_shape(inside, name) for name in one.operands[:2])
+    flops = 2 * one.shapes[0].elements * lhs.sizes[-1]
+    return _Product(lhs.dtype, rhs.dtype, one.shapes[0].dtype, "cudnn mx", "", flops, one)
 
 
 def _shape(computation: Computation, name: str) -> Shape:
