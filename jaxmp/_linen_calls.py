@@ -38,7 +38,7 @@ from jaxmp._trees import OVERWRITE
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
 from jaxmp.fp8._recipes import as_recipe
-from jaxmp.fp8._state import AGE, NAMES, init_state
+from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
 
@@ -223,26 +223,22 @@ def _layer_product(kind: Any, module: Any, plan: Plan, path: Path, fp8: Any) -> 
     return kind(scaling, plan.wide, name, state if scaling.is_stateful else None)
 
 
-# What a layer's state is called among the variables of the collection.
-_STATE_PREFIX = "fp8_"
-
-
 def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
     """The state of delayed scaling of one layer; its gradient is its next value."""
     module = ref()
-    found = module.has_variable(OVERWRITE, f"{_STATE_PREFIX}{AGE}")
+    found = module.has_variable(OVERWRITE, f"{PREFIX}{AGE}")
     if not found and not module.is_mutable_collection(OVERWRITE):
         raise CompositionError(
             f"DelayedScaling finds no state for {'/'.join(module.scope.path)!r}. Give `apply` all "
             f"variables that `init` returned, {OVERWRITE!r} among them: model.apply(variables, x); "
-            "TrainState.create(params=variables) trains it. A model that is scanned by nn.scan "
-            f"needs variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
+            "TrainState.create(params=variables) trains it. Layers under nn.scan and "
+            f"nn.vmap need variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
         )
 
     fresh = {} if found else init_state(scaling)
 
     def read(name: str) -> Any:
-        return module.variable(OVERWRITE, f"{_STATE_PREFIX}{name}", lambda: fresh[name]).value
+        return module.variable(OVERWRITE, f"{PREFIX}{name}", lambda: fresh[name]).value
 
     return {name: read(name) for name in NAMES}
 
