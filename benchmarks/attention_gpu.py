@@ -278,6 +278,19 @@ def speed(size: Size, kernel: str):
                     yield speed_row(size, kernel, heads, causal, length, passes)
 
 
+def compiled_call(attention: Any, passes: str, operands: Any, d_out: Any) -> Any:
+    """`attention` of its operands, jitted; with the gradients of all three unless `passes` is
+    "forward"."""
+    if passes == "forward":
+        return functools.partial(jax.jit(attention), *operands)
+
+    def both(query: Any, key: Any, value: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(attention, query, key, value)
+        return out, pull(d_out)
+
+    return functools.partial(jax.jit(both), *operands, d_out)
+
+
 def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, passes: str) -> Any:
     """One cell of the table."""
     batch = max(1, size.tokens // length)
@@ -287,16 +300,7 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
     theirs = functools.partial(direct(kernel), is_causal=causal)
     calls = {}
     for name, attention in {"jaxmp": ours, "direct": theirs}.items():
-        if passes == "forward":
-            call = functools.partial(jax.jit(attention), query, key, value)
-        else:
-
-            def both(query, key, value, d_out, attention=attention):
-                out, pull = jax.vjp(attention, query, key, value)
-                return out, pull(d_out)
-
-            call = functools.partial(jax.jit(both), query, key, value, d_out)
-        calls[name] = call
+        calls[name] = compiled_call(attention, passes, (query, key, value), d_out)
     seconds = paired(calls, size.rounds, size.seconds)
     work = 4 * batch * heads[0] * length**2 * heads[2] * PASSES[passes] / (2 if causal else 1)
     ratios = [d / j for j, d in zip(seconds["jaxmp"], seconds["direct"], strict=True)]
@@ -377,15 +381,7 @@ def fp8_speed_row(size: Size, causal: bool, length: int, passes: str) -> Any:
         attention = functools.partial(
             jaxmp.dot_product_attention, is_causal=causal, implementation=name
         )
-        if passes == "forward":
-            calls[name] = functools.partial(jax.jit(attention), *operands)
-        else:
-
-            def both(query, key, value, d_out, attention=attention):
-                out, pull = jax.vjp(attention, query, key, value)
-                return out, pull(d_out)
-
-            calls[name] = functools.partial(jax.jit(both), *operands, d_out)
+        calls[name] = compiled_call(attention, passes, operands, d_out)
     seconds = paired(calls, size.rounds, size.seconds)
     heads = size.fp8_heads
     work = 4 * batch * heads[0] * length**2 * heads[2] * PASSES[passes] / (2 if causal else 1)
