@@ -1,0 +1,58 @@
+"""Equations run again: operands in other dtypes, source lines and scopes as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax import lax
+from jax.extend import source_info_util
+
+from jaxmp._autocast._values import is_castable_aval
+
+# These hold a jaxpr of two scalars, in the recorded dtype: JAX's own function makes it anew.
+SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+_OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+
+
+def bind(equation: Any, arrays: list[Any], **changes: Any) -> Any:
+    """The equation's result for other operands, and with changed parameters."""
+    primitive, params = equation.primitive, {**equation.params, **changes}
+    scatter = SCATTERS.get(primitive.name)
+    if scatter is not None and arrays[0].dtype != equation.invars[0].aval.dtype:
+        return scatter(*arrays, **{name: params[name] for name in _OF_SCATTER})
+    if hasattr(primitive, "get_bind_params"):
+        params = primitive.get_bind_params(params)
+    return primitive.bind(*arrays, **params)
+
+
+@contextlib.contextmanager
+def as_recorded(equation: Any) -> Iterator[None]:
+    """Source line, name scopes, mesh and the like of the equation that is run again."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def is_product(equation: Any) -> bool:
+    """Whether an equation is a `dot_general` that sums over something, of operands to cast."""
+    return (
+        equation.primitive.name == "dot_general"
+        and bool(equation.params["dimension_numbers"][0][0])
+        and all(is_castable_aval(var.aval) for var in equation.invars)
+    )
+
+
+def asks_for_highest(params: Any) -> bool:
+    """Whether a product's author wants all digits of FP32."""
+    precision = params.get("precision")
+    precision = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in precision

@@ -1,0 +1,263 @@
+"""A traced function run again, each operation in the dtype that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._autocast._equations import as_recorded, asks_for_highest, bind, is_product
+from jaxmp._autocast._nested import INSIDE
+from jaxmp._autocast._readers import ARITHMETIC, Readers
+from jaxmp._autocast._regions import IN_CUSTOM_VJP, Region, Rules, path_of, with_phase
+from jaxmp._autocast._values import (
+    Scope,
+    Standing,
+    Value,
+    common_dtype,
+    in_recorded_dtypes,
+    is_castable_aval,
+    scalar_of,
+    with_dtype,
+    wrap,
+)
+from jaxmp._boundary import matmul_precision
+from jaxmp._compat import jaxpr_body, jaxpr_like
+from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._jaxprs import equations, scope_names, sub_jaxprs
+from jaxmp._policy import Policy
+from jaxmp._products import wide_product
+from jaxmp._trees import cast
+from jaxmp.fp8._decisions import decide_product, is_recording
+from jaxmp.fp8._dot_general import dot_general
+
+
+class Interpreter:
+    """Runs one function again."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        # Sub-jaxprs that were run before with the same dtypes; JAX shares equal ones.
+        self.inner: dict[Any, tuple[Any, tuple[Any, list[Standing]]]] = {}
+        # Who reads what in each jaxpr, by its id; the jaxpr is kept beside it, and so its id.
+        self.readers: dict[int, tuple[Any, Readers]] = {}
+        # Likewise the scopes in each.
+        self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
+        self.seen: set[tuple[str, ...]] = set()
+
+    def function(self, closed: Any, args: list[Any]) -> list[Any]:
+        """A whole function: results in their recorded dtypes, or in that of a rule for the root."""
+        jaxpr, consts = jaxpr_body(closed)
+        outs = self.run(closed, consts, [Value(arg, Standing.NEUTRAL) for arg in args], ())
+        self.rules.check_required(self.seen)
+        rule = self.rules.policies.deciding_rule("")
+        named = None if rule is None else rule.output_dtype
+        recorded = [var.aval for var in jaxpr.outvars]
+        return [
+            cast(jnp.asarray(out.array), named or aval.dtype) if out.castable else out.array
+            for out, aval in zip(outs, recorded, strict=True)
+        ]
+
+    def run(
+        self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
+    ) -> list[Value]:
+        """The results of one jaxpr, in whatever dtypes they come out."""
+        body = jaxpr_body(jaxpr)[0]
+        if id(body) not in self.readers:
+            self.readers[id(body)] = body, Readers(body, self.rules.category)
+        scope = Scope(body, consts, args, self.readers[id(body)][1])
+        for equation in body.eqns:
+            stack = str(equation.source_info.name_stack)
+            names = outer + scope_names(stack)
+            if self.rules.fp8 is not None:
+                names = with_phase(names, stack)
+            self.seen.add(names)
+            with as_recorded(equation):
+                outs = self.equation(equation, scope, names)
+            scope.values |= zip(equation.outvars, outs, strict=True)
+        return [scope.read(var) for var in body.outvars]
+
+    def equation(self, equation: Any, scope: Scope, names: tuple[str, ...]) -> list[Value]:
+        values = list(map(scope.read, equation.invars))
+        special = INSIDE.get(equation.primitive.name)
+        if special is not None:
+            return special(self, equation, scope, values, names)
+        floating = [value for value in values if value.castable]
+        # What is made of integers has no say: a mask that is multiplied with, say.
+        standing = max((value.standing for value in floating), default=Standing.CONSTANT)
+        if not floating:
+            return wrap(equation, bind(equation, [v.array for v in values]), standing)
+        if equation.primitive.name == "convert_element_type":
+            if equation.invars[0].aval.dtype == equation.params["new_dtype"]:
+                return values  # only its weak type changed
+            return wrap(equation, bind(equation, [v.array for v in values]))
+        region = self.rules.region(names)
+        category = self.rules.category(equation)
+        if category == "low":
+            return wrap(equation, self.low(equation, scope, values, region, names))
+        if category == "opaque":
+            return wrap(
+                equation, bind(equation, in_recorded_dtypes(equation, scope, values)), standing
+            )
+        if category == "fp32" or region.is_full or self._leads_to_fp32(equation, scope):
+            arrays = [scope.cast(value, FLOAT32) for value in values]
+            return wrap(equation, bind(equation, arrays))
+        if category == "widest":
+            dtype = common_dtype(values)
+            return wrap(equation, bind(equation, [scope.cast(v, dtype) for v in values]), standing)
+        out = bind(equation, [v.array for v in values])
+        if standing is Standing.CONSTANT and not equation.primitive.multiple_results:
+            return [Value(out, standing, scalar_of(equation, values))]
+        return wrap(equation, out, standing)
+
+    def _leads_to_fp32(self, equation: Any, scope: Scope) -> bool:
+        """Whether a result in 16 bits would be cast up again by all that read it."""
+        arithmetic = equation.primitive.name in ARITHMETIC
+        return arithmetic and scope.readers.only_fp32_later(equation.outvars[0])
+
+    # -- products ---------------------------------------------------------------------------
+
+    def low(
+        self,
+        equation: Any,
+        scope: Scope,
+        values: list[Value],
+        region: Region,
+        names: tuple[str, ...],
+    ) -> Any:
+        """An operation in the compute dtype, or in FP8, unless its author asked for more."""
+        params = equation.params
+        recorded = [v.aval.dtype for v in equation.invars if is_castable_aval(v.aval)]
+        highest = asks_for_highest(params) and not is_half(recorded[0])
+        in_fp8 = self._fp8_product(equation, values, region, names, highest)
+        if highest:
+            return bind(equation, in_recorded_dtypes(equation, scope, values))
+        dtype = region.dtype
+        arrays = [scope.cast(value, dtype) for value in values]
+        if "preferred_element_type" not in params:
+            return bind(equation, arrays)
+        asked = params["preferred_element_type"]
+        if asked is not None and any(asked != one for one in recorded):
+            wide = asked
+        elif is_half(dtype) and self._only_fp32_reads(equation, scope):
+            wide = FLOAT32
+        else:
+            wide = region.wide
+        if in_fp8 is not None:
+            numbers, precision = params["dimension_numbers"], params["precision"]
+            return in_fp8(*arrays, numbers, precision, dtype if wide is None else wide)
+        changes = {"preferred_element_type": dtype}
+        if not is_half(dtype) and "precision" in params and params["precision"] is None:
+            changes["precision"] = _precision(region.policy)
+        if wide is None or wide == dtype or len(arrays) != 2:
+            return bind(equation, arrays, **changes)
+
+        def product(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
+            return bind(equation, [lhs, rhs], preferred_element_type=preferred_element_type)
+
+        lhs, rhs = arrays
+        return wide_product(product, lhs, rhs, wide)
+
+    def _fp8_product(
+        self,
+        equation: Any,
+        values: list[Value],
+        region: Region,
+        names: tuple[str, ...],
+        highest: bool,
+    ) -> Callable[..., Any] | None:
+        """What takes the place of a product that runs in FP8."""
+        if not region.fp8 or not is_product(equation):
+            return None
+        assert self.rules.fp8 is not None
+        computed = [value.standing is Standing.COMPUTED for value in values]
+        kernel = 0 if computed == [False, True] else 1
+        why = "its author asks for precision=HIGHEST" if highest else region.why_not_fp8
+        path, shapes = path_of(names), (values[0].array.shape, values[1].array.shape)
+        if not decide_product(self.rules.fp8, path, shapes, equation.params, kernel, why):
+            return None
+        return dot_general(self.rules.fp8, kernel="rhs" if kernel else "lhs")
+
+    def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None:
+        """Puts the products inside an equation that is left alone on record."""
+        region = self.rules.region((*names, IN_CUSTOM_VJP))
+        if not region.fp8 or not is_recording():
+            return
+        assert self.rules.fp8 is not None
+        for product in (each for inner in sub_jaxprs(equation) for each in equations(inner)):
+            if is_product(product):
+                shapes = tuple(var.aval.shape for var in product.invars)
+                path, params = path_of(names), product.params
+                decide_product(self.rules.fp8, path, shapes, params, 1, region.why_not_fp8)
+
+    def _only_fp32_reads(self, equation: Any, scope: Scope) -> bool:
+        """Whether an FP32 result would be cast to 16 bits and back for nothing."""
+        var = equation.outvars[0]
+        return var.aval.dtype == FLOAT32 and scope.readers.only_fp32(var)
+
+    # -- jaxprs inside equations ------------------------------------------------------------
+
+    def regions(self, jaxpr: Any, names: tuple[str, ...]) -> tuple[Region, ...]:
+        """What holds at each scope of a jaxpr below `names`: all that the way there says to it.
+
+        A function that several layers call stays one function where the same holds for them.
+        """
+        if not self.rules.by_path:
+            return (self.rules.region(names),)
+        inside = [(*names, *scope) for scope in self.scopes(jaxpr)]
+        # A jaxpr that is not run again has been seen at this place too.
+        self.seen.update(inside)
+        return tuple(map(self.rules.region, inside))
+
+    def scopes(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
+        """The scopes of a jaxpr's equations at any depth, each once; () is always one."""
+        body = jaxpr_body(jaxpr)[0]
+        if id(body) not in self.inside:
+            found: dict[tuple[str, ...], None] = {(): None}
+            for equation in body.eqns:
+                own = scope_names(str(equation.source_info.name_stack))
+                found[own] = None
+                for inner in sub_jaxprs(equation):
+                    found |= {own + scope: None for scope in self.scopes(inner)}
+            self.inside[id(body)] = body, found
+        return self.inside[id(body)][1]
+
+    def retraced(
+        self,
+        jaxpr: Any,
+        values: list[Value],
+        names: tuple[str, ...],
+        outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+    ) -> tuple[Any, list[Standing]]:
+        """A sub-jaxpr for operands in the dtypes they have now, and the standing of each result.
+
+        `outputs(arrays, recorded avals)` has the last word on the dtypes of the results.
+        """
+        body, consts = jaxpr_body(jaxpr)
+        avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
+        flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
+        # A record of FP8 products has a row for each call.
+        place = names if is_recording() else None
+        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), place
+        if key not in self.inner:
+            standings: list[Standing] = []
+
+            def run(*arrays: Any) -> list[Any]:
+                pairs = zip(arrays, values, strict=True)
+                args = [Value(array, v.standing, v.scalar) for array, v in pairs]
+                outs = self.run(jaxpr, consts, args, names)
+                standings[:] = [out.standing for out in outs]
+                results = [out.array for out in outs]
+                return outputs(results, [var.aval for var in body.outvars]) if outputs else results
+
+            # The jaxpr is kept beside what was made of it, so that its id stays its own.
+            self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), standings)
+        return self.inner[key][1]
+
+
+def _precision(policy: Policy) -> Any:
+    name = matmul_precision(policy, None)
+    return None if name is None else (lax.Precision(name),) * 2

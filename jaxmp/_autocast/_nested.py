@@ -1,0 +1,207 @@
+"""Equations that hold jaxprs: control flow, calls, custom derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+
+from jaxmp._autocast._equations import bind
+from jaxmp._autocast._regions import IN_CUSTOM_JVP, Rules
+from jaxmp._autocast._values import Scope, Standing, Value, in_recorded_dtypes, to_aval, wrap
+from jaxmp._compat import jaxpr_body, scan_counts
+from jaxmp._trees import cast, is_castable
+
+
+class Runner(Protocol):
+    """What equations ask of the interpreter that came to them."""
+
+    rules: Rules
+
+    def run(
+        self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
+    ) -> list[Value]: ...
+
+    def retraced(
+        self,
+        jaxpr: Any,
+        values: list[Value],
+        names: tuple[str, ...],
+        outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+    ) -> tuple[Any, list[Standing]]: ...
+
+    def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None: ...
+
+
+def _call(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """jit, checkpoint and their like: the same equation around the jaxpr that was run again."""
+    jaxpr, standings = runner.retraced(equation.params["jaxpr"], values, names)
+    outs = equation.primitive.bind(
+        *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
+    )
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _scan(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """The carry keeps its dtypes; constants and what is scanned over come as they are."""
+    params = equation.params
+    consts, carried = scan_counts(params)
+    carry = slice(consts, consts + carried)
+    avals = [var.aval for var in equation.invars]
+    values[carry] = [
+        Value(to_aval(scope, value, aval))
+        for value, aval in zip(values[carry], avals[carry], strict=True)
+    ]
+
+    def outputs(outs: list[Any], recorded: list[Any]) -> list[Any]:
+        return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
+
+    jaxpr, standings = runner.retraced(params["jaxpr"], values, names, outputs)
+    outs = equation.primitive.bind(*(v.array for v in values), **{**params, "jaxpr": jaxpr})
+    standings = [Standing.COMPUTED] * carried + standings[carried:]
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _while(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """The state keeps its dtypes."""
+    params = equation.params
+    cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    avals = [var.aval for var in equation.invars]
+    values[body:] = [
+        Value(to_aval(scope, value, aval))
+        for value, aval in zip(values[body:], avals[body:], strict=True)
+    ]
+    tested, _ = runner.retraced(params["cond_jaxpr"], values[:cond] + values[body:], names)
+    looped, _ = runner.retraced(params["body_jaxpr"], values[cond:], names, _cast_all)
+    changes = {"cond_jaxpr": tested, "body_jaxpr": looped}
+    outs = equation.primitive.bind(*(v.array for v in values), **{**params, **changes})
+    return [Value(out) for out in outs]
+
+
+def _cond(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Branches must agree on the dtypes of their results: on the recorded ones."""
+    branches = tuple(
+        runner.retraced(branch, values[1:], names, _cast_all)[0]
+        for branch in equation.params["branches"]
+    )
+    outs = equation.primitive.bind(
+        *(v.array for v in values), **{**equation.params, "branches": branches}
+    )
+    return [Value(out) for out in outs]
+
+
+def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
+    return [
+        cast(jnp.asarray(out), aval.dtype) if is_castable(out) else out
+        for out, aval in zip(outs, recorded, strict=True)
+    ]
+
+
+def _custom_jvp(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """The function and its rule, both in the dtypes that reach them."""
+    params = equation.params
+    if runner.rules.fp8 is not None:
+        # The rule's products are transposed, which an FP8 product cannot be.
+        names = (*names, IN_CUSTOM_JVP)
+    jaxpr, standings = runner.retraced(params["call_jaxpr"], values, names)
+    avals = [var.aval for var in equation.invars]
+    outs_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+    rule = equation.primitive.get_bind_params(params)["subfuns"][1]
+    call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+
+    @call.defjvp
+    def call_jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        recorded = _rule_jaxpr(rule, avals)
+        args = [Value(array, v.standing) for array, v in zip(primals, values, strict=True)]
+        args += [Value(t) for t, aval in zip(tangents, avals, strict=True) if _moves(aval)]
+        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, names)
+        arrays = _cast_all([out.array for out in outs], [*outs_avals, *outs_avals])
+        return arrays[: len(outs_avals)], arrays[len(outs_avals) :]
+
+    outs = call(*(value.array for value in values))
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _rule_jaxpr(rule: Any, avals: list[Any]) -> Any:
+    """A `custom_jvp` rule, traced in the recorded dtypes: primals, tangents -> the same."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    def run(*arrays: Any) -> list[Any]:
+        given = iter(arrays[len(avals) :])
+        tangents = [
+            next(given) if _moves(aval) else SymbolicZero(aval.to_tangent_aval()) for aval in avals
+        ]
+        return [_instantiate(out) for out in rule.call_wrapped(*arrays[: len(avals)], *tangents)]
+
+    return jax.make_jaxpr(run)(*shapes, *(shape for shape in shapes if _moves(shape)))
+
+
+def _moves(aval: Any) -> bool:
+    """Whether there are derivatives with respect to a value."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _instantiate(out: Any) -> Any:
+    aval: Any = out.aval if isinstance(out, SymbolicZero) else None
+    return out if aval is None else jnp.zeros(aval.shape, aval.dtype)
+
+
+def _as_its_author_wrote(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Operands in their recorded dtypes, and nothing inside is changed."""
+    runner.record_opaque(equation, names)
+    return wrap(equation, bind(equation, in_recorded_dtypes(equation, scope, values)))
+
+
+def _shard_map(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    params = equation.params
+    consts = jaxpr_body(params["jaxpr"])[1]
+    standings: list[Standing] = []
+
+    def shard(*arrays: Any) -> tuple[Any, ...]:
+        pairs = zip(arrays, values, strict=True)
+        args = [Value(array, value.standing) for array, value in pairs]
+        outs = runner.run(params["jaxpr"], consts, args, names)
+        standings[:] = [out.standing for out in outs]
+        return tuple(out.array for out in outs)
+
+    outs = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )(*(value.array for value in values))
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+INSIDE: dict[str, Callable[..., list[Value]]] = {
+    "jit": _call,
+    "pjit": _call,
+    "remat2": _call,
+    "checkpoint": _call,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _as_its_author_wrote,
+    "shard_map": _shard_map,
+}

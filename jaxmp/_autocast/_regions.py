@@ -1,0 +1,154 @@
+"""What policies and op table say to each place of a traced function."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxmp._autocast._equations import SCATTERS
+from jaxmp._dtypes import FLOAT32, bits, is_half
+from jaxmp._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._ops import OpTable
+from jaxmp._policy import Policy
+from jaxmp._rules import PolicyMap, check_module_dtypes
+from jaxmp.errors import CompositionError, RuleError
+from jaxmp.fp8._recipes import Scaling, as_recipe
+
+# Names among the scopes of an equation that are no module's.
+FULL_PRECISION = "jaxmp_full_precision"
+_IN_BACKWARD = "jaxmp_backward"
+IN_CUSTOM_JVP = "jaxmp_custom_jvp"
+IN_CUSTOM_VJP = "jaxmp_custom_vjp"
+# Which of them keep products out of FP8 -> why.
+_NOT_FP8 = {
+    _IN_BACKWARD: (
+        "a product of the backward pass, whose gradient cannot be told from its other operand: "
+        "write jax.grad(autocast(f)), not autocast(jax.grad(f))"
+    ),
+    IN_CUSTOM_JVP: "inside a custom_jvp, whose rule must stay linear",
+    IN_CUSTOM_VJP: "inside a custom_vjp, which runs as its author wrote it",
+}
+_MARKS = {FULL_PRECISION, *_NOT_FP8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What holds for one equation by the place it comes from."""
+
+    policy: Policy
+    full: bool
+    # Where the deciding rule asks for an output wider than the compute dtype: that dtype.
+    wide: np.dtype | None
+    # Whether products run in FP8; and what keeps them from it all the same.
+    fp8: bool
+    why_not_fp8: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return FLOAT32 if self.full else self.policy.compute_dtype
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everything computes in FP32."""
+        return not is_half(self.dtype)
+
+
+class Rules:
+    """Policies and op table, and the region of every path that was asked for."""
+
+    def __init__(self, policies: PolicyMap, ops: OpTable) -> None:
+        check_module_dtypes(policies)
+        for rule in policies.rules:
+            if rule.module_type is not None and rule.required:
+                raise RuleError(
+                    f"{rule!r}: autocast sees name scopes and no module types. Name the module by "
+                    "its path, or let the rule match nothing: required=False."
+                )
+        # How FP8 products are scaled; None where there are none.
+        self.fp8: Scaling | None = (
+            _stateless(as_recipe(policies.fp8)) if policies.names_fp8 else None
+        )
+        self.policies, self.ops = policies, ops
+        self.by_path = bool(policies.rules)
+        self._regions: dict[tuple[str, ...], Region] = {}
+        self._categories: dict[str, str] = {}
+
+    def category(self, equation: Any) -> str:
+        """What the op table says of an equation; a jaxpr within was traced for its dtypes."""
+        name = equation.primitive.name
+        if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
+            return "widest"  # an outer product: nothing is summed, and positions keep their digits
+        if name == "mul" and equation.invars[0] is equation.invars[1]:
+            name = "square"
+        if name == "scatter" and equation.params["update_jaxpr"] is not None:
+            return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
+        found = self._categories.get(name)
+        if found is None:
+            held = name not in SCATTERS and sub_jaxprs(equation)
+            found = "opaque" if held else self.ops.category(name)
+            self._categories[name] = found
+        return found
+
+    def check_required(self, seen: set[tuple[str, ...]]) -> None:
+        """Refuses required rules that match none of the scopes that a function has."""
+        paths = {path for names in seen for path in module_paths_of(_without_marks(names))}
+        parts = [path.split("/") for path in paths]
+        known = {"/".join(names[:length]) for names in parts for length in range(len(names) + 1)}
+        modules = [rule for rule in self.policies.rules if not rule.addresses_parameter]
+        try:
+            self.policies.check_required(known, modules)
+        except RuleError as error:
+            raise RuleError(
+                f"{error} autocast goes by name scopes: Linen modules leave them, NNX modules do "
+                "under jaxmp.nnx.apply_policy(model, 'f32'), any other code does in a block "
+                "`with jax.named_scope(...):`."
+            ) from None
+
+    def region(self, names: tuple[str, ...]) -> Region:
+        """What holds below the scopes `names`."""
+        found = self._regions.get(names)
+        if found is None:
+            found = self._regions[names] = self._find_region(names)
+        return found
+
+    def _find_region(self, names: tuple[str, ...]) -> Region:
+        paths = module_paths_of(_without_marks(names))
+        rules = ((path, self.policies.deciding_rule(path)) for path in paths)
+        path, rule = next(((p, r) for p, r in rules if r is not None), (paths[0], None))
+        policy = self.policies.resolve(path)
+        asked = rule is not None and path != "" and rule.output_dtype is not None
+        wide = asked and bits(policy.output_dtype) > bits(policy.compute_dtype)
+        full = FULL_PRECISION in names
+        fp8 = policy.matmul == "fp8" and not full
+        why_not = next((_NOT_FP8[name] for name in names if name in _NOT_FP8), "") if fp8 else ""
+        return Region(policy, full, policy.output_dtype if wide else None, fp8, why_not)
+
+
+def _stateless(scaling: Scaling) -> Scaling:
+    if scaling.is_stateful:
+        name = type(scaling).__name__
+        raise CompositionError(
+            f"{name} keeps a state for each product, and a traced function has no place for one. "
+            "Scale by the tensors themselves: autocast(fn, recipe.replace(fp8='current')), or "
+            "PolicyMap(..., fp8=fp8.CurrentScaling()). Or give the function "
+            f"fp8.dot_general(fp8.{name}()) where it multiplies, and a state."
+        )
+    return scaling
+
+
+def _without_marks(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _MARKS)
+
+
+def with_phase(names: tuple[str, ...], stack: str) -> tuple[str, ...]:
+    """Scopes with a mark in a backward pass, and without in what that computes again."""
+    outside = tuple(name for name in names if name != _IN_BACKWARD)
+    before = BACKWARD if outside != names else ""
+    return (*outside, _IN_BACKWARD) if phase_of(stack, before) == BACKWARD else outside
+
+
+def path_of(names: tuple[str, ...]) -> str:
+    """The module path that scopes name."""
+    return "/".join(_without_marks(names))
