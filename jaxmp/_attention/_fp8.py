@@ -117,17 +117,22 @@ def _attention(static: _Static, query: jax.Array, key: jax.Array, value: jax.Arr
 
 
 def _forward_rule(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    return _folding(_forward, static, True)(query, key, value)
+    # Of a first derivative, tangents come neither here nor to the backward pass.
+    return _folding(_forward, static, True)(*_differentiated_once(query, key, value))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward_rule(static: _Static, saved: _Saved, d_out: jax.Array) -> Any:
-    return _folding(_backward, static, True)(saved, d_out)
+    return _folding(_backward, static, True)(saved, *_differentiated_once(d_out))
 
 
-@_backward_rule.defjvp
-def _refuse(static: _Static, primals: Any, tangents: Any) -> Any:
-    del static, primals, tangents
+@jax.custom_jvp
+def _differentiated_once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
     raise AttentionError(
         "implementation='cudnn_fp8' has no second derivative: what quantises gradients cannot be "
         "differentiated. Write implementation='xla', which has all derivatives."

@@ -274,6 +274,8 @@ def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
+    # Of a first derivative, tangents come neither here nor to the backward pass.
+    lhs, rhs = _differentiated_once(type(call.recipe).__name__, lhs, rhs)
     before = _before(state)
     operands, seen = _operands(call, lhs, rhs, before)
     kept = []
@@ -311,9 +313,7 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
 
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
     kept, seen, before, given = residuals
-    # FP8 numbers have no derivatives; what they were scaled by has.
-    scales = [operand[1] for operand in kept], seen
-    gradient = _differentiated_once(type(call.recipe).__name__, gradient, scales)
+    (gradient,) = _differentiated_once(type(call.recipe).__name__, gradient)
     of_gradient = _observe(call, gradient, before, "output_grad")
     results, operand = [], None
     for side in (0, 1):
@@ -338,14 +338,14 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_once(recipe: str, gradient: jax.Array, scales: Any) -> jax.Array:
-    del recipe, scales
-    return gradient
+def _differentiated_once(recipe: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    del recipe
+    return arrays
 
 
 @_differentiated_once.defjvp
 def _refuse(recipe: str, primals: Any, tangents: Any) -> Any:
-    """JAX would differentiate the rounding, the maxima and the state: numbers that mean nothing."""
+    """JAX would differentiate the rounding and the maxima, or take what it rounds for constant."""
     del primals, tangents
     raise CompositionError(
         f"fp8.dot_general ({recipe}) has no second derivative: what quantises "
