@@ -214,7 +214,9 @@ def _differentiate(
     scale = options.loss_scale.scale_value
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
-    grads = tuple(_map_overwritten(as_float, g) for g in grads)
+    if options.microbatches > 1 or options.axes:
+        # Else the states stay as they are combined until `_kept_where_unused` takes them.
+        grads = tuple(_map_overwritten(as_float, g) for g in grads)
     if isinstance(options.loss_scale, NoLossScale):
         unscale = functools.partial(_poison_one, finite)
     else:

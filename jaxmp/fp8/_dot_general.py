@@ -17,7 +17,7 @@ from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
-from jaxmp.fp8._operands import Operand, multiply, observe, quantized
+from jaxmp.fp8._operands import Operand, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._recipes import (
     GEMMS,
@@ -27,7 +27,7 @@ from jaxmp.fp8._recipes import (
     Scaling,
     as_recipe,
 )
-from jaxmp.fp8._state import AGE, before_step, check_state, next_state
+from jaxmp.fp8._state import AGE, before_step, check_state, next_state, of_operand
 
 # What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
 CHECKPOINT_NAME = "jaxmp_fp8"
@@ -244,10 +244,14 @@ def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any
     return multiply(lhs, rhs, dims, dtype, precision=call.precision, accurate=accurate)
 
 
-def _observe(call: _Call, x: Any, state: Any, role: str) -> tuple[Any, Any]:
-    if state is None:
-        return None, None
-    return observe(x, state, call.recipe, role)
+def _first(
+    call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, state: Any
+) -> tuple[Any, Any]:
+    """`_operand` where it is first needed, and what is seen of it for delayed scaling."""
+    if state is None or not isinstance(call.recipe, DelayedScaling):
+        seen = None, None
+        return _operand(call, gemm, role, x, dims, side, seen), seen
+    return observed(call.recipe, call.format(gemm, role), x, of_operand(state, role), role)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -261,12 +265,11 @@ def _before(state: Any) -> Any:
 
 def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
     """The operands of the forward product, and what is seen of them for delayed scaling."""
-    seen = [_observe(call, x, state, call.role(side)) for side, x in enumerate((lhs, rhs))]
-    operands = [
-        _operand(call, "fprop", call.role(side), x, call.dims, side, seen[side])
+    found = [
+        _first(call, "fprop", call.role(side), x, call.dims, side, state)
         for side, x in enumerate((lhs, rhs))
     ]
-    return operands, seen
+    return [operand for operand, _ in found], [seen for _, seen in found]
 
 
 def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
@@ -314,12 +317,15 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
     kept, seen, before, given = residuals
     (gradient,) = _differentiated_once(type(call.recipe).__name__, gradient)
-    of_gradient = _observe(call, gradient, before, "output_grad")
-    results, operand = [], None
+    results: list[Any] = []
+    operand: Any = None
+    of_gradient: Any = None
     for side in (0, 1):
         gemm = call.gemm_of_gradient(side)
         dims, order = call.dims.transposed(side)
-        if operand is None or not _shared(call, "output_grad", "dgrad", "wgrad"):
+        if operand is None:
+            operand, of_gradient = _first(call, gemm, "output_grad", gradient, dims, side, before)
+        elif not _shared(call, "output_grad", "dgrad", "wgrad"):
             operand = _operand(call, gemm, "output_grad", gradient, dims, side, of_gradient)
         if isinstance(operand, Operand) and operand.factor is None:
             # Not FP8: a wide result's gradient is rounded to what it is multiplied with.

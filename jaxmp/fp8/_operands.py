@@ -16,7 +16,10 @@ from jaxmp import _compat
 from jaxmp._dtypes import FLOAT32
 from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
 from jaxmp.fp8._recipes import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
-from jaxmp.fp8._state import AGE, State, amax_in_force
+from jaxmp.fp8._state import OperandState, amax_in_force
+
+# The maximum that the scale comes from, and the tensor's own; float32 scalars.
+Seen = tuple[jax.Array, jax.Array]
 
 
 class Operand(NamedTuple):
@@ -104,21 +107,45 @@ def _quantize(
 _QUANTIZE = jitted_by_role(_quantize, "recipe", "dtype", "axes")
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "operand"))
-def observe(
-    x: jax.Array, state: State, recipe: DelayedScaling, operand: str
-) -> tuple[jax.Array, jax.Array]:
-    """What a state says of the scale of `x`, and what `x` says to the state.
-
-    Returns:
-      The maximum in force, and the one of `x`; float32 scalars.
-    """
-    measured = _state_amax(0)(x, state[AGE])
+def _observe(x: jax.Array, state: OperandState, recipe: DelayedScaling) -> Seen:
+    measured = _state_amax(0)(x, state.age)
     # Inside `shard_map`, of the devices that share the state.
     axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
     if axes:
         measured = _compat.largest(measured, tuple(sorted(axes, key=str)))
-    return amax_in_force(recipe, state, operand, measured), measured
+    return amax_in_force(recipe, state, measured), measured
+
+
+def _observe_and_quantize(
+    x: jax.Array, state: OperandState, recipe: DelayedScaling, dtype: Any
+) -> tuple[tuple[jax.Array, jax.Array], Seen]:
+    seen = _observe(x, state, recipe)
+    return _quantize(x, *seen, recipe, dtype, None), seen
+
+
+_OBSERVE = jax.jit(_observe, static_argnames="recipe")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "recipe", "dtype")
+
+
+def observed(
+    recipe: DelayedScaling, dtype: Any, x: jax.Array, state: OperandState, role: str
+) -> tuple[Operand, Seen]:
+    """One operand, scaled by what a state says of it.
+
+    Args:
+      recipe: the settings.
+      dtype: the FP8 format; None: no FP8 in this product, and `x` as it is.
+      x: the operand, any shape, in high precision.
+      state: before this step.
+      role: "input", "kernel" or "output_grad".
+
+    Returns:
+      It, and what was seen of it, also for other products and the next state.
+    """
+    if dtype is None:
+        return Operand(x, None), _OBSERVE(x, state, recipe)
+    found, seen = _OBSERVE_AND_QUANTIZE[role](x, state, recipe=recipe, dtype=dtype)
+    return Operand(*found), seen
 
 
 def quantized(
@@ -138,7 +165,7 @@ def quantized(
       dtype: the FP8 format; None: no FP8 in this product.
       x: the operand, any shape, in high precision.
       axes: those that the product sums over.
-      seen: for delayed scaling, what `observe` gave; else two None.
+      seen: for delayed scaling, what `observed` gave; else two None.
       role: "input", "kernel", whose blocks are square, or "output_grad".
       other_axes: those that the product does not sum over, batch axes left out.
     """

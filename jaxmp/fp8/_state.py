@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,8 +227,8 @@ def kept_where_unused(new: Any, old: Any) -> Any:
     """Gradients of a collection, and the old states of layers that did not run.
 
     Args:
-      new: a collection; states whose `uses` is not positive were not used: their gradient is what
-        JAX takes for zero.
+      new: a collection, in float32 or combined by max; states whose `uses` is not positive were
+        not used: their gradient is what JAX takes for zero.
       old: the collection before the step.
     """
     leaves, structure = jax.tree.flatten(new)
@@ -242,6 +242,7 @@ def kept_where_unused(new: Any, old: Any) -> Any:
 
 @jax.jit
 def _kept_where_unused(new: State, old: State) -> State:
+    new = as_float(new)
     used = new[USES] > np.float32(0)
 
     def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
@@ -289,30 +290,42 @@ def settled(state: Mapping[str, Any]) -> State:
     return found
 
 
-def amax_in_force(
-    recipe: DelayedScaling, state: Mapping[str, Any], operand: str, measured: jax.Array
-) -> jax.Array:
+class OperandState(NamedTuple):
+    """What a state says of one operand."""
+
+    age: jax.Array
+    amax: jax.Array
+    amax_history: jax.Array
+
+
+def of_operand(state: Mapping[str, Any], operand: str) -> OperandState:
+    """The part of a state that "input", "kernel" or "output_grad" needs.
+
+    The rest does not go along: what is traced costs by the number of arrays.
+    """
+    return OperandState(state[AGE], state[f"{operand}_amax"], state[f"{operand}_amax_history"])
+
+
+def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Array) -> jax.Array:
     """The maximum that the scale of this step comes from.
 
     Args:
       recipe: the settings.
       state: before this step.
-      operand: "input", "kernel" or "output_grad".
       measured: the tensor's own maximum, for where there is no earlier one.
 
     Returns:
       A float32 scalar.
     """
-    held, history = state[f"{operand}_amax"], state[f"{operand}_amax_history"]
+    held, history = state.amax, state.amax_history
     recent = jnp.max(history) if recipe.amax_compute == "max" else history[0]
-    due = (state[AGE] >= np.float32(recipe.interval)) | (held == np.float32(0))
+    due = (state.age >= np.float32(recipe.interval)) | (held == np.float32(0))
     known = lax.select(due, recent, held)
     # A selection, not a branch: the maximum is taken at every step, for the history, and on a GPU
     # a branch for each tensor would cost more than the wait.
     return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
 
 
-@functools.partial(jax.jit, static_argnames="recipe")
 def next_state(
     recipe: DelayedScaling,
     state: Mapping[str, Any],
@@ -330,11 +343,19 @@ def next_state(
     Returns:
       A state in which nothing that is not finite has entered, in the dtype of `like`.
     """
-    age, one = state[AGE], np.float32(1)
+    histories = {operand: state[f"{operand}_amax_history"] for operand in OPERANDS}
+    return _next_state(recipe, state[AGE], histories, seen, like)
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _next_state(
+    recipe: DelayedScaling, age: jax.Array, histories: State, seen: Any, like: jax.Array
+) -> State:
+    one = np.float32(1)
     new = {AGE: lax.select(age >= np.float32(recipe.interval), lax.full_like(age, 1), age + one)}
     new[USES] = lax.full_like(age, 1)
     for operand in OPERANDS:
-        (amax, latest), history = seen[operand], state[f"{operand}_amax_history"]
+        (amax, latest), history = seen[operand], histories[operand]
         grown = jnp.concatenate([latest[None], history[:-1]])
         new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
         new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
