@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class _Options:
 
     loss_scale: Any
     has_aux: bool
+    weighted: bool
     argnums: tuple[int, ...]
     microbatches: int
     batch_argnums: tuple[int, ...]
@@ -58,41 +59,46 @@ class _Sums:
 
 def value_and_grad(
     fn: Callable[..., Any],
-    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    argnums: int | tuple[int, ...] = 0,
-    microbatches: int = 1,
-    batch_argnums: int | tuple[int, ...] = 1,
-    rng_argnums: int | tuple[int, ...] | None = None,
-    axis_name: Any = None,
     *,
+    loss_scale: Any = None,
+    weighted: bool = False,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] = 1,
+    rng_argnums: int | Sequence[int] | None = None,
+    axis_name: Any = None,
     mutable_argnum: int | None = None,
     interleave: bool = False,
     accumulate_dtype: Any = "float32",
     reduce_dtype: Any = "float32",
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, for 16-bit computations: loss and gradients come back in FP32.
+    """Like `jax.value_and_grad`, for 16-bit computations: returns loss and gradients in FP32.
 
     The loss is taken in FP32 and the backward pass is seeded with the loss scale, so `loss * scale`
     is never formed and cannot overflow. Gradients are divided by the scale in FP32. A loss that is
-    not finite makes the gradients NaN, so that the optimizer skips the step without being told.
+    not finite makes the gradients NaN, so that the optimizer skips the step without reading the
+    loss.
 
     Args:
-      fn: returns a scalar loss; or `(loss_sum, weight)`, whose quotient is the loss over all
-        microbatches and devices; with `has_aux`, `(loss, aux)` or `((loss_sum, weight), aux)`.
+      fn: returns a scalar loss, or `(loss, aux)` with `has_aux`; `weighted` puts
+        `(loss_sum, weight)` in the place of the loss.
+      argnums: which arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: `fn` returns auxiliary data beside the loss.
       loss_scale: a jaxmp or jmp loss scale, a number, or None.
-      has_aux: whether `fn` returns auxiliary data beside the loss.
-      argnums: which arguments to differentiate.
+      weighted: `fn` returns `(loss_sum, weight)`, or `((loss_sum, weight), aux)` with `has_aux`.
+        The loss is the sum over the weight, each added over all microbatches and devices: with the
+        number of unmasked tokens as weight, it is the mean over all of them.
       microbatches: k > 1 splits the arguments in `batch_argnums` on axis 0 into k parts, runs them
         one after the other in a `lax.scan`, and averages; auxiliary data is stacked on a new axis
-        0. Scalars inside a batch are handed to every part.
+        0. Every part gets the scalars inside a batch unchanged.
       batch_argnums: arguments to split.
       rng_argnums: arguments that hold PRNG keys; each part gets them folded with its index.
       axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
         gradients are averaged, once, in `reduce_dtype`.
       mutable_argnum: argument that holds mutable collections; `fn` returns
         `(loss, (mutables, aux))`, and each part gets what the one before returned.
-      interleave: part i takes the rows i, i + k, i + 2k, ... in the place of k blocks of rows; a
+      interleave: part i takes the rows i, i + k, i + 2k, ... instead of one block of rows; a
         batch that is sharded on axis 0 then stays on its devices.
       accumulate_dtype: dtype in which gradients of parts are added.
       reduce_dtype: dtype in which gradients are averaged across devices.
@@ -101,11 +107,12 @@ def value_and_grad(
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`; the
       loss is float32, 16-bit gradients are returned in float32, all others in their own dtype.
       Gradients of an `_overwrite_with_gradient` collection are new values: never scaled or
-      averaged, combined by max. The state of an FP8 layer that was not used is handed through.
+      averaged, combined by max. The state of an FP8 layer that was not used is returned unchanged.
 
     Raises:
-      JaxmpError: if the loss is no floating-point scalar, an argument to differentiate holds no
-        floats, a batch cannot be split evenly, or an argument number is out of range.
+      JaxmpError: if `argnums` is not an argument number (a loss scale, for example), if the loss is
+        not a floating-point scalar, an argument to differentiate holds no floats, a batch cannot be
+        split evenly, or an argument number is out of range.
 
     Example:
       >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
@@ -114,9 +121,11 @@ def value_and_grad(
       >>> float(loss), grads.dtype
       (9.0, dtype('float32'))
     """
+    check_argnums(argnums)
     options = _Options(
         loss_scale=as_loss_scale(loss_scale),
         has_aux=has_aux or mutable_argnum is not None,
+        weighted=weighted,
         argnums=as_tuple(argnums),
         microbatches=_positive(microbatches),
         batch_argnums=as_tuple(batch_argnums),
@@ -144,19 +153,17 @@ def value_and_grad(
 
 def grad(
     fn: Callable[..., Any],
-    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    *args: Any,
-    **kwargs: Any,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value.
+    """Like `jax.grad`, for 16-bit computations: `value_and_grad` without the value.
 
     Args:
       fn: as in `value_and_grad`.
-      loss_scale: as in `value_and_grad`.
-      has_aux: whether `fn` returns auxiliary data beside the loss.
-      *args: further arguments of `value_and_grad`.
-      **kwargs: further arguments of `value_and_grad`.
+      argnums: which arguments to differentiate, as in `jax.grad`.
+      has_aux: `fn` returns auxiliary data beside the loss.
+      **options: the keyword arguments of `value_and_grad`, `loss_scale` among them.
 
     Returns:
       A function that returns the gradients, or `(grads, aux)` with `has_aux`.
@@ -165,11 +172,11 @@ def grad(
       >>> float(grad(lambda x: x**2, loss_scale=8.0)(jnp.float32(3.0)))
       6.0
     """
-    both = value_and_grad(fn, loss_scale, has_aux, *args, **kwargs)
+    run = value_and_grad(fn, argnums, has_aux, **options)
 
     def grad_fn(*fn_args: Any, **fn_kwargs: Any) -> Any:
-        value, grads = both(*fn_args, **fn_kwargs)
-        with_aux = has_aux or kwargs.get("mutable_argnum") is not None
+        value, grads = run(*fn_args, **fn_kwargs)
+        with_aux = has_aux or options.get("mutable_argnum") is not None
         return (grads, value[1]) if with_aux else grads
 
     return grad_fn
@@ -205,7 +212,7 @@ def _differentiate(
     def of_differentiated(*differentiated: Any) -> tuple[jax.Array, Any]:
         replaced = dict(zip(options.argnums, differentiated, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-        loss, weight, aux = _parse(out, options.has_aux)
+        loss, weight, aux = _parse(out, options)
         return loss, (weight, as_float(aux))
 
     loss, backward, (weight, aux) = jax.vjp(of_differentiated, *inputs, has_aux=True)
@@ -224,35 +231,49 @@ def _differentiate(
     return _Sums(loss, weight, tuple(_map_params(unscale, g) for g in grads)), aux
 
 
-def _parse(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array | None, Any]:
+def _parse(out: Any, options: _Options) -> tuple[jax.Array, jax.Array | None, Any]:
     """Splits what a loss function returned into FP32 loss, FP32 weight or None, and aux."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+    if options.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise JaxmpError(
             f"With has_aux=True the function must return (loss, aux); it returned {_describe(out)}."
         )
-    loss, aux = out if has_aux else (out, None)
-    weight = None
-    if isinstance(loss, tuple):
-        if len(loss) != 2:
-            raise JaxmpError(
-                f"The loss is {_describe(loss)}; return a scalar, or (loss_sum, weight)."
-                + ("" if has_aux else " For auxiliary data pass has_aux=True.")
-            )
-        loss, weight = loss
-        weight = lax.stop_gradient(_scalar(weight, "weight"))
-    return _scalar(loss, "loss"), weight, aux
+    loss, aux = out if options.has_aux else (out, None)
+    if not options.weighted:
+        if isinstance(loss, (tuple, list)):
+            raise _tuple_for_loss(loss, options)
+        return _scalar(loss, "loss"), None, aux
+    if not (isinstance(loss, tuple) and len(loss) == 2):
+        pair = "((loss_sum, weight), aux)" if options.has_aux else "(loss_sum, weight)"
+        raise JaxmpError(
+            f"With weighted=True the function must return {pair}; in the place of "
+            f"(loss_sum, weight) it returned {_describe(loss)}. Leave weighted=True out if the "
+            "function returns a mean."
+        )
+    weight = lax.stop_gradient(_scalar(loss[1], "weight"))
+    return _scalar(loss[0], "loss"), weight, aux
+
+
+def _tuple_for_loss(loss: Any, options: _Options) -> JaxmpError:
+    weighted = "value_and_grad(fn, weighted=True)"
+    if options.has_aux and options.mutable_argnum is None:
+        weighted = "value_and_grad(fn, has_aux=True, weighted=True)"
+        aux = ""
+    else:
+        aux = " If it returns (loss, aux), write value_and_grad(fn, has_aux=True)."
+    return JaxmpError(
+        f"The loss must be a scalar, and the function returned {_describe(loss)} for it.{aux} If "
+        f"it returns (loss_sum, weight), whose quotient is the loss, write {weighted}."
+    )
 
 
 def _scalar(value: Any, what: str) -> jax.Array:
     if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
-        hint = " Pass has_aux=True if it is auxiliary data." if what == "weight" else ""
-        raise JaxmpError(f"The {what} is {_describe(value)}, not a scalar array.{hint}")
+        raise JaxmpError(f"The {what} is {_describe(value)}, not a scalar array.")
     array = jnp.asarray(value)
     if array.shape != ():
-        hint = " Pass has_aux=True if it is auxiliary data." if what == "weight" else ""
         raise JaxmpError(
             f"The {what} must be a scalar, and has shape {array.shape}: reduce it in FP32, for "
-            f"example jnp.mean({what}.astype(jnp.float32)).{hint}"
+            f"example jnp.mean({what}.astype(jnp.float32))."
         )
     if what == "weight":
         return array.astype(FLOAT32)
@@ -269,8 +290,8 @@ def _scalar(value: Any, what: str) -> jax.Array:
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
     return (
         f"{type(value).__name__} of shape {value.shape}" if hasattr(value, "shape") else repr(value)
     )
@@ -488,6 +509,22 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def check_argnums(argnums: Any) -> None:
+    """Refuses what is not an argument number, above all a loss scale given by position.
+
+    Raises:
+      JaxmpError: quoting the value and showing the call that is meant.
+    """
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise JaxmpError(
+                f"argnums={argnums!r}: the second argument of value_and_grad and grad is the "
+                "number of the argument to differentiate, or a tuple of such numbers, as in JAX. "
+                "Pass a loss scale by keyword: value_and_grad(fn, loss_scale=loss_scale)."
+            )
 
 
 def _positive(microbatches: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -97,12 +97,21 @@ class TrainState(struct.PyTreeNode):
             return NoLossScale()
         return _find.get_loss_scale(self.opt_state)
 
-    def value_and_grad(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def value_and_grad(
+        self,
+        fn: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., Any]:
         """`jaxmp.value_and_grad` of `fn(params, *args)` at this state's parameters and loss scale.
 
         Args:
           fn: takes the parameters first.
-          **options: those of `jaxmp.value_and_grad`; argument numbers count the parameters as 0.
+          argnums: which arguments to differentiate; the parameters are argument 0.
+          has_aux: `fn` returns auxiliary data beside the loss.
+          **options: the keyword arguments of `jaxmp.value_and_grad`; argument numbers count the
+            parameters as 0.
 
         Returns:
           A function of `*args`, the arguments of `fn` after the parameters.
@@ -115,7 +124,7 @@ class TrainState(struct.PyTreeNode):
             options.setdefault("reduce_dtype", node.settings.reduce_dtype)
         if "loss_scale" not in options:
             options["loss_scale"] = self.loss_scale
-        both = _gradients.value_and_grad(fn, **options)
+        both = _gradients.value_and_grad(fn, argnums, has_aux, **options)
         return lambda *args, **kwargs: both(self.params, *args, **kwargs)
 
     def apply_gradients(self, *, grads: Any, **mutables: Any) -> Self:

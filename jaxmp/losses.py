@@ -8,8 +8,9 @@ stay half: no array of the logits' size is ever held in FP32.
 - `"mean"`: the sum over the sum of weights (without weights: over the number of rows that are not
   ignored); 0 where that is 0, as in a batch of padding only.
 - `"sum"`, and `"none"`: every row's loss times its weight, 0 where ignored.
-- `"sum_and_weight"`: the pair that "mean" divides. `jaxmp.value_and_grad` takes such a pair in the
-  loss's place, and then means over microbatches or devices of unequal weight are right.
+- `"sum_and_weight"`: the pair that "mean" divides. `jaxmp.value_and_grad(fn, weighted=True)` takes
+  such a pair in the place of the loss, and then means over microbatches or devices of unequal
+  weight are right.
 
 A row of weight 0 has loss 0 and a gradient of exactly 0, whatever it holds: inf and NaN too.
 

@@ -404,7 +404,7 @@ def value_and_grad(
       wrt: a filter of the Variables to differentiate.
       batch_argnums: arguments to split into microbatches; the model is argument 0.
       rng_argnums: arguments that hold PRNG keys, folded with the microbatch's index.
-      **options: `microbatches`, `axis_name`, `accumulate_dtype`, `reduce_dtype`.
+      **options: `weighted`, `microbatches`, `axis_name`, `accumulate_dtype`, `reduce_dtype`.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`;
@@ -435,7 +435,7 @@ def value_and_grad(
 
         run = _gradients.value_and_grad(
             pure,
-            loss_scale,
+            loss_scale=loss_scale,
             mutable_argnum=1,
             batch_argnums=_behind_rest(batch_argnums),
             rng_argnums=_behind_rest(rng_argnums),

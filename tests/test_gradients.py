@@ -42,7 +42,7 @@ SCALES = [None, 1.0, 2.0**12, jaxmp.StaticLossScale(2.0**-3), jaxmp.DynamicLossS
 def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
     params, batch = make(getkey())
     expected = jax.value_and_grad(loss_fn)(params, batch)
-    actual = jaxmp.value_and_grad(loss_fn, loss_scale)(params, batch)
+    actual = jaxmp.value_and_grad(loss_fn, loss_scale=loss_scale)(params, batch)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
@@ -50,7 +50,7 @@ def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
 def test_scaling_by_a_power_of_two_is_exact(exponent, seed):
     params, batch = make(jax.random.key(seed))
     plain = jaxmp.grad(loss_fn)(params, batch)
-    scaled = jaxmp.grad(loss_fn, 2.0**exponent)(params, batch)
+    scaled = jaxmp.grad(loss_fn, loss_scale=2.0**exponent)(params, batch)
     jax.tree.map(np.testing.assert_array_equal, scaled, plain)
 
 
@@ -58,7 +58,7 @@ def test_scaling_by_a_power_of_two_is_exact(exponent, seed):
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])
 def test_sixteen_bit_gradients_come_back_in_fp32(getkey, dtype, loss_scale):
     params, batch = make(getkey(), dtype)
-    loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale)(params, batch)
+    loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=loss_scale)(params, batch)
     assert loss.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype("float32")}
 
@@ -68,16 +68,16 @@ def test_underflowing_gradients_survive_with_the_scale_and_not_without():
     tiny = lambda w: (w * jnp.float16(1.0)).astype(jnp.float32) * 1e-8
     w = jnp.float16(1.0)
     assert float(jaxmp.grad(tiny)(w)) == 0.0
-    np.testing.assert_allclose(float(jaxmp.grad(tiny, 2.0**16)(w)), 1e-8, rtol=1e-3)
+    np.testing.assert_allclose(float(jaxmp.grad(tiny, loss_scale=2.0**16)(w)), 1e-8, rtol=1e-3)
 
 
 def test_the_scaled_loss_is_never_formed():
     """A loss of 1e35 times 2**16 overflows FP32; its gradient does not."""
     fn = lambda w: w * 1e35
-    loss, grad = jaxmp.value_and_grad(fn, 2.0**16)(jnp.float32(1.0))
+    loss, grad = jaxmp.value_and_grad(fn, loss_scale=2.0**16)(jnp.float32(1.0))
     np.testing.assert_allclose(loss, 1e35)
     assert not np.isfinite(float(grad))  # the cotangent itself is 1e35 * 2**16
-    loss, grad = jaxmp.value_and_grad(lambda w: w + 1e38, 2.0**16)(jnp.float32(1.0))
+    loss, grad = jaxmp.value_and_grad(lambda w: w + 1e38, loss_scale=2.0**16)(jnp.float32(1.0))
     assert np.isfinite(loss) and float(grad) == 1.0
 
 
@@ -89,7 +89,7 @@ def test_jmp_loss_scales_are_accepted(getkey):
         jmp.StaticLossScale(8.0),
         jmp.DynamicLossScale(jnp.float32(8.0)),
     ):
-        actual = jaxmp.value_and_grad(loss_fn, scale)(params, batch)
+        actual = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params, batch)
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
@@ -104,8 +104,8 @@ def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad)
     fn = lambda p, x: jnp.sum(p["w"] * 2.0) + p["b"] + jax.lax.stop_gradient(x)
     params = {"w": jnp.ones((3, 2)), "b": jnp.float32(0.0)}
     for run in (
-        jaxmp.value_and_grad(fn, loss_scale),
-        jax.jit(jaxmp.value_and_grad(fn, loss_scale)),
+        jaxmp.value_and_grad(fn, loss_scale=loss_scale),
+        jax.jit(jaxmp.value_and_grad(fn, loss_scale=loss_scale)),
     ):
         loss, grads = run(params, jnp.float32(bad))
         assert not np.isfinite(loss)
@@ -116,7 +116,7 @@ def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad)
 def test_a_where_that_stops_the_nan_does_not_hide_the_bad_loss(loss_scale):
     """The gradient passes a mask that is all false, so a NaN cotangent becomes zero there."""
     fn = lambda w, x: jnp.where(x > 0, w, 0.0) + jax.lax.stop_gradient(x)
-    grad = jaxmp.grad(fn, loss_scale)(jnp.float32(1.0), jnp.float32(-np.inf))
+    grad = jaxmp.grad(fn, loss_scale=loss_scale)(jnp.float32(1.0), jnp.float32(-np.inf))
     assert np.isnan(float(grad))
 
 
@@ -139,7 +139,7 @@ def test_aux_argnums_and_keywords(getkey):
 
 def test_complex_gradients_keep_their_imaginary_part():
     fn = lambda z: jnp.real(z * jnp.conj(z))
-    grad = jaxmp.grad(fn, 2.0**10)(jnp.complex64(3 + 4j))
+    grad = jaxmp.grad(fn, loss_scale=2.0**10)(jnp.complex64(3 + 4j))
     np.testing.assert_allclose(grad, jax.grad(fn)(jnp.complex64(3 + 4j)))
     assert grad.dtype == jnp.complex64
 
@@ -153,8 +153,9 @@ def test_a_half_loss_is_warned_about():
     ("fn", "args", "message"),
     [
         (lambda w: w, (jnp.ones(3),), r"shape \(3,\).*jnp.mean\(loss"),
-        (lambda w: (w, w, w), (jnp.float32(1),), "has_aux=True"),
+        (lambda w: (w, w, w), (jnp.float32(1),), "tuple of 3.*has_aux=True"),
         (lambda w: (w, {"aux": 1}), (jnp.float32(1),), "has_aux=True"),
+        (lambda w: (w, w / 2), (jnp.float32(1),), "fn, has_aux=True.*fn, weighted=True"),
         (lambda w: "loss", (jnp.float32(1),), "'loss'"),
         (lambda w: jnp.int32(3), (jnp.float32(1),), "int32"),
         (lambda w: jnp.float32(0), ({"n": jnp.arange(3)},), r"\['n'\] is int32"),
@@ -163,6 +164,45 @@ def test_a_half_loss_is_warned_about():
 def test_mistakes_are_explained(fn, args, message):
     with pytest.raises(jaxmp.JaxmpError, match=message):
         jaxmp.value_and_grad(fn)(*args)
+
+
+@pytest.mark.parametrize(
+    ("options", "returned", "message"),
+    [
+        ({"weighted": True}, lambda w: w, r"return \(loss_sum, weight\)"),
+        ({"weighted": True}, lambda w: (w, w, w), "tuple of 3"),
+        ({"weighted": True}, lambda w: (w, {"aux": 1}), "weight is"),
+        ({"weighted": True, "has_aux": True}, lambda w: (w, w), r"\(\(loss_sum, weight\), aux\)"),
+        ({"has_aux": True}, lambda w: ((w, w), None), "fn, has_aux=True, weighted=True"),
+        ({"has_aux": True}, lambda w: w, r"return \(loss, aux\)"),
+    ],
+)
+def test_what_the_function_must_return_is_explained(options, returned, message):
+    with pytest.raises(jaxmp.JaxmpError, match=message):
+        jaxmp.grad(returned, **options)(jnp.float32(1))
+
+
+def test_arguments_stand_in_the_order_of_jax():
+    product = lambda a, b: a**2 * b
+    args = jnp.float32(2.0), jnp.float32(3.0)
+    for argnums in (0, 1, (0, 1), (1,)):
+        assert jaxmp.grad(product, argnums)(*args) == jax.grad(product, argnums)(*args)
+        expected = jax.value_and_grad(product, argnums)(*args)
+        assert jaxmp.value_and_grad(product, argnums)(*args) == expected
+    with_aux = lambda a, b: (a * b, a)
+    assert jaxmp.grad(with_aux, 1, True)(*args) == jax.grad(with_aux, 1, True)(*args)
+    expected = jax.value_and_grad(with_aux, 1, True)(*args)
+    assert jaxmp.value_and_grad(with_aux, 1, True)(*args) == expected
+
+
+@pytest.mark.parametrize("transform", [jaxmp.grad, jaxmp.value_and_grad])
+@pytest.mark.parametrize(
+    "loss_scale",
+    [2.0**10, jnp.float32(8), jaxmp.NoLossScale(), jaxmp.DynamicLossScale(), True, None, (0, 2.0)],
+)
+def test_a_loss_scale_given_by_position_is_refused(transform, loss_scale):
+    with pytest.raises(jaxmp.JaxmpError, match=r"argnums=.*value_and_grad\(fn, loss_scale="):
+        transform(lambda w: w, loss_scale)
 
 
 def test_argument_numbers_are_checked():
@@ -181,7 +221,9 @@ def test_argument_numbers_are_checked():
 def test_microbatches_give_the_whole_batch_gradient(getkey, loss_scale):
     params, batch = make(getkey())
     expected = jax.value_and_grad(loss_fn)(params, batch)
-    actual = jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale, microbatches=4))(params, batch)
+    actual = jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=loss_scale, microbatches=4))(
+        params, batch
+    )
     # Four partial means against one: FP32 summation order, a few ulp.
     assert_trees_close(actual, expected, rtol=2e-6, atol=1e-7)
 
@@ -211,10 +253,12 @@ def test_sum_and_weight_average_over_all_microbatches(getkey):
     whole = lambda p: (lambda total, count: total / count)(*masked(p, (x, y, mask)))
     expected = jax.value_and_grad(whole)(params)
     for count in (1, 4):
-        actual = jaxmp.value_and_grad(masked, 2.0**6, microbatches=count)(params, (x, y, mask))
+        actual = jaxmp.value_and_grad(masked, weighted=True, loss_scale=2.0**6, microbatches=count)(
+            params, (x, y, mask)
+        )
         assert_trees_close(actual, expected, rtol=2e-6, atol=1e-7)
     with_aux = lambda p, b: (masked(p, b), jnp.sum(b[2]))
-    (loss, aux), _ = jaxmp.value_and_grad(with_aux, has_aux=True, microbatches=4)(
+    (loss, aux), _ = jaxmp.value_and_grad(with_aux, has_aux=True, weighted=True, microbatches=4)(
         params, (x, y, mask)
     )
     np.testing.assert_allclose(loss, expected[0], rtol=2e-6)
@@ -250,7 +294,9 @@ def test_mutables_are_threaded():
 
 def test_an_inf_in_one_microbatch_reaches_the_gradient(getkey):
     params, (x, y) = make(getkey())
-    grads = jaxmp.grad(loss_fn, 2.0**8, microbatches=4)(params, (x.at[5, 0].set(jnp.inf), y))
+    grads = jaxmp.grad(loss_fn, loss_scale=2.0**8, microbatches=4)(
+        params, (x.at[5, 0].set(jnp.inf), y)
+    )
     assert not bool(jaxmp.all_finite(grads))
 
 
@@ -302,7 +348,7 @@ def test_overwritten_state_is_neither_unscaled_nor_averaged(microbatches, loss_s
         "_overwrite_with_gradient": {"amax": jnp.zeros(2)},
     }
     x = jnp.array([1.0, -7.0, 3.0, 2.0])
-    grads = jaxmp.grad(with_history, loss_scale, microbatches=microbatches)(variables, x)
+    grads = jaxmp.grad(with_history, loss_scale=loss_scale, microbatches=microbatches)(variables, x)
     np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["amax"], [7.0, 0.5])
     np.testing.assert_allclose(grads["params"]["w"], jnp.mean(x), rtol=1e-6)
 
@@ -316,7 +362,7 @@ def test_overwritten_state_is_neither_unscaled_nor_averaged(microbatches, loss_s
 def test_vmap_averages_once(getkey, microbatches):
     params, batch = make(getkey())
     expected = jax.value_and_grad(loss_fn)(params, batch)
-    run = jaxmp.value_and_grad(loss_fn, 2.0**6, axis_name="d", microbatches=microbatches)
+    run = jaxmp.value_and_grad(loss_fn, loss_scale=2.0**6, axis_name="d", microbatches=microbatches)
     split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
     loss, grads = jax.vmap(run, (None, 0), axis_name="d")(params, split)
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
@@ -334,7 +380,9 @@ def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
         half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
         return loss_fn(half, (x.astype(jnp.bfloat16), y))
 
-    run = jaxmp.value_and_grad(half_loss, 2.0**6, axis_name="d", microbatches=microbatches)
+    run = jaxmp.value_and_grad(
+        half_loss, loss_scale=2.0**6, axis_name="d", microbatches=microbatches
+    )
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     loss, grads = jax.jit(sharded)(params, batch)
     expected = jax.value_and_grad(half_loss)(params, batch)
@@ -358,7 +406,7 @@ def test_no_warnings_in_the_ordinary_case(getkey):
     params, batch = make(getkey(), jnp.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(jaxmp.value_and_grad(loss_fn, 2.0**4))(params, batch)
+        jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=2.0**4))(params, batch)
 
 
 def test_argument_numbers_count_from_the_end_too():

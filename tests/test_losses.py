@@ -310,7 +310,7 @@ def test_microbatches_of_unequal_weight_mean_what_the_batch_means(loss_fn):
         )
 
     batch = {"hidden": hidden, "labels": labels, "weights": weights}
-    loss, slope = jaxmp.value_and_grad(pair, microbatches=4)(kernel, batch)
+    loss, slope = jaxmp.value_and_grad(pair, weighted=True, microbatches=4)(kernel, batch)
     whole, slope_1 = jax.value_and_grad(loss_fn, 1)(hidden, kernel, labels, weights=weights)
     np.testing.assert_allclose(loss, whole, rtol=1e-6)
     np.testing.assert_allclose(slope, slope_1, rtol=1e-5, atol=1e-6)

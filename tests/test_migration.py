@@ -276,7 +276,7 @@ def test_flax_applies_a_step_whose_loss_alone_is_not_finite():
     loss_fn = lambda p: p + jnp.inf
     theirs = flax.training.dynamic_scale.DynamicScale().value_and_grad(loss_fn)(1.0)
     assert bool(theirs.finite)
-    _, grads = jaxmp.value_and_grad(loss_fn, jaxmp.DynamicLossScale())(1.0)
+    _, grads = jaxmp.value_and_grad(loss_fn, loss_scale=jaxmp.DynamicLossScale())(1.0)
     assert not np.isfinite(grads)
 
 

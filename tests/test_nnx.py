@@ -99,7 +99,7 @@ def test_parameters_are_their_cast_masters():
 def test_gradients_equal_flax_gradients_in_fp32():
     model, _, x, y = setup(recipe_for("fp32"))
     model.dropout.rate = 0.0
-    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, 2.0**6)(model, x, y)
+    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=2.0**6)(model, x, y)
     expected_loss, expected = nnx.value_and_grad(loss_fn)(model, x, y)
     # The batch statistics were written by both calls; in training mode they do not enter the loss.
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
