@@ -1,0 +1,221 @@
+"""Flax's own tests with every outermost module under a recipe, compared with plain Flax.
+
+    python benchmarks/flax_suites.py ~/src/flax                     # runs, prints, compares
+    python benchmarks/flax_suites.py ~/src/flax --only nnx          # suites or files by name
+    python benchmarks/flax_suites.py ~/src/flax --out suites.json   # written as JSON too
+    python benchmarks/flax_suites.py ~/src/flax --recipe bf16 --crashes
+
+Use a checkout of the version of Flax that is installed: the tests come from the checkout, and Flax
+itself is the installed one. Each test file runs twice in a process of its own, unedited: first as it
+is, then with every outermost module wrapped by the plugin `wrap_outermost`, which describes where.
+Under `fp32` every test that passes plain must pass wrapped. A test that fails plain says nothing
+about jaxmp: it is named and not counted. The exceptions that `EXPECTED` explains are named with
+their reasons; with any other the exit status is 1.
+
+With a 16-bit recipe, results differ from FP32 as they should, so that tests of numbers, dtypes and
+printed text fail. `--crashes` compares only the type of error: a test that raises something else
+than AssertionError is an exception.
+
+Tests run on the CPU with most optimizations of XLA off, since nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich
+from rich.table import Table
+
+SUITES = {
+    "linen": ("tests/linen",),
+    "nnx": ("tests/nnx/nn", "tests/nnx/bridge"),
+}
+
+# Tests that pass plain and fail wrapped in `fp32`, with the reason why jaxmp is right.
+EXPECTED: dict[str, str] = {}
+
+# ---------------------------------------------------------------------------
+# One file, plain or wrapped
+# ---------------------------------------------------------------------------
+
+# The cache saves the plain and the wrapped run from compiling the same programs twice.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+OUTCOMES = "outcomes.json"
+
+
+def run(
+    checkout: Path, files: Iterable[Path], recipe: str | None, cache: Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Runs test files in one process of their own.
+
+    Args:
+      checkout: the folder that names of tests are relative to.
+      files: the test files.
+      recipe: of every outermost module; None: plain.
+      cache: a folder for JAX's compilation cache.
+
+    Returns:
+      What the plugin records of each test, by name.
+
+    Raises:
+      RuntimeError: if pytest cannot collect the tests, or dies.
+    """
+    files = list(map(str, files))
+    settings = checkout / "pyproject.toml"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--import-mode=importlib"]
+        command += ["-p", "no:cacheprovider", "-p", "wrap_outermost", "--outcomes", OUTCOMES]
+        command += ["-c", str(settings) if settings.exists() else os.devnull]
+        command += ["--rootdir", str(checkout), "--wrap", recipe or "", *files]
+        search = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": search}
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache or Path(folder) / "cache")
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            output = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            raise RuntimeError(f"pytest could not run {', '.join(files)}:\n{output}")
+        return json.loads((Path(folder) / OUTCOMES).read_text())
+
+
+def test_files(checkout: Path, folders: Iterable[str]) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((checkout / folder).glob("*_test.py"))
+
+
+# ---------------------------------------------------------------------------
+# Comparison
+# ---------------------------------------------------------------------------
+
+
+def is_crash(error: str) -> bool:
+    """Whether the first line of a traceback's message names another type than AssertionError."""
+    return not error.lstrip().startswith(("AssertionError", "assert ", "Failed:"))
+
+
+def compare(
+    plain: dict[str, dict[str, Any]], wrapped: dict[str, dict[str, Any]], *, crashes: bool = False
+) -> dict[str, Any]:
+    """Sorts tests by their outcomes without and with the recipe.
+
+    Args:
+      plain, wrapped: what `run` returned.
+      crashes: whether a failed assertion of the wrapped test counts as passed.
+
+    Returns:
+      `counted`: tests that pass plain; `passed`: those of them that pass wrapped too;
+      `with_wrapped_module`: those of `counted` in which the plugin wrapped a module;
+      `fails_plain`, `skipped`: names; `exceptions`: name -> error of tests that pass plain only.
+    """
+    by_outcome = {"passed": [], "failed": [], "skipped": []}
+    for name, test in plain.items():
+        by_outcome[test["outcome"]].append(name)
+    missing = {"outcome": "failed", "error": "NotRun: the wrapped run ended before this test"}
+    exceptions = {}
+    for name in by_outcome["passed"]:
+        test = wrapped.get(name, missing)
+        if test["outcome"] != "passed" and (not crashes or is_crash(test["error"])):
+            exceptions[name] = test["error"].strip().partition("\n")[0][:300]
+    counted = by_outcome["passed"]
+    return {
+        "counted": len(counted),
+        "passed": len(counted) - len(exceptions),
+        "with_wrapped_module": sum(wrapped.get(n, {}).get("wrapped", 0) > 0 for n in counted),
+        "fails_plain": by_outcome["failed"],
+        "skipped": by_outcome["skipped"],
+        "exceptions": exceptions,
+    }
+
+
+def unexplained(report: dict[str, Any]) -> list[str]:
+    """Names of the exceptions that `EXPECTED` does not explain."""
+    names = [name for suite in report["suites"].values() for name in suite["exceptions"]]
+    return [name for name in names if name not in EXPECTED]
+
+
+# ---------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------
+
+
+def versions(checkout: Path) -> dict[str, str]:
+    log = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
+    made = subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip()
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
+    return {"python": platform.python_version(), **packages, "checkout": made or "no git checkout"}
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=f"Tests that pass plain, with every module wrapped in {report['recipe']}")
+    for column in ("suite", "pass", "of", "wrap a module", "fail plain", "skipped"):
+        table.add_column(column)
+    for name, suite in report["suites"].items():
+        numbers = suite["passed"], suite["counted"], suite["with_wrapped_module"]
+        named = len(suite["fails_plain"]), len(suite["skipped"])
+        table.add_row(name, *map(str, numbers + named))
+    rich.print(table)
+    for suite in report["suites"].values():
+        for name in suite["fails_plain"]:
+            print(f"fails plain, not counted: {name}")
+        for name, error in suite["exceptions"].items():
+            print(f"fails only wrapped: {name}\n    {error}\n    {EXPECTED.get(name, 'UNEXPLAINED')}")
+
+
+def measure(
+    checkout: Path, suites: dict[str, tuple[str, ...]], recipe: str, only: str, *, crashes: bool
+) -> dict[str, Any]:
+    """Runs the files whose suite or name contains `only`, and compares test by test."""
+    report = {
+        "command": f"flax_suites.py FLAX --recipe {recipe}" + " --crashes" * crashes,
+        "recipe": recipe,
+        "versions": versions(checkout),
+        "suites": {},
+    }
+    with tempfile.TemporaryDirectory() as cache:
+        for suite, folders in suites.items():
+            plain, wrapped = {}, {}
+            for file in test_files(checkout, folders):
+                if only in suite or only in file.name:
+                    print(f"{suite}: {file.name}", file=sys.stderr)
+                    plain |= run(checkout, [file], None, Path(cache))
+                    wrapped |= run(checkout, [file], recipe, Path(cache))
+            if plain:
+                report["suites"][suite] = compare(plain, wrapped, crashes=crashes)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Flax's own tests with every module wrapped.")
+    parser.add_argument("checkout", type=Path, help="a checkout of the Flax repository")
+    parser.add_argument("--recipe", default="fp32", help="the recipe of every module")
+    parser.add_argument("--only", default="", help="suites or files whose name contains this")
+    parser.add_argument("--crashes", action="store_true", help="failed assertions do not count")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    checkout = args.checkout.resolve()
+    report = measure(checkout, SUITES, args.recipe, args.only, crashes=args.crashes)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
+    sys.exit(bool(unexplained(report)))
+
+
+if __name__ == "__main__":
+    main()

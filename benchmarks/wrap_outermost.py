@@ -1,0 +1,158 @@
+"""A pytest plugin that puts every outermost Flax module of a test under a recipe.
+
+    python -m pytest -p wrap_outermost --wrap fp32 --outcomes outcomes.json FILES
+
+Tests are not edited; the plugin does what a user does to a model of theirs, at the same place:
+
+- Linen: a module that is not part of another one is wrapped by `jaxmp.linen.apply_policy` when the
+  test calls `apply`, `init`, `bind`, `tabulate` or another of `LINEN_METHODS`, or passes it to the
+  function `nn.apply`, `nn.init`, `nn.init_with_output` or `nn.tabulate`.
+- NNX: a module is wrapped by `jaxmp.nnx.apply_policy` as soon as it is constructed, so the test
+  holds the wrapped module. A module that another module constructs belongs to that one. A module
+  that a test constructs and passes to another one has a policy of its own, as it would for a user.
+
+Without `--wrap` the plugin records outcomes and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._compat import current_context
+
+LINEN_METHODS = ("apply", "init", "init_with_output", "lazy_init", "bind", "tabulate")
+LINEN_METHODS += ("module_paths",)
+# Functions of `flax.linen` with the position of the module among their arguments.
+LINEN_FUNCTIONS = {"apply": 1, "init": 1, "init_with_output": 1, "tabulate": 0}
+
+
+# ---------------------------------------------------------------------------
+# Wrapping
+# ---------------------------------------------------------------------------
+
+
+class _Depth(threading.local):
+    """How many patched functions the thread is in."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+@contextlib.contextmanager
+def _one_deeper(depth: _Depth) -> Iterator[None]:
+    depth.value += 1
+    try:
+        yield
+    finally:
+        depth.value -= 1
+
+
+class Wrapper:
+    """Wraps outermost modules under `recipe` while it is installed; `count` says how many."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
+        self.count = 0
+        self.depth = _Depth()
+
+    def install(self) -> None:
+        for name in LINEN_METHODS:
+            setattr(nn.Module, name, self._linen_method(name, vars(nn.Module)[name]))
+        for name, position in LINEN_FUNCTIONS.items():
+            setattr(nn, name, self._linen_function(getattr(nn, name), position))
+        metaclass: Any = type(nnx.Module)
+        metaclass.__call__ = self._nnx_construction(metaclass.__call__)
+
+    def _is_outermost(self) -> bool:
+        return self.depth.value == 0 and current_context().policies is None
+
+    def _wrap_linen(self, module: nn.Module) -> nn.Module:
+        # A module with a scope is part of a model whose policies it follows.
+        if module.scope is not None or hasattr(type(module), "_jaxmp_class"):
+            return module
+        self.count += 1
+        return jaxmp.linen.apply_policy(module, self.recipe)
+
+    def _linen_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_outermost():
+                return method(module, *args, **kwargs)
+            policied = self._wrap_linen(module)
+            with _one_deeper(self.depth):
+                return getattr(policied, name)(*args, **kwargs)
+
+        return wrapped
+
+    def _linen_function(self, function: Callable[..., Any], position: int) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._is_outermost() and len(args) > position:
+                module = self._wrap_linen(args[position])
+                args = (*args[:position], module, *args[position + 1 :])
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def _nnx_construction(self, construct: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(cls: type, *args: Any, **kwargs: Any) -> Any:
+            outermost = self._is_outermost()
+            with _one_deeper(self.depth):
+                module = construct(cls, *args, **kwargs)
+            if not outermost or not isinstance(module, nnx.Module):
+                return module
+            self.count += 1
+            return jaxmp.nnx.apply_policy(module, self.recipe)
+
+        return wrapped
+
+
+# ---------------------------------------------------------------------------
+# The plugin
+# ---------------------------------------------------------------------------
+
+
+class Outcomes:
+    """Writes, for each test: its outcome, how many modules were wrapped, and its error."""
+
+    def __init__(self, path: Path, wrapper: Wrapper | None) -> None:
+        self.path, self.wrapper = path, wrapper
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "error": ""})
+        if report.when == "teardown" and self.wrapper is not None:
+            test["wrapped"], self.wrapper.count = self.wrapper.count, 0
+        # One failed part, or subtest, makes the test fail.
+        if report.outcome != "passed" and test["outcome"] != "failed":
+            test["outcome"] = report.outcome
+            crash = getattr(report.longrepr, "reprcrash", None)
+            test["error"] = crash.message if crash else str(report.longrepr)
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps(self.tests, indent=1))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wrap", default="", help="the recipe of every outermost module")
+    parser.addoption("--outcomes", type=Path, help="the JSON file to write")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    recipe, path = config.getoption("--wrap"), config.getoption("--outcomes")
+    wrapper = Wrapper(recipe) if recipe else None
+    if wrapper is not None:
+        wrapper.install()
+    if path is not None:
+        config.pluginmanager.register(Outcomes(path, wrapper))
