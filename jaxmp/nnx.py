@@ -61,7 +61,8 @@ def apply_policy(model: M, policies: Any) -> M:
       A model whose modules are instances of subclasses of their classes.
 
     Raises:
-      CompositionError: if `model` is not an NNX module, or holds a Linen module without a policy.
+      CompositionError: if `model` is not an NNX module, or contains a Linen module without a
+        policy or an `nnx.bridge.Module`, which creates its layers while it runs.
       PolicyError: if a policy names a float8 dtype, or cannot be understood.
       RuleError: if a required rule matches nothing, or a module that is reached by several paths
         would need several policies.
@@ -199,7 +200,7 @@ def _places(model: Any) -> list[_Place]:
                     visit(leaf, path + names, open_ids | {id(leaf)}, inner)
             elif first and isinstance(leaf, nnx.Param):
                 place.params.append(("/".join(names), leaf))
-        if first and not inner and isinstance(module, nnx.bridge.ToNNX):
+        if first and not inner and isinstance(module, (nnx.bridge.ToNNX, nnx.bridge.Module)):
             _check_bridge(module, path)
 
     visit(model, (), frozenset({id(model)}), inner=False)
@@ -207,7 +208,14 @@ def _places(model: Any) -> list[_Place]:
 
 
 def _check_bridge(module: Any, path: Path) -> None:
-    """Paths and dtypes of a Linen module inside an NNX model are Linen's."""
+    """Refuses modules whose layers NNX policies do not reach."""
+    if isinstance(module, nnx.bridge.Module):
+        raise CompositionError(
+            f"The {type(module).__name__} at {'/'.join(path)!r} is an nnx.bridge.Module, which "
+            "creates its layers while it runs, so that policies cannot be applied to them "
+            "beforehand. Apply them to the whole function: "
+            "jaxmp.autocast(model.apply, policies)."
+        )
     inside = module.to_nnx__module
     if isinstance(inside, linen.Module) and not hasattr(type(inside), "_jaxmp_class"):
         raise CompositionError(

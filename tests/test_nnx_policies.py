@@ -770,6 +770,28 @@ class HoldsNNX(nn.Module):
         return nnx.bridge.to_linen(self.make, 3, 4, name="inner")(nn.Dense(3)(x))
 
 
+class Compact(nnx.bridge.Module):
+    """A model in the style of Linen, whose layers exist only while it runs."""
+
+    @nnx.bridge.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nnx.initializers.ones, (x.shape[-1], 4))
+        return x @ kernel
+
+
+def test_bridge_modules_are_refused_since_their_layers_do_not_exist_yet():
+    x = floats(2, 3)
+    with pytest.raises(
+        CompositionError, match=r"'inner' is an nnx\.bridge\.Module.*autocast"
+    ) as info:
+        apply_policy(nnx.Dict(inner=Compact()), MIXED)
+    assert "jaxmp.autocast(model.apply, policies)" in str(info.value)
+    model, policies = Compact(), MIXED
+    variables = model.init(0, x)
+    fixed = eval("jaxmp.autocast(model.apply, policies)", {**globals(), **locals()})
+    assert operands(trace(fixed, variables, x)) == {BF16}
+
+
 def test_an_nnx_module_in_a_linen_model_gets_its_policies_inside_the_bridge():
     x = floats(2, 3)
     plain = HoldsNNX(nnx.Linear)
