@@ -6,8 +6,8 @@
     python benchmarks/flax_suites.py ~/src/flax --recipe bf16 --crashes
 
 Use a checkout of the version of Flax that is installed: the tests come from the checkout, and Flax
-itself is the installed one. Each test file runs twice in a process of its own, unedited: first as it
-is, then with every outermost module wrapped by the plugin `wrap_outermost`, which describes where.
+itself is the installed one. Each test file runs twice in a process of its own, unedited: first as
+it is, then with every outermost module wrapped by the plugin `wrap_outermost`, which describes how.
 Under `fp32` every test that passes plain must pass wrapped. A test that fails plain says nothing
 about jaxmp: it is named and not counted. The exceptions that `EXPECTED` explains are named with
 their reasons; with any other the exit status is 1.
@@ -76,13 +76,13 @@ def run(
     Raises:
       RuntimeError: if pytest cannot collect the tests, or dies.
     """
-    files = list(map(str, files))
+    names = list(map(str, files))
     settings = checkout / "pyproject.toml"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--import-mode=importlib"]
         command += ["-p", "no:cacheprovider", "-p", "wrap_outermost", "--outcomes", OUTCOMES]
         command += ["-c", str(settings) if settings.exists() else os.devnull]
-        command += ["--rootdir", str(checkout), "--wrap", recipe or "", *files]
+        command += ["--rootdir", str(checkout), "--wrap", recipe or "", *names]
         search = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": search}
         environment["JAX_COMPILATION_CACHE_DIR"] = str(cache or Path(folder) / "cache")
@@ -91,7 +91,7 @@ def run(
         )
         if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             output = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-            raise RuntimeError(f"pytest could not run {', '.join(files)}:\n{output}")
+            raise RuntimeError(f"pytest could not run {', '.join(names)}:\n{output}")
         return json.loads((Path(folder) / OUTCOMES).read_text())
 
 
@@ -175,7 +175,9 @@ def show(report: dict[str, Any]) -> None:
         for name in suite["fails_plain"]:
             print(f"fails plain, not counted: {name}")
         for name, error in suite["exceptions"].items():
-            print(f"fails only wrapped: {name}\n    {error}\n    {EXPECTED.get(name, 'UNEXPLAINED')}")
+            print(
+                f"fails only wrapped: {name}\n    {error}\n    {EXPECTED.get(name, 'UNEXPLAINED')}"
+            )
 
 
 def measure(

@@ -10,6 +10,9 @@ Tests are not edited; the plugin does what a user does to a model of theirs, at 
 - NNX: a module is wrapped by `jaxmp.nnx.apply_policy` as soon as it is constructed, so the test
   holds the wrapped module. A module that another module constructs belongs to that one. A module
   that a test constructs and passes to another one has a policy of its own, as it would for a user.
+- Bridges: policies do not cross them, and jaxmp's error asks for the policy on the other side. The
+  Linen module in a `ToNNX` and what the class in a `ToLinen` constructs are wrapped too. An
+  `nnx.bridge.Module`, which jaxmp refuses, stays as it is; NNX modules that it creates are wrapped.
 
 Without `--wrap` the plugin records outcomes and changes nothing.
 """
@@ -17,6 +20,7 @@ Without `--wrap` the plugin records outcomes and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import threading
@@ -71,8 +75,10 @@ class Wrapper:
             setattr(nn.Module, name, self._linen_method(name, vars(nn.Module)[name]))
         for name, position in LINEN_FUNCTIONS.items():
             setattr(nn, name, self._linen_function(getattr(nn, name), position))
-        metaclass: Any = type(nnx.Module)
-        metaclass.__call__ = self._nnx_construction(metaclass.__call__)
+        for metaclass in (type(nnx.Module), type(nnx.bridge.Module)):
+            metaclass.__call__ = self._nnx_construction(metaclass.__call__)
+        nnx.bridge.ToNNX.__init__ = self._to_nnx(nnx.bridge.ToNNX.__init__)
+        nnx.bridge.ToLinen.__init__ = self._to_linen(nnx.bridge.ToLinen.__init__)
 
     def _is_outermost(self) -> bool:
         return self.depth.value == 0 and current_context().policies is None
@@ -110,12 +116,41 @@ class Wrapper:
             outermost = self._is_outermost()
             with _one_deeper(self.depth):
                 module = construct(cls, *args, **kwargs)
-            if not outermost or not isinstance(module, nnx.Module):
+            if not outermost or isinstance(module, nnx.bridge.Module):
                 return module
             self.count += 1
             return jaxmp.nnx.apply_policy(module, self.recipe)
 
         return wrapped
+
+    def _to_nnx(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def wrapped(bridge: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(module, nn.Module):
+                module = self._wrap_linen(module)
+            init(bridge, module, *args, **kwargs)
+
+        return wrapped
+
+    def _to_linen(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def wrapped(bridge: Any, nnx_class: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(nnx_class, type):
+                nnx_class = Policied(nnx_class, self.recipe)
+            init(bridge, nnx_class, *args, **kwargs)
+
+        return wrapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Policied:
+    """Constructor of an NNX class under a recipe; equal for equal classes and recipes."""
+
+    cls: type
+    recipe: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return jaxmp.nnx.apply_policy(self.cls(*args, **kwargs), self.recipe)
 
 
 # ---------------------------------------------------------------------------
