@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._dtypes import DTYPE_NAMES, canonical_dtype, short_name
+from jaxmp._recipe_names import shipped
 from jaxmp._trees import cast_floating
 from jaxmp.errors import PolicyError, did_you_mean
 
@@ -200,13 +201,14 @@ def get_policy(policy: Any) -> Policy:
         return _parse_policy(policy)
     if isinstance(policy, Mapping):
         return _from_pairs([(str(key), value) for key, value in policy.items()], repr(policy))
-    if _is_jmp_policy(policy):
+    if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     dtype = canonical_dtype(policy)
     return Policy(dtype, dtype, dtype)
 
 
-def _is_jmp_policy(value: Any) -> bool:
+def is_policy(value: Any) -> bool:
+    """Whether `value` is a `Policy`, a `jmp.Policy`, or anything else with their three dtypes."""
     return not isinstance(value, type) and all(
         hasattr(value, name) for name in ("param_dtype", "compute_dtype", "output_dtype")
     )
@@ -223,6 +225,12 @@ def _parse_policy(text: str) -> Policy:
         names = [*DTYPE_NAMES, *_MIXED, *_TRUE]
         if name.removeprefix("u").startswith("int"):
             canonical_dtype(text)
+        if name in shipped():
+            raise PolicyError(
+                f"{text!r} is the name of a recipe, and a recipe is more than one policy. Use "
+                f"jaxmp.load_recipe({name!r}), or its default policy: "
+                f"jaxmp.load_recipe({name!r}).policies.default."
+            )
         raise PolicyError(
             f"Unknown policy {text!r}.{did_you_mean(name, names)} Give a name such as 'bf16' or "
             "'mixed_bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."

@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from jaxmp._dtypes import canonical_dtype
 from jaxmp._ops import OpTable
 from jaxmp._policy import get_policy
 from jaxmp._recipe_fp8 import read_fp8
+from jaxmp._recipe_names import recipe_names, shipped
 from jaxmp._recipe_scale import (
     LossScaleData,
     automatic_kind,
@@ -28,7 +27,7 @@ from jaxmp._recipe_scale import (
     read_loss_scale,
 )
 from jaxmp._recipe_schema import TABLES, TOP, Setting, example, module_dtype, read_contents
-from jaxmp._rules import PolicyMap, Rule, named_dtypes
+from jaxmp._rules import PolicyMap, Rule, named_dtypes, reads_policies
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
 from jaxmp.fp8._recipes import as_recipe
 
@@ -67,6 +66,7 @@ class RecipeData:
 # ---------------------------------------------------------------------------
 
 
+@reads_policies
 def as_policy_map(policies: Any) -> PolicyMap:
     """The `PolicyMap` that any `policies=` argument stands for.
 
@@ -233,31 +233,14 @@ def _change(key: str, value: Any) -> Any:
         ) from None
 
 
-def recipe_names() -> list[str]:
-    """The names of the shipped recipes, sorted."""
-    return sorted(_shipped())
-
-
 def shipped_text(name: str) -> str:
     """The TOML text, comments and all, of a shipped recipe."""
-    return _shipped()[name].read_text(encoding="utf-8")
+    return shipped()[name].read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------
 # Names, paths and strings
 # ---------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _shipped() -> dict[str, Traversable]:
-    """Name -> file: inside the installed package, or beside it in a checkout."""
-    inside = resources.files("jaxmp") / "policies"
-    folder = inside if inside.is_dir() else Path(__file__).parents[1] / "policies"
-    return {
-        entry.name.removesuffix(".toml"): entry
-        for entry in folder.iterdir()
-        if entry.name.endswith(".toml")
-    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -277,7 +260,7 @@ def _from_file(file: str) -> RecipeData:
 
 def _from_string(text: str) -> RecipeData:
     name = text.strip().lower()
-    if name in _shipped():
+    if name in shipped():
         return _from_name(name)
     if text.endswith(".toml"):
         return _from_file(text)
@@ -330,7 +313,7 @@ _Chain = tuple[str, ...]
 
 
 def _shipped_layers(name: str, chain: _Chain) -> _Layers:
-    return _layers(_toml.read(f"{name}.toml", _shipped()[name]), chain)
+    return _layers(_toml.read(f"{name}.toml", shipped()[name]), chain)
 
 
 def _file_layers(file: str, chain: _Chain) -> _Layers:
@@ -373,7 +356,7 @@ def _layers(document: _toml.Document, chain: _Chain) -> _Layers:
 
 def _base(document: _toml.Document, extends: str, chain: _Chain) -> _Layers:
     where = document.where("extends")
-    if extends in _shipped():
+    if extends in shipped():
         return _shipped_layers(extends, chain)
     if not extends.endswith(".toml"):
         raise RecipeError(

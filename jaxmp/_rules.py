@@ -6,21 +6,23 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmp._dtypes import bits, short_name
+from jaxmp._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
 from jaxmp._policy import (
     FIELD_NAMES,
     Policy,
     canonical_fields,
     get_policy,
+    is_policy,
     policy_fields,
     split_pairs,
 )
+from jaxmp._recipe_names import shipped
 from jaxmp.errors import PolicyError, RuleError, nearest
 
 # ---------------------------------------------------------------------------
@@ -145,8 +147,9 @@ class Rule:
       path: a pattern over the `/`-joined module path without the root: `*` within a segment,
         `**` over segments, `re:` for a regular expression, `''` for the root, `path:name` for one
         parameter. None: any path.
-      policy: the policy's fields as a string or dict, such as `"c=f32"`; or a whole `Policy`.
-        None: they are given by keyword.
+      policy: the policy's fields as a string or dict, such as `"c=f32"`; or a whole policy: a
+        `Policy`, `"mixed_bfloat16"` or `"bf16-true"`. The bare name of a dtype or recipe is
+        refused, because `"bf16"` could mean either. None: the fields are given by keyword.
       module_type: a class, or a class name (`*` allowed), its base classes included. The rule
         covers modules of that type, not their children. None: any type.
       param_dtype, compute_dtype, output_dtype, matmul, attention, respect_explicit, cast_float64:
@@ -156,7 +159,8 @@ class Rule:
       subtree: a rule by type covers everything below those modules too.
 
     Raises:
-      RuleError: if the rule selects nothing, says nothing, or sets `param_dtype` by type.
+      RuleError: if the rule selects nothing, says nothing, sets `param_dtype` by type, or has the
+        bare name of a dtype or recipe for its policy.
       PolicyError: if a dtype or setting is unknown.
 
     Example:
@@ -183,7 +187,7 @@ class Rule:
             object.__setattr__(self, "module_type", self.module_type.__name__)
         _check_kinds(self)
         given = canonical_fields(self.fields, within=f"Rule({_repr_selector(self)})")
-        fields = {**_fields_of(policy), **given}
+        fields = {**_fields_of(policy, self), **given}
         for name in FIELD_NAMES:
             object.__setattr__(self, name, fields.get(name))
         _check_selector(self)
@@ -312,15 +316,35 @@ def _repr_selector(rule: Rule) -> str:
     )
 
 
-def _fields_of(policy: Any) -> dict[str, Any]:
+def _fields_of(policy: Any, rule: Rule) -> dict[str, Any]:
     if policy is None:
         return {}
     if isinstance(policy, Mapping):
         return policy_fields(list(policy.items()), repr(policy))
     if isinstance(policy, str) and "=" in policy:
         return policy_fields(split_pairs(policy), policy)
+    _refuse_bare_name(policy, rule)
     full = get_policy(policy)
     return {name: getattr(full, name) for name in FIELD_NAMES}
+
+
+def _refuse_bare_name(policy: Any, rule: Rule) -> None:
+    """Refuses a dtype or the name of a recipe: `Rule("head", "bf16")` could mean either."""
+    where = f"Rule({_repr_selector(rule)})"
+    name = policy.strip().lower() if isinstance(policy, str) else None
+    if name in DTYPE_NAMES or (name is None and not is_policy(policy)):
+        dtype = canonical_dtype(policy, within=where)
+        short = short_name(dtype)
+        raise RuleError(
+            f"{where}: policy {policy!r} is ambiguous. Use 'c={short}' to compute in {dtype.name}, "
+            f"or 'p={short},c={short},o={short}' to set all three dtypes."
+        )
+    if name in shipped():
+        raise RuleError(
+            f"{where}: policy {policy!r} is the name of a recipe, and a rule sets the fields of a "
+            "policy. Use 'c=bf16' to compute in bfloat16, 'p=bf16,c=bf16,o=bf16' to set all three "
+            "dtypes, or 'matmul=tf32' to set the precision of matmuls."
+        )
 
 
 def _merged(default: Policy, rule: Rule) -> Policy:
@@ -385,6 +409,17 @@ def _rule_number(rule: int | None) -> str:
     return "default" if rule is None else str(rule + 1)
 
 
+# The function that reads the default of a `PolicyMap`. It reads recipe files, which need the rules
+# of this module, so it is defined in a higher module and registers itself here.
+_reader: list[Callable[[Any], PolicyMap]] = []
+
+
+def reads_policies(fn: Callable[[Any], PolicyMap]) -> Callable[[Any], PolicyMap]:
+    """Registers the function that makes a `PolicyMap` of anything that names policies."""
+    _reader[:] = [fn]
+    return fn
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PolicyMap:
@@ -393,10 +428,13 @@ class PolicyMap:
     Fields that the deciding rule leaves out come from the default.
 
     Args:
-      default: anything that `get_policy` takes.
+      default: a recipe's name or file, a policy string, a `Policy`, or anything else that names
+        policies. The name of a recipe means the recipe, here as in every `policies=` argument:
+        `PolicyMap("bf16", rules)` has the default policy of that recipe, and its rules after
+        `rules`. `PolicyMap("bfloat16")` sets all three dtypes.
       rules: rules in order of precedence.
       fp8: how modules with `matmul = "fp8"` are scaled: an object of `jaxmp.fp8` such as
-        `CurrentScaling()`; None: that one.
+        `CurrentScaling()`; None: that of the default, or `CurrentScaling()` where it has none.
 
     Example:
       >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
@@ -414,10 +452,8 @@ class PolicyMap:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "default", get_policy(self.default))
         given: Any = self.rules
         rules = tuple(given) if isinstance(given, Iterable) else (given,)
-        object.__setattr__(self, "rules", rules)
         for rule in rules:
             if not isinstance(rule, Rule):
                 raise RuleError(
@@ -431,6 +467,12 @@ class PolicyMap:
                 "PolicyMap('p=f32,c=bf16,o=f32,matmul=fp8', fp8=jaxmp.fp8.CurrentScaling()); a "
                 "recipe takes a name too: recipe.replace(fp8='current')."
             )
+        if not isinstance(self.default, Policy):
+            base = _reader[0](self.default)
+            rules += base.rules
+            object.__setattr__(self, "default", base.default)
+            object.__setattr__(self, "fp8", base.fp8 if self.fp8 is None else self.fp8)
+        object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "_hash", hash((self.default, rules, self.fp8)))
 
     def __hash__(self) -> int:

@@ -203,6 +203,49 @@ def test_everything_that_names_policies_is_a_recipe(policies):
     assert recipe.loss_scale == NoLossScale() and recipe.master == "auto"
 
 
+# Text -> default policy of `policies=`, `load_recipe` and `PolicyMap`; result of `get_policy`
+# (None: it refuses). As in the table of docs/recipes.md.
+STRINGS = [
+    ("bf16", "p=f32,c=bf16,o=f32", "p=bf16,c=bf16,o=bf16"),
+    ("fp16", "p=f32,c=f16,o=f32", "p=f16,c=f16,o=f16"),
+    ("fp32", "p=f32,c=f32,o=f32,matmul=highest", "p=f32,c=f32,o=f32"),
+    ("tf32", "p=f32,c=f32,o=f32,matmul=tf32", None),
+    ("bf16_params", "p=bf16,c=bf16,o=f32", None),
+    ("fp8", "p=f32,c=bf16,o=f32,matmul=fp8", None),
+    *((name, *["p=bf16,c=bf16,o=bf16"] * 2) for name in ("bfloat16", "bf16-true")),
+    *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half", "fp16-true")),
+    *((name, *["p=f32,c=f32,o=f32"] * 2) for name in ("float32", "f32", "full")),
+    *((name, *["p=f32,c=bf16,o=bf16"] * 2) for name in ("mixed_bfloat16", "bf16-mixed")),
+    *((name, *["p=f32,c=f16,o=f16"] * 2) for name in ("mixed_float16", "fp16-mixed", "16-mixed")),
+    ("p=f32,c=bf16,o=f32", *["p=f32,c=bf16,o=f32"] * 2),
+    ("compute=bf16", *["p=f32,c=bf16,o=bf16"] * 2),
+]
+
+
+@pytest.mark.parametrize(("text", "as_recipe", "as_policy"), STRINGS)
+def test_a_string_has_one_meaning(text, as_recipe, as_policy):
+    rule = Rule("a", "o=bf16")
+    recipe = load_recipe(text)
+    policies = PolicyMap(text, [rule])
+    for found in (recipe.policies, as_policy_map(text), policies, PolicyMap(recipe)):
+        assert str(found.default) == as_recipe
+    assert policies.rules == (rule, *recipe.policies.rules)
+    assert PolicyMap(text) == recipe.policies == PolicyMap(recipe.policies)
+    assert PolicyMap(recipe, [rule]) == policies == pickle.loads(pickle.dumps(policies))
+    assert dataclasses.replace(policies, rules=(rule,)).rules == (rule,)
+    if as_policy is None:
+        with pytest.raises(PolicyError, match=f"load_recipe.'{text}'.*policies.default"):
+            get_policy(text)
+    else:
+        assert str(get_policy(text)) == as_policy
+
+
+def test_a_map_reads_a_recipe_file(write):
+    policies = PolicyMap(write('extends = "fp8"\n[fp8]\nscaling = "rowwise"'), [Rule("a", "c=f32")])
+    assert policies.fp8.kind == "rowwise" and policies.default.matmul == "fp8"
+    assert PolicyMap(policies, fp8=load_recipe("fp8_delayed").fp8).fp8.is_stateful
+
+
 def test_as_policy_map_hands_maps_through():
     policies = PolicyMap("bf16", [Rule("a", "c=f32")])
     assert as_policy_map(policies) is policies
@@ -274,7 +317,7 @@ def test_formats_below_16_bits_are_refused(policies):
     with pytest.raises(RecipeError, match="too narrow for a module"):
         load_recipe(policies)
     with pytest.raises(RecipeError, match="too narrow for a module"):
-        load_recipe(PolicyMap("bf16", [Rule("a", policies)]))
+        load_recipe(PolicyMap("bf16", [Rule("a", get_policy(policies))]))
 
 
 # ---------------------------------------------------------------------------

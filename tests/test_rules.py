@@ -196,7 +196,27 @@ def test_a_rule_takes_fields_in_every_form():
     ]
     assert all(rule == same[0] and hash(rule) == hash(same[0]) for rule in same)
     assert Rule("a", Policy("f32", "bf16", "f32")).fields["output_dtype"] == np.float32
-    assert Rule("a", "bf16").fields["param_dtype"] == jnp.bfloat16
+    assert Rule("a", "bf16-true").fields["param_dtype"] == jnp.bfloat16
+    assert Rule("a", "mixed_float16").fields["param_dtype"] == np.float32
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", " F16 ", jnp.float16, np.dtype("float32")])
+def test_a_rule_with_a_bare_dtype_is_refused(name):
+    with pytest.raises(RuleError, match=r"^Rule\('head'\): policy .* is ambiguous") as error:
+        Rule("head", name)
+    fixes = re.findall("'([^']*=[^']*)'", str(error.value))
+    assert [set(Rule("head", fix).fields) for fix in fixes] == [
+        {"compute_dtype"},
+        {"param_dtype", "compute_dtype", "output_dtype"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16_params", "fp8"])
+def test_a_rule_with_the_name_of_a_recipe_is_refused(name):
+    with pytest.raises(RuleError, match=f"'{name}' is the name of a recipe") as error:
+        Rule("head", name)
+    for fix in re.findall("'([^']*=[^']*)'", str(error.value)):
+        assert Rule("head", fix).fields
 
 
 rules = st.builds(
@@ -358,7 +378,7 @@ def test_a_map_takes_rules_only(rules):
 
 
 def test_one_rule_needs_no_list():
-    assert PolicyMap("bf16", Rule("a", "c=f32")).rules == (Rule("a", "c=f32"),)
+    assert PolicyMap("bfloat16", Rule("a", "c=f32")).rules == (Rule("a", "c=f32"),)
 
 
 def test_a_policy_map_takes_a_scaling_and_no_name_of_one():
