@@ -15,7 +15,7 @@ from jaxmp._dtypes import FLOAT32, bits, is_half
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import cast, is_castable
+from jaxmp._trees import cast, is_castable, saturating_cast
 
 # ---------------------------------------------------------------------------
 # Plans: what one policy does to one module
@@ -100,14 +100,18 @@ def cast_tree(
     dtype: Any,
     cast_float64: bool = False,
     is_leaf: Callable[[Any], bool] | None = None,
+    cast_leaf: Callable[[Any, Any], Any] = saturating_cast,
 ) -> Any:
-    """Casts the floating arrays of arguments or results; a module among them is no array."""
+    """Casts the floating arrays of arguments or results; a finite number stays finite.
 
-    def cast_leaf(leaf: Any) -> Any:
+    A module among them is not an array. Parameters and cotangents are cast by `cast_floating`.
+    """
+
+    def cast_arrays(leaf: Any) -> Any:
         castable = isinstance(leaf, _ARRAYS) and is_castable(leaf, cast_float64)
-        return cast(leaf, dtype) if castable else leaf
+        return cast_leaf(leaf, dtype) if castable else leaf
 
-    return jax.tree.map(cast_leaf, tree, is_leaf=is_leaf)
+    return jax.tree.map(cast_arrays, tree, is_leaf=is_leaf)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -118,7 +122,7 @@ def cast_like(tree: Any, like: Any) -> Any:
         return tree
     pairs = zip(leaves, models, strict=True)
     return structure.unflatten(
-        cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
+        saturating_cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
         for leaf, model in pairs
     )
 
@@ -141,6 +145,17 @@ def cast_inputs(
     return (*args[:skipped], *cast_in(args[skipped:])), {
         key: value if key == name else cast_in(value) for key, value in kwargs.items()
     }
+
+
+def cast_outputs(plan: Plan, out: Any, is_leaf: Any = None) -> Any:
+    """Results in the dtype that the module passes on.
+
+    The output of a norm is at most its scale times the root of its width, which bfloat16 holds:
+    there the cast of every residual block stays a single operation.
+    """
+    bounded = plan.facts.norm and jnp.finfo(plan.output).maxexp >= 128
+    cast_leaf = cast if bounded else saturating_cast
+    return cast_tree(out, plan.output, plan.policy.cast_float64, is_leaf, cast_leaf)
 
 
 def split_carry(

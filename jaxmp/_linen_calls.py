@@ -24,7 +24,7 @@ from jaxmp._boundary import (
     Plan,
     cast_inputs,
     cast_like,
-    cast_tree,
+    cast_outputs,
     make_plan,
     matmul_precision,
     precision_scope,
@@ -34,7 +34,7 @@ from jaxmp._boundary import (
 from jaxmp._compat import current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import OVERWRITE
+from jaxmp._trees import OVERWRITE, cast_floating
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
 from jaxmp.fp8._recipes import as_recipe
@@ -129,7 +129,8 @@ def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
     def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        return cast_tree(value, plan.param_dtype(name), plan.policy.cast_float64)
+        dtype, wide = plan.param_dtype(name), plan.policy.cast_float64
+        return cast_floating(value, dtype, cast_float64=wide)
 
     return param
 
@@ -395,7 +396,7 @@ class Applier:
             out = call(*args, **kwargs)
         out, carry = self._split_carry(plan, module, method, body, out, *incoming)
         if crosses and (follows or plan.asks_output):
-            out = cast_tree(out, plan.output, plan.policy.cast_float64)
+            out = cast_outputs(plan, out)
         return carry(out)
 
     def _split_carry(

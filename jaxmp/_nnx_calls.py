@@ -22,7 +22,7 @@ from jaxmp._boundary import (
     Facts,
     Plan,
     cast_inputs,
-    cast_tree,
+    cast_outputs,
     make_plan,
     matmul_precision,
     precision_scope,
@@ -32,7 +32,7 @@ from jaxmp._boundary import (
 from jaxmp._compat import context, current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import OVERWRITE, cast, is_castable
+from jaxmp._trees import OVERWRITE, cast, cast_floating, is_castable
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct, einsum_sizes
 from jaxmp.fp8._recipes import as_recipe
@@ -513,7 +513,10 @@ def _view_class(cls: type) -> Any:
                 return
             read, kept = object.__getattribute__(self, "_raw_value"), source.get_raw_value()
             whole = index.get("index", ...) is ...
-            value = _written(value, read, kept) if whole else cast_tree(value, kept.dtype, True)
+            if whole:
+                value = _written(value, read, kept)
+            else:
+                value = cast_floating(value, kept.dtype, cast_float64=True)
             source.set_value(value, **index)
             object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), read.dtype))
 
@@ -664,7 +667,7 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
         out = call(*args, **kwargs)
     out, carry = split_carry(plan.facts, module, name, out, *incoming)
     if crosses and (bound.follows or plan.asks_output):
-        out = cast_tree(out, plan.output, plan.policy.cast_float64, _is_opaque)
+        out = cast_outputs(plan, out, _is_opaque)
     return carry(out)
 
 

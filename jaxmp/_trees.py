@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._dtypes import CASTABLE, FLOAT64
+from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
 
 Path = tuple[str, ...]
 
@@ -103,6 +103,47 @@ def cast(leaf: Any, dtype: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.astype(dtype)
     return lax.convert_element_type(leaf, dtype)
+
+
+def saturating_cast(leaf: Any, dtype: Any) -> Any:
+    """Casts one array as `cast` does, except that a finite number never becomes infinite.
+
+    Infinities and NaN are kept. Numbers beyond the range of `dtype` become its largest finite
+    number. The derivative is that of a plain cast, so that overflowing cotangents stay visible.
+
+    Example:
+      >>> saturating_cast(jnp.float32([-1e9, -jnp.inf]), jnp.float16).tolist()
+      [-65504.0, -inf]
+    """
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if is_shape or jnp.finfo(leaf.dtype).max <= jnp.finfo(dtype).max:
+        return cast(leaf, dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        wide, largest = _widened(leaf, dtype)
+        return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)[()]
+    return _saturate(leaf, np.dtype(dtype))
+
+
+def clamped_cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """The value of `saturating_cast`, with the derivative of the operations it is made of."""
+    wide, largest = _widened(array, dtype)
+    clamped = lax.clamp(-largest, wide, largest)
+    return cast(lax.select(lax.is_finite(wide), clamped, wide), dtype)
+
+
+def _widened(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """An array in a dtype that holds the largest number of `dtype` exactly, and that number."""
+    wide = cast(array, FLOAT32) if is_half(array.dtype) else array
+    return wide, wide.dtype.type(jnp.finfo(dtype).max)
+
+
+_saturate: Any = jax.custom_jvp(clamped_cast, nondiff_argnums=(1,))
+
+
+@_saturate.defjvp
+def _saturate_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (tangent,) = tangents
+    return _saturate(*primals, dtype), lax.convert_element_type(tangent, dtype)
 
 
 # ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax import lax
 from jaxmp._autocast._readers import Readers
 from jaxmp._dtypes import FLOAT32, is_half
 from jaxmp._jaxprs import AUTOCAST, is_literal
-from jaxmp._trees import cast, is_castable
+from jaxmp._trees import cast, clamped_cast, is_castable, saturating_cast
 
 
 class Standing(enum.IntEnum):
@@ -50,15 +49,10 @@ def _to_half(value: Value, dtype: Any) -> Any:
     array = value.array
     if value.standing is not Standing.CONSTANT or not is_half(dtype):
         return cast(array, dtype)
-    largest = float(jnp.finfo(dtype).max)
     if value.scalar is not None:
-        number = float(value.scalar)
-        clipped = min(max(number, -largest), largest) if math.isfinite(number) else number
-        half = np.asarray(clipped, dtype)
+        half = np.asarray(saturating_cast(value.scalar, dtype))
         return lax.full(array.shape, half, dtype) if array.ndim else half
-    wide = array.dtype.type(largest)
-    clipped = lax.clamp(-wide, array, wide)
-    return cast(lax.select(lax.is_finite(array), clipped, array), dtype)
+    return clamped_cast(array, dtype)
 
 
 class Scope:
