@@ -241,6 +241,11 @@ def plain_array(leaf: Any) -> Any:
     return leaf.get_value() if hasattr(leaf, "get_value") else leaf
 
 
+def can_update(variable: Any) -> bool:
+    """Whether a Flax NNX Variable belongs to the function that is being traced now."""
+    return variable._can_update
+
+
 def jaxpr_body(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     """`(jaxpr with equations, its constants)` of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+from jax.core import Tracer
 
-from jaxmp import _gradients, _nnx_calls, _trees, optim
+from jaxmp import _compat, _gradients, _nnx_calls, _trees, optim
 from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
-from jaxmp._loss_scale import NoLossScale
+from jaxmp._loss_scale import DynamicLossScale, NoLossScale
 from jaxmp._nnx_calls import AttentionFunction
 from jaxmp._nnx_calls import OverwriteWithGradient as OverwriteWithGradient
+from jaxmp._nnx_gradients import Gradient, Write, continued, undo
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
-from jaxmp.errors import CompositionError, RuleError
+from jaxmp.errors import CompositionError, JaxmpError, RuleError
 from jaxmp.optim import _find, _master, _skip
 from jaxmp.optim._apply import apply_update
 
@@ -32,6 +35,7 @@ __all__ = [
     "apply_policy",
     "compile_step",
     "explain",
+    "grad",
     "module_paths",
     "value_and_grad",
 ]
@@ -389,37 +393,44 @@ def _check_model(model: Any, function: str) -> None:
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
-    loss_scale: Any = None,
+    fn: Callable[..., Any] | None = None,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
+    loss_scale: Any = None,
     wrt: Any = nnx.Param,
-    batch_argnums: int | tuple[int, ...] = 1,
-    rng_argnums: int | tuple[int, ...] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`jaxmp.value_and_grad` for a function whose first argument is an NNX module.
+    """Like `flax.nnx.value_and_grad`, for 16-bit computations: returns loss and gradients in FP32.
 
-    What the forward pass writes into the module (batch statistics, RNG counts) is written back, one
-    microbatch after the other. What it sows (`nnx.Intermediate`) is not: return it as auxiliary
-    data. The state of delayed scaling (`OverwriteWithGradient`) is differentiated too, whatever
-    `wrt` says.
+    Flax objects (modules, `nnx.Rngs`, metrics, Variables) can be in any argument, also inside
+    lists, tuples and dicts. What `fn` writes into them (batch statistics, RNG counts, metrics,
+    sown values) is written to the objects that were passed, as in `flax.nnx.value_and_grad`.
 
     Args:
-      fn: `fn(model, *args)` returns a scalar loss, or what `jaxmp.value_and_grad` allows.
+      fn: returns a scalar loss, or what `jaxmp.value_and_grad` allows. Without it, this is a
+        decorator: `@value_and_grad(has_aux=True)`.
+      argnums: which arguments to differentiate: numbers, or `nnx.DiffState(number, filter)`.
+      has_aux: `fn` returns `(loss, aux)`; `aux` can contain Flax objects.
       loss_scale: a jaxmp or jmp loss scale, a number, or None.
-      has_aux: whether `fn` returns auxiliary data beside the loss.
-      wrt: a filter of the Variables to differentiate.
-      batch_argnums: arguments to split into microbatches; the model is argument 0.
-      rng_argnums: arguments that hold PRNG keys, folded with the microbatch's index.
-      **options: `weighted`, `microbatches`, `axis_name`, `accumulate_dtype`, `reduce_dtype`.
+      wrt: a filter of the Variables to differentiate. The state of delayed scaling
+        (`OverwriteWithGradient`) is differentiated in any case.
+      **options: `weighted`, `microbatches`, `batch_argnums`, `rng_argnums`, `axis_name`,
+        `interleave`, `accumulate_dtype` and `reduce_dtype` of `jaxmp.value_and_grad`. Each
+        microbatch gets the state of all Flax objects as the one before left it, RNG counts
+        included, but the parameters as they were; sown values are stacked, as auxiliary data is.
 
     Returns:
-      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`;
-      `grads` is an `nnx.State` like that of `wrt`, in float32 for 16-bit parameters. New values of
-      `OverwriteWithGradient`, where the model has any, stand among them: `Optimizer.update` assigns
-      them, `nnx.state(grads, nnx.Param)` leaves them out, and without an `Optimizer` it is
-      `nnx.update(model, nnx.state(grads, OverwriteWithGradient))` that assigns them.
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
+      `grads` is a tuple if `argnums` is one. It has an `nnx.State` in the place of each module, in
+      float32 for 16-bit parameters. New values of `OverwriteWithGradient`, where the model has any,
+      are among them: `Optimizer.update` assigns them, `nnx.state(grads, nnx.Param)` leaves them
+      out. Without an `Optimizer`, assign them by
+      `nnx.update(model, nnx.state(grads, OverwriteWithGradient))`.
+
+    Raises:
+      JaxmpError: if `fn` is a method of a module, a Variable is in an argument to differentiate and
+        in another one too, or an argument is refused by `jaxmp.value_and_grad`.
 
     Example:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -427,60 +438,72 @@ def value_and_grad(
       >>> float(grads["bias"][...][0])
       4.0
     """
-
-    def value_and_grad_fn(model: Any, *args: Any, **kwargs: Any) -> Any:
-        filters = _trained(wrt), OverwriteWithGradient, nnx.Intermediate, ...
-        graphdef, *states = nnx.split(model, *filters)
-        params, overwritten, sown, rest = map(nnx.as_pure, states)
-        held = bool(jax.tree.leaves(overwritten))
-
-        def pure(variables: Any, rest: Any, *args: Any) -> Any:
-            params, overwritten = _trees.split_overwritten(variables) if held else (variables, {})
-            merged = nnx.merge(graphdef, params, overwritten, sown, rest)
-            out = fn(merged, *args, **kwargs)
-            loss, aux = _gradients.unpair(out) if has_aux else (out, None)
-            return loss, (nnx.as_pure(nnx.state(merged, _written(wrt))), aux)
-
-        run = _gradients.value_and_grad(
-            pure,
+    if fn is None:
+        return functools.partial(
+            value_and_grad,
+            argnums=argnums,
+            has_aux=has_aux,
             loss_scale=loss_scale,
-            mutable_argnum=1,
-            batch_argnums=_behind_rest(batch_argnums),
-            rng_argnums=_behind_rest(rng_argnums),
+            wrt=wrt,
             **options,
         )
-        variables = {_trees.PARAMS: params, _trees.OVERWRITE: overwritten} if held else params
-        (loss, (rest, aux)), grads = run(variables, rest, *args)
-        nnx.update(model, rest)
-        found = _trees.split_overwritten(grads) if held else (grads,)
-        grads = nnx.merge_state(*map(_in_variables, states, found))
-        return ((loss, aux) if has_aux else loss), grads
+    gradient = Gradient(fn, argnums, has_aux, _trained(wrt))
+    options = {"loss_scale": loss_scale, **options}
+    _gradients.value_and_grad(fn, **options)  # refuses options that are wrong before the first call
+
+    @functools.wraps(fn, updated=())
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        out, _ = gradient(args, kwargs, options)
+        return out
 
     return value_and_grad_fn
 
 
+def grad(
+    fn: Callable[..., Any] | None = None,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Like `flax.nnx.grad`, for 16-bit computations: `value_and_grad` without the value.
+
+    Args:
+      fn: as in `value_and_grad`.
+      argnums: which arguments to differentiate, as in `value_and_grad`.
+      has_aux: `fn` returns `(loss, aux)`.
+      **options: the keyword arguments of `value_and_grad`, `loss_scale` among them.
+
+    Returns:
+      A function that returns the gradients, or `(grads, aux)` with `has_aux`.
+
+    Example:
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> grads = grad(lambda m, x: m(x).sum(), loss_scale=8.0)(model, jnp.ones((4, 2)))
+      >>> float(grads["bias"][...][0])
+      4.0
+    """
+    if fn is None:
+        return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
+    run = value_and_grad(fn, argnums, has_aux, **options)
+
+    @functools.wraps(fn, updated=())
+    def grad_fn(*args: Any, **kwargs: Any) -> Any:
+        value, grads = run(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fn
+
+
 def _trained(wrt: Any) -> Any:
-    """State that is overwritten by its gradient is no parameter, whatever a filter says."""
+    """State that is overwritten by its gradient is not a parameter, whatever a filter selects."""
     return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
 
 
-def _written(wrt: Any) -> Any:
-    """What a forward pass may write, and an optimizer does not."""
-    return nnx.Not(nnx.Any(wrt, OverwriteWithGradient, nnx.Intermediate))
-
-
-def _in_variables(like: Any, values: Any) -> Any:
-    return jax.tree.structure(like).unflatten(jax.tree.leaves(values))
-
-
-def _behind_rest(argnums: Any) -> tuple[int, ...]:
-    """The pure function takes the module's other Variables as argument 1."""
-    return tuple(n + 1 if n >= 0 else n for n in _gradients.as_tuple(argnums))
-
-
-# What the forward pass overwrote, until `update` knows whether the step is skipped. Not a field:
-# between the two calls the optimizer must flatten as it did before.
-_overwritten: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+# Writes of the last call of each optimizer's `value_and_grad`, until `update` decides about them.
+# Not a field: between the two calls the optimizer must flatten as it did before.
+_pending: weakref.WeakKeyDictionary[Optimizer, list[Write]] = weakref.WeakKeyDictionary()
+# All optimizers, those inside of compiled functions among them.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Optimizer(nnx.Optimizer):
@@ -515,6 +538,19 @@ class Optimizer(nnx.Optimizer):
         self.wrt = wrt
         nnx.update(model, _master.store(params, self._pure_state()))
 
+    if not TYPE_CHECKING:
+        # Flax makes the copies of an optimizer that compiled functions work on by setting
+        # attributes, so this setter is called for each of them.
+        @property
+        def tx(self) -> optax.GradientTransformation:
+            """The optax transformation."""
+            return vars(self)["tx"]
+
+        @tx.setter
+        def tx(self, value: optax.GradientTransformation) -> None:
+            vars(self)["tx"] = value
+            _optimizers.add(self)
+
     def _pure_state(self) -> Any:
         return nnx.as_pure(self.opt_state)
 
@@ -525,50 +561,121 @@ class Optimizer(nnx.Optimizer):
             return NoLossScale()
         return _find.get_loss_scale(self._pure_state())
 
-    def value_and_grad(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`value_and_grad` of `fn(model, *args)` at the loss scale of this optimizer.
+    def value_and_grad(
+        self,
+        fn: Callable[..., Any] | None = None,
+        argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., Any]:
+        """`jaxmp.nnx.value_and_grad` of `fn` at the loss scale that this optimizer has at the call.
 
-        What the forward pass overwrites in the model is kept until `update`, which restores it if
+        What the forward pass writes into Flax objects is kept until `update`, which restores it if
         the step is skipped; RNG state moves on. Call both in one `nnx.jit`, or both outside: what
         is kept does not cross the boundary of a compiled function.
 
         Args:
           fn: as in `jaxmp.nnx.value_and_grad`.
-          **options: those of `jaxmp.nnx.value_and_grad`.
+          argnums: which arguments to differentiate, as in `jaxmp.nnx.value_and_grad`.
+          has_aux: `fn` returns `(loss, aux)`.
+          **options: those of `jaxmp.nnx.value_and_grad`; `wrt` is the optimizer's own.
 
         Returns:
-          A function of `(model, *args)`.
-        """
-        for _, node in _find.find(self._pure_state(), _skip.SkipNonfiniteState):
-            options.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
-            options.setdefault("reduce_dtype", node.settings.reduce_dtype)
-        if "loss_scale" not in options:
-            options["loss_scale"] = self.loss_scale
-        run = value_and_grad(fn, wrt=self.wrt, **options)
+          A function of the arguments of `fn`. It can be made once, before the loop; in a compiled
+          function it then reads the loss scale of the optimizer that is passed to that function.
 
-        def value_and_grad_fn(model: Any, *args: Any, **kwargs: Any) -> Any:
-            before = nnx.as_pure(nnx.state(model, self._restorable))
-            out = run(model, *args, **kwargs)
-            # Gradients may be added up over several calls: the first state is the one to restore.
-            _overwritten.setdefault(self, before)
+        Raises:
+          JaxmpError: when it is called in a compiled function that the optimizer is not passed to,
+            so that its dynamic loss scale would be a constant there.
+        """
+        if fn is None:
+            return functools.partial(
+                self.value_and_grad, argnums=argnums, has_aux=has_aux, **options
+            )
+        gradient = Gradient(fn, argnums, has_aux, _trained(self.wrt))
+        _gradients.value_and_grad(fn, **options)  # refuses wrong options before the first call
+
+        @functools.wraps(fn, updated=())
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+            optimizer = self._present()
+            out, writes = gradient(args, kwargs, optimizer._gradient_options(options))
+            optimizer._remember(writes)
             return out
 
         return value_and_grad_fn
 
-    @property
-    def _restorable(self) -> Any:
-        return nnx.All(_written(self.wrt), nnx.Not(nnx.RngState))
+    def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        settings = dict(options)
+        for _, node in _find.find(self._pure_state(), _skip.SkipNonfiniteState):
+            settings.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
+            settings.setdefault("reduce_dtype", node.settings.reduce_dtype)
+        if "loss_scale" not in settings:
+            settings["loss_scale"] = self._readable_loss_scale()
+        return settings
+
+    def _readable_loss_scale(self) -> Any:
+        scale = self.loss_scale
+        constant = not isinstance(scale.scale_value, Tracer)
+        if isinstance(scale, DynamicLossScale) and constant and not self._is_present():
+            raise JaxmpError(
+                "optimizer.value_and_grad is called in a compiled function that the optimizer is "
+                "not an argument of: its loss scale would never change there. Pass the optimizer: "
+                "nnx.jit(lambda model, optimizer, batch: optimizer.value_and_grad(loss_fn)(model, "
+                "batch))."
+            )
+        return scale
+
+    def _is_present(self) -> bool:
+        """Whether this optimizer can be updated here: not in a function compiled around it."""
+        return _compat.can_update(self.step)
+
+    def _present(self) -> Optimizer:
+        """This optimizer; in a compiled function, the copy of it that was passed there."""
+        if self._is_present():
+            return self
+        mine = self._signature()
+        copies = [
+            other
+            for other in list(_optimizers)
+            if {"step", "opt_state", "wrt"} <= vars(other).keys()
+            and other._is_present()
+            and other._signature() == mine
+        ]
+        if len(copies) > 1:
+            raise JaxmpError(
+                "optimizer.value_and_grad was called before this compiled function, to which "
+                f"{len(copies)} optimizers like it are passed, so it is not known whose loss scale "
+                "to read. Call it inside, on the optimizer that is passed: "
+                "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)."
+            )
+        return copies[0] if copies else self
+
+    def _signature(self) -> Any:
+        leaves, structure = jax.tree.flatten(self._pure_state())
+        return self.tx, self.wrt, structure, [(x.shape, x.dtype) for x in leaves]
+
+    def _remember(self, writes: list[Write]) -> None:
+        """Keeps what a call wrote, in the place of what an earlier call wrote."""
+        earlier = {write.slot: write for write in _pending.pop(self, ())}
+        # What is written where the optimizer cannot be updated is out of reach of `update`.
+        if self._is_present():
+            _pending[self] = [
+                continued(write, earlier[write.slot]) if write.slot in earlier else write
+                for write in writes
+                if write.is_restorable
+            ]
 
     def update(self, model: Any, grads: Any, /, **extra_args: Any) -> Any:
         """One optimizer step on `model`, or none at all.
 
-        What is overwritten by its gradient (`OverwriteWithGradient`) is assigned, where it stands
-        among `grads`, and is no part of the step.
+        A skipped step restores what the last call of this optimizer's `value_and_grad` wrote, and
+        nothing that another optimizer or another call wrote. What is overwritten by its gradient
+        (`OverwriteWithGradient`) is assigned, where it is among `grads`, and not optimized.
 
         Args:
           model: the module that this optimizer was made for.
           grads: unscaled gradients, as `value_and_grad` returns them.
-          **extra_args: handed to the optax transformation.
+          **extra_args: passed to the optax transformation.
 
         Returns:
           None: the update that counts is the assignment from the masters.
@@ -579,20 +686,28 @@ class Optimizer(nnx.Optimizer):
         new_params, opt_state, applied = apply_update(
             self.tx, grads, self._pure_state(), params, **nnx.as_pure(extra_args)
         )
+        writes = _pending.pop(self, [])
+        if applied is not None and writes:
+            others = [write for pending in list(_pending.values()) for write in pending]
+            for write in writes:
+                undo(write, others, applied)
+            # Parameters that the forward pass itself wrote, as nnx.SpectralNorm does.
+            restored = nnx.as_pure(nnx.state(model, _trained(self.wrt)))
+            new_params = jax.tree.map(
+                lambda new, old, undone: (
+                    new if undone is old else _trees.select_leaf(applied, new, undone)
+                ),
+                new_params,
+                params,
+                restored,
+            )
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         if applied is not None and jax.tree.leaves(overwritten):
             old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
             overwritten = _trees.select(applied, overwritten, old)
         nnx.update(model, overwritten)
-        before = _overwritten.pop(self, None)
-        if applied is None:
-            self.step[...] += 1
-            return
-        self.step[...] += applied.astype(self.step[...].dtype)
-        if before is not None:
-            after = nnx.as_pure(nnx.state(model, self._restorable))
-            nnx.update(model, _trees.select(applied, after, before))
+        self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)
 
 
 # ---------------------------------------------------------------------------
