@@ -77,7 +77,8 @@ def dtype_of(leaf: Any) -> np.dtype | None:
 def is_castable(leaf: Any, cast_float64: bool = False) -> bool:
     """Whether a policy's cast touches `leaf`: an array in float16, bfloat16 or float32."""
     dtype = dtype_of(leaf)
-    return dtype in CASTABLE or (cast_float64 and dtype == FLOAT64)
+    # NumPy takes None for float64 in a comparison.
+    return dtype is not None and (dtype in CASTABLE or (cast_float64 and dtype == FLOAT64))
 
 
 def is_key(leaf: Any) -> bool:
