@@ -15,7 +15,10 @@ from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention import explain_attention as explain_attention
 from jaxmp._audit import AuditReport as AuditReport
 from jaxmp._audit import audit as audit
+from jaxmp._autocast import AutocastDecision as AutocastDecision
+from jaxmp._autocast import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast import autocast as autocast
+from jaxmp._autocast import explain_autocast as explain_autocast
 from jaxmp._autocast import full_precision as full_precision
 from jaxmp._dtypes import canonical_dtype as canonical_dtype
 from jaxmp._gradients import HalfLossWarning as HalfLossWarning

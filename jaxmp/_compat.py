@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -244,6 +245,20 @@ def plain_array(leaf: Any) -> Any:
 def can_update(variable: Any) -> bool:
     """Whether a Flax NNX Variable belongs to the function that is being traced now."""
     return variable._can_update
+
+
+# The code that runs while JAX calls a `custom_vjp` function, and its two rules.
+_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
+
+
+def is_in_custom_vjp(source_info: Any) -> bool:
+    """Returns True for the source of an equation that a `custom_vjp` function or its rules made.
+
+    Differentiation replaces a `custom_vjp_call` equation by those of its rules. Their tracebacks
+    still contain the call; JAX cuts each traceback off at the function that is being traced.
+    """
+    traceback = source_info.traceback
+    return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
 
 
 def jaxpr_body(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -805,6 +805,19 @@ def test_flops_inside_shard_map_are_those_of_all_devices():
     assert audit(fn, shape(16, 16), X).flops == SQUARE
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize("policies", [None, "bf16"])
+def test_matmuls_of_integers_are_listed_and_take_no_flops(dtype, policies):
+    x = jax.ShapeDtypeStruct((8, 8), dtype)
+    report = audit(lambda x, y: (lax.dot(x, x), y @ y), x, X, policies=policies)
+    name = jnp.dtype(dtype).name
+    rows = {(row.lhs, row.rhs): (row.flops, row.count) for row in report.matmuls}
+    assert rows[name, name] == (0, 1)
+    assert report.flops == SQUARE and not any(name in f.message for f in report.findings)
+    assert any(f"{name} x {name} matmul" in note for note in report.notes)
+    assert f"{name} x {name}" in str(report)
+
+
 @pytest.mark.parametrize(
     ("groups", "strides", "flops"),
     [

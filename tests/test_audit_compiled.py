@@ -367,6 +367,23 @@ def by_shard_map(mesh):
     return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=SPREAD, out_specs=PartitionSpec()))
 
 
+def by_shard_map_without_jit(mesh):
+    return by_shard_map(mesh).__wrapped__
+
+
+def by_vmap_of_shard_map(mesh):
+    return lambda x: jax.vmap(by_shard_map_without_jit(mesh))(x[None])[0]
+
+
+def by_gradient_of_shard_map(mesh):
+    return jax.value_and_grad(by_shard_map_without_jit(mesh))
+
+
+def by_pmap(mesh):
+    inside = lambda x: lax.psum((x @ x.T).sum(), "data")
+    return lambda x: jax.pmap(inside, axis_name="data")(x.reshape(4, -1, 64))[0]
+
+
 def by_constraint(mesh):
     spread = NamedSharding(mesh, SPREAD)
     return lambda x: (lax.with_sharding_constraint(x, spread) @ x.T).sum()
@@ -377,7 +394,18 @@ def by_jit(mesh):
 
 
 @needs_compiler
-@pytest.mark.parametrize("make", [by_shard_map, by_constraint, by_jit])
+@pytest.mark.parametrize(
+    "make",
+    [
+        by_shard_map,
+        by_shard_map_without_jit,
+        by_vmap_of_shard_map,
+        by_gradient_of_shard_map,
+        by_pmap,
+        by_constraint,
+        by_jit,
+    ],
+)
 def test_a_mesh_that_the_program_alone_names(mesh, make):
     report = audit(make(mesh), shape(256, 64, dtype=jnp.float32), target="h200")
     assert report.gpu.startswith("4 x NVIDIA H200")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
 from jaxmp import OpError, PolicyError, PolicyMap, Rule, RuleError, autocast, full_precision
@@ -451,6 +452,121 @@ def test_custom_derivatives_are_kept():
         ):
             expected = factor * jax.grad(lambda x: (x @ W).sum())(X)
             assert relative_error(fn(X), expected) < 0.01
+
+
+TOLERANCE = 1e-4
+
+
+def newton_step(w, x):
+    """One chord step for `y = tanh(x @ w)`, and the size of the residual before it."""
+    residual = jnp.tanh(x @ w) - x * 0.5
+    return x + residual, jnp.linalg.norm(residual)
+
+
+def solve(w, x):
+    return lax.while_loop(
+        lambda state: state[1] > TOLERANCE, lambda state: newton_step(w, state[0]), (x, jnp.inf)
+    )[0]
+
+
+def replayed(w, x, steps):
+    """As an implicit solver's backward pass: runs the steps again, keeps those that converged."""
+
+    def step(x, _):
+        new, size = newton_step(w, x)
+        return jnp.where(size <= TOLERANCE, new, lax.stop_gradient(new)), None
+
+    return lax.scan(step, x, None, length=steps)[0]
+
+
+@jax.custom_vjp
+def implicit(w, x):
+    return solve(w, x)
+
+
+def implicit_bwd(saved, cotangent):
+    w, y = saved
+    return jax.vjp(lambda w, y: replayed(w, y, 4), w, y)[1](cotangent)
+
+
+implicit.defvjp(lambda w, x: (y := solve(w, x), (w, y)), implicit_bwd)
+
+CUSTOM_VJP_CALLS = {
+    "plain": implicit,
+    "jit": jax.jit(implicit),
+    "checkpoint": jax.checkpoint(implicit),
+    "scan": lambda w, x: lax.scan(lambda c, _: (implicit(w, c), None), x, None, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] < 9, implicit, lambda w, x: x, w, x),
+    "vmap": lambda w, x: jax.vmap(implicit, (None, 0))(w, x[:, None]),
+}
+
+
+@pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
+def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
+    """Differentiation leaves their equations alone; a tolerance that FP32 meets is met.
+
+    Otherwise the backward pass would be in 16 bits where the forward pass is in FP32, and would
+    drop every step, with a gradient of zero.
+    """
+    w = W / 4
+    loss = lambda w: (CUSTOM_VJP_CALLS[around](w, X) ** 2).sum()
+    exact = jax.jit(jax.grad(loss))(w)
+    assert np.linalg.norm(exact) > 0
+    for policy in (MIXED, "p=f32,c=f16,o=f32"):
+        for fn in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
+            assert relative_error(jax.jit(fn)(w), exact) < 1e-3, (around, policy)
+
+
+def test_autocast_inside_the_rules_of_a_custom_vjp():
+    low = autocast(jnp.matmul, MIXED)
+
+    @jax.custom_vjp
+    def product(w, x):
+        return low(x, w)
+
+    product.defvjp(lambda w, x: (low(x, w), (w, x)), lambda saved, g: (low(saved[1].T, g), g))
+    assert (
+        operands(lambda w, x: jax.grad(lambda w: product(w, x).sum())(w), W, X)
+        == [(BF16, BF16)] * 2
+    )
+
+
+@pytest.mark.parametrize("policy", [MIXED, "fp32"])
+def test_symbolic_zeros_of_a_custom_jvp_are_kept(policy):
+    seen = set()
+
+    @jax.custom_jvp
+    def scaled(w, x, count):
+        return jnp.tanh(x @ w) * count, x
+
+    def rule(primals, tangents):
+        w, x, count = primals
+        seen.add(tuple(isinstance(tangent, SymbolicZero) for tangent in tangents))
+        out = scaled(w, x, count)
+        d_out = (1 - (out[0] / count) ** 2) * (x @ tangents[0]) * count
+        return out, (d_out, tangents[1])
+
+    scaled.defjvp(rule, symbolic_zeros=True)
+
+    def loss(w, x):
+        out, same = scaled(w, x, jnp.float32(3))
+        return out.sum() + same.sum()
+
+    for fn in (jax.grad(autocast(loss, policy)), jax.jit(autocast(jax.grad(loss), policy))):
+        assert relative_error(fn(W, X), jax.grad(loss)(W, X)) < 0.02
+    # `x` and `count` are not differentiated.
+    assert seen == {(False, True, True)}
+
+
+def test_numpy_arrays_in_float64_are_what_jit_makes_of_them():
+    w, x = np.asarray(W, np.float64), np.asarray(X, np.float64)
+    closed_over = autocast(lambda x: x @ w, MIXED)
+    for fn, args in ((autocast(jnp.matmul, MIXED), (x, w)), (closed_over, (x,))):
+        # Eager calls trace no arguments: the operands are concrete arrays.
+        assert operands(lambda fn=fn, args=args: fn(*args)) == [(BF16, BF16)]
+        eager, jitted = fn(*args), jax.jit(fn)(*args)
+        assert eager.dtype == jitted.dtype == F32
+        assert relative_error(eager, jitted) < 2**-8
 
 
 def test_refs_and_callbacks():

@@ -143,6 +143,9 @@ class Auditor:
     def product(self, site: Site) -> None:
         """A matmul or convolution."""
         found = product_of(site.equation)
+        if found.is_integer:
+            self._note_integers(site, found)
+            return
         flops = found.flops * site.times
         key = (site.place.names, site.place.phase, found.lhs.name, found.rhs.name)
         row = self.matmuls.setdefault(key, [0, 0])
@@ -159,6 +162,14 @@ class Auditor:
         logits = attention_logits(site, self.flow)
         if logits is not None and not any(map(_is_attention, site.around)):
             self._judge_attention(logits, flops)
+
+    def _note_integers(self, site: Site, found: Product) -> None:
+        """Counts a matmul of integers or bools, which takes no floating-point operations."""
+        key = (site.place.names, site.place.phase, found.lhs.name, found.rhs.name)
+        self.matmuls.setdefault(key, [0, 0])[1] += 1
+        pair = f"{found.lhs.name} x {found.rhs.name}"
+        text = f"the {pair} matmul at {self._where(site)} takes no floating-point operations"
+        self.notes[text] = None
 
     def _note_fp8(self, site: Site, found: Product) -> None:
         names = [dtype.name for dtype in (found.lhs, found.rhs) if is_fp8(dtype)]

@@ -78,7 +78,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     move = _Move(mesh, devices)
     asked = _asked_shardings(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
-    closed = traced.closed if mesh is None else with_parameters(traced.closed, move.parameter)
+    closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
     donated = _donated(traced.jaxpr)
     options = None if real else _WITHOUT_THE_CARD
@@ -94,6 +94,16 @@ def compile_for(target: str, traced: Traced) -> Compiled:
         raise _no_callbacks(target, traced) from error
     name = devices[0].device_kind if real else GPUS[target].name
     return Compiled(compiled.as_text() or "", compiled.memory_analysis(), name, count, bool(real))
+
+
+def _in_jit(traced: Traced) -> Any:
+    """Returns the program as one call of a jitted function.
+
+    The body of a `shard_map` records the mesh that it was traced for, in each equation. JAX lowers
+    what is inside `jit` as it is recorded, whereas it would trace the body again for the new mesh.
+    """
+    run = jax.jit(jax.extend.core.jaxpr_as_fun(traced.closed), inline=False)
+    return jax.make_jaxpr(run)(*traced.arrays)
 
 
 # ---------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jaxmp._dtypes import bits
 
 # Multiples at which GEMM sizes are judged: 8 sixteen-bit numbers are the 16 bytes that a Tensor
@@ -30,6 +32,11 @@ class Product(NamedTuple):
     widths: dict[str, int]
     # Whether anything is summed; an outer product is no matmul.
     contracts: bool
+
+    @property
+    def is_integer(self) -> bool:
+        """Returns True for operands that are integers or bools, which no policy casts."""
+        return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
 
 
 def product_of(equation: Any) -> Product:

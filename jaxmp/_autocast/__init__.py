@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxmp._autocast._interpreter import Interpreter
-from jaxmp._autocast._regions import FULL_PRECISION, Rules
-from jaxmp._recipe_data import as_op_table, as_policy_map
-from jaxmp.errors import PolicyError
+from jaxmp._autocast._record import AutocastDecision as AutocastDecision
+from jaxmp._autocast._record import AutocastExplanation as AutocastExplanation
+from jaxmp._autocast._record import Record
+from jaxmp._autocast._regions import FULL_PRECISION
+from jaxmp._autocast._trace import rules_for, trace
 
 
 @contextlib.contextmanager
@@ -85,38 +86,58 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
       >>> half(jnp.ones((3, 4)), jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    if not callable(fn):
-        raise PolicyError(
-            f"autocast got {fn!r} where a function is wanted. Give the function first and the "
-            "policies after it: autocast(loss_fn, 'bf16')."
-        )
-    table = as_op_table(policies).replace({} if ops is None else ops)
-    rules = Rules(as_policy_map(policies), table)
+    rules = rules_for(fn, policies, ops, "autocast")
 
     @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
-        static_out: dict[str, Any] = {}
-
-        def flat(*arrays: Any) -> list[Any]:
-            filled = list(leaves)
-            for index, array in zip(traced, arrays, strict=True):
-                filled[index] = array
-            args, kwargs = structure.unflatten(filled)
-            out, static_out["structure"] = jax.tree.flatten(fn(*args, **kwargs))
-            static_out["leaves"] = [None if _is_array(leaf) else leaf for leaf in out]
-            return [leaf for leaf in out if _is_array(leaf)]
-
-        arrays = [leaves[index] for index in traced]
-        outs = iter(Interpreter(rules).function(jax.make_jaxpr(flat)(*arrays), arrays))
-        out = [next(outs) if leaf is None else leaf for leaf in static_out["leaves"]]
-        return static_out["structure"].unflatten(out)
+        traced = trace(fn, args, kwargs)
+        interpreter = Interpreter(rules, traced.in_custom_vjp)
+        return traced.results(interpreter.function(traced.closed, traced.arrays))
 
     return autocast_fn
 
 
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind in "biufcV"
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+def explain_autocast(
+    fn: Callable[..., Any], policies: Any, *, ops: Any = None
+) -> Callable[..., AutocastExplanation]:
+    """Lists each matmul and convolution that `autocast` finds, its dtype, and the reason.
+
+    Nothing is computed. Explain the function that you would give to `autocast`: `loss_fn` for
+    `jax.grad(autocast(loss_fn, ...))`, whose backward matmuls run in the dtypes of the forward
+    ones, and `jax.grad(loss_fn)` for `autocast(jax.grad(loss_fn), ...)`.
+
+    Args:
+      fn: a pure function of arrays, as for `autocast`.
+      policies: as for `autocast`.
+      ops: as for `autocast`.
+
+    Returns:
+      A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`. It returns an
+      `AutocastExplanation`: `.rows`, `.share` of the FLOPs in 16 bits; `str()` prints a table.
+
+    Raises:
+      PolicyError, RuleError, CompositionError, OpError: as `autocast`.
+
+    Example:
+      >>> def model(w, x):
+      ...     with jax.named_scope("head"):
+      ...         return x @ w
+      >>> explanation = explain_autocast(model, "bf16")(jnp.ones((3, 4)), jnp.ones((2, 3)))
+      >>> print(explanation)  # doctest: +ELLIPSIS
+      100.0% of the matmul FLOPs run in 16 bits or FP8: 1 of 1 matmuls and convolutions.
+        bfloat16  head  dot_general of [2, 3] and [3, 4] ... default policy p=f32,c=bf16,o=f32
+      >>> explanation.rows[0].dtype
+      'bfloat16'
+    """
+    rules = rules_for(fn, policies, ops, "explain_autocast")
+
+    @functools.wraps(fn)
+    def explain(*args: Any, **kwargs: Any) -> AutocastExplanation:
+        traced = trace(fn, args, kwargs)
+        record = Record(rules)
+        interpreter = Interpreter(rules, traced.in_custom_vjp, record)
+        run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
+        jax.make_jaxpr(run)(*traced.arrays)
+        return record.explanation()
+
+    return explain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._autocast._equations import as_recorded, asks_for_highest, bind, is_product
-from jaxmp._autocast._nested import INSIDE
+from jaxmp._autocast._nested import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._readers import ARITHMETIC, Readers
+from jaxmp._autocast._record import IN_RULE, Record
 from jaxmp._autocast._regions import IN_CUSTOM_VJP, Region, Rules, path_of, with_phase
 from jaxmp._autocast._values import (
     Scope,
@@ -25,7 +27,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._boundary import matmul_precision
-from jaxmp._compat import jaxpr_body, jaxpr_like
+from jaxmp._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._dtypes import FLOAT32, is_half
 from jaxmp._jaxprs import equations, scope_names, sub_jaxprs
 from jaxmp._policy import Policy
@@ -36,10 +38,21 @@ from jaxmp.fp8._dot_general import dot_general
 
 
 class Interpreter:
-    """Runs one function again."""
+    """Runs one function again.
 
-    def __init__(self, rules: Rules) -> None:
+    Args:
+      rules: what policies and op table say.
+      in_custom_vjp: whether the function was traced inside of a rule of a `custom_vjp`, so that the
+        tracebacks of all its equations say so.
+      record: what an explanation collects; None: nothing.
+    """
+
+    def __init__(
+        self, rules: Rules, in_custom_vjp: bool = False, record: Record | None = None
+    ) -> None:
         self.rules = rules
+        self.in_custom_vjp = in_custom_vjp
+        self.record = record
         # Sub-jaxprs that were run before with the same dtypes; JAX shares equal ones.
         self.inner: dict[Any, tuple[Any, tuple[Any, list[Standing]]]] = {}
         # Who reads what in each jaxpr, by its id; the jaxpr is kept beside it, and so its id.
@@ -67,7 +80,7 @@ class Interpreter:
         """The results of one jaxpr, in whatever dtypes they come out."""
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.readers:
-            self.readers[id(body)] = body, Readers(body, self.rules.category)
+            self.readers[id(body)] = body, Readers(body, self.category)
         scope = Scope(body, consts, args, self.readers[id(body)][1])
         for equation in body.eqns:
             stack = str(equation.source_info.name_stack)
@@ -80,11 +93,28 @@ class Interpreter:
             scope.values |= zip(equation.outvars, outs, strict=True)
         return [scope.read(var) for var in body.outvars]
 
+    def is_as_written(self, equation: Any) -> bool:
+        """Whether a rule of a `custom_vjp` made an equation, which then runs as it was recorded.
+
+        The forward pass of an outer loop holds a `custom_vjp_call`, which is opaque; the two passes
+        must agree.
+        """
+        return not self.in_custom_vjp and is_in_custom_vjp(equation.source_info)
+
+    def category(self, equation: Any) -> str:
+        """The category of an equation in the op table."""
+        return "opaque" if self.is_as_written(equation) else self.rules.category(equation)
+
     def equation(self, equation: Any, scope: Scope, names: tuple[str, ...]) -> list[Value]:
         values = list(map(scope.read, equation.invars))
+        if self.is_as_written(equation):
+            return as_recorded_dtypes(self, equation, scope, values, names)
         special = INSIDE.get(equation.primitive.name)
         if special is not None:
-            return special(self, equation, scope, values, names)
+            with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
+                return special(self, equation, scope, values, names)
+        if self.record is not None:
+            self._explain(self.record, equation, values, names)
         floating = [value for value in values if value.castable]
         # What is made of integers has no say: a mask that is multiplied with, say.
         standing = max((value.standing for value in floating), default=Standing.CONSTANT)
@@ -95,7 +125,7 @@ class Interpreter:
                 return values  # only its weak type changed
             return wrap(equation, bind(equation, [v.array for v in values]))
         region = self.rules.region(names)
-        category = self.rules.category(equation)
+        category = self.category(equation)
         if category == "low":
             return wrap(equation, self.low(equation, scope, values, region, names))
         if category == "opaque":
@@ -117,6 +147,12 @@ class Interpreter:
         """Whether a result in 16 bits would be cast up again by all that read it."""
         arithmetic = equation.primitive.name in ARITHMETIC
         return arithmetic and scope.readers.only_fp32_later(equation.outvars[0])
+
+    def _explain(
+        self, record: Record, equation: Any, values: list[Value], names: tuple[str, ...]
+    ) -> None:
+        in_fp8 = self._fp8_product(equation, values, self.rules.region(names), names, False)
+        record.equation(equation, values, names, self.category(equation), in_fp8)
 
     # -- products ---------------------------------------------------------------------------
 
@@ -183,11 +219,14 @@ class Interpreter:
 
     def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None:
         """Puts the products inside an equation that is left alone on record."""
+        if self.record is not None:
+            self.record.as_recorded(equation, names, IN_RULE)
         region = self.rules.region((*names, IN_CUSTOM_VJP))
         if not region.fp8 or not is_recording():
             return
         assert self.rules.fp8 is not None
-        for product in (each for inner in sub_jaxprs(equation) for each in equations(inner)):
+        inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
+        for product in (equation, *inside):
             if is_product(product):
                 shapes = tuple(var.aval.shape for var in product.invars)
                 path, params = path_of(names), product.params
@@ -239,8 +278,8 @@ class Interpreter:
         body, consts = jaxpr_body(jaxpr)
         avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        # A record of FP8 products has a row for each call.
-        place = names if is_recording() else None
+        # A record of FP8 products has a row for each call; an explanation counts each call.
+        place = object() if self.record is not None else names if is_recording() else None
         key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), place
         if key not in self.inner:
             standings: list[Standing] = []

@@ -119,35 +119,67 @@ def _custom_jvp(
         names = (*names, IN_CUSTOM_JVP)
     jaxpr, standings = runner.retraced(params["call_jaxpr"], values, names)
     avals = [var.aval for var in equation.invars]
-    outs_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+    out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
     call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
 
-    @call.defjvp
     def call_jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        recorded = _rule_jaxpr(rule, avals)
+        zeros = [
+            isinstance(tangent, SymbolicZero) or not _moves(aval)
+            for tangent, aval in zip(tangents, avals, strict=True)
+        ]
+        recorded, zeros_out = _rule_jaxpr(rule, avals, zeros, params["symbolic_zeros"])
         args = [Value(array, v.standing) for array, v in zip(primals, values, strict=True)]
-        args += [Value(t) for t, aval in zip(tangents, avals, strict=True) if _moves(aval)]
+        args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
         outs = runner.run(recorded, jaxpr_body(recorded)[1], args, names)
-        arrays = _cast_all([out.array for out in outs], [*outs_avals, *outs_avals])
-        return arrays[: len(outs_avals)], arrays[len(outs_avals) :]
+        moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
+        arrays = _cast_all([out.array for out in outs], [*out_avals, *moving])
+        rest = iter(arrays[len(out_avals) :])
+        tangents_out = [
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(out_avals, zeros_out, strict=True)
+        ]
+        return arrays[: len(out_avals)], tangents_out
 
+    call.defjvp(call_jvp, symbolic_zeros=params["symbolic_zeros"])
     outs = call(*(value.array for value in values))
     return [Value(*pair) for pair in zip(outs, standings, strict=True)]
 
 
-def _rule_jaxpr(rule: Any, avals: list[Any]) -> Any:
-    """A `custom_jvp` rule, traced in the recorded dtypes: primals, tangents -> the same."""
+def _rule_jaxpr(
+    rule: Any, avals: list[Any], zeros: list[bool], symbolic_zeros: bool
+) -> tuple[Any, list[bool]]:
+    """Traces a `custom_jvp` rule in the recorded dtypes.
+
+    Args:
+      rule: takes primals, then tangents, and returns the same.
+      avals: the recorded types of the primals.
+      zeros: for each tangent, True if the rule receives a symbolic zero in its place.
+      symbolic_zeros: whether the rule was defined with `symbolic_zeros=True`.
+
+    Returns:
+      The jaxpr of primals and nonzero tangents; for each result, True if its tangent is a symbolic
+      zero and so no result of the jaxpr.
+    """
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    zeros_out: list[bool] = []
 
     def run(*arrays: Any) -> list[Any]:
-        given = iter(arrays[len(avals) :])
+        rest = iter(arrays[len(avals) :])
         tangents = [
-            next(given) if _moves(aval) else SymbolicZero(aval.to_tangent_aval()) for aval in avals
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(avals, zeros, strict=True)
         ]
-        return [_instantiate(out) for out in rule.call_wrapped(*arrays[: len(avals)], *tangents)]
+        outs = rule.call_wrapped(*arrays[: len(avals)], *tangents)
+        primals_out, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
+        if not symbolic_zeros:
+            tangents_out = map(_instantiate, tangents_out)
+        tangents_out = list(tangents_out)
+        zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
+        return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
 
-    return jax.make_jaxpr(run)(*shapes, *(shape for shape in shapes if _moves(shape)))
+    moving = [shape for shape, zero in zip(shapes, zeros, strict=True) if not zero]
+    return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
 
 
 def _moves(aval: Any) -> bool:
@@ -160,10 +192,10 @@ def _instantiate(out: Any) -> Any:
     return out if aval is None else jnp.zeros(aval.shape, aval.dtype)
 
 
-def _as_its_author_wrote(
+def as_recorded_dtypes(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """Operands in their recorded dtypes, and nothing inside is changed."""
+    """Runs an equation in its recorded dtypes, and changes nothing inside of it."""
     runner.record_opaque(equation, names)
     return wrap(equation, bind(equation, in_recorded_dtypes(equation, scope, values)))
 
@@ -202,6 +234,6 @@ INSIDE: dict[str, Callable[..., list[Value]]] = {
     "while": _while,
     "cond": _cond,
     "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _as_its_author_wrote,
+    "custom_vjp_call": as_recorded_dtypes,
     "shard_map": _shard_map,
 }

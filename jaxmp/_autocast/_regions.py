@@ -12,7 +12,7 @@ from jaxmp._dtypes import FLOAT32, bits, is_half
 from jaxmp._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._ops import OpTable
 from jaxmp._policy import Policy
-from jaxmp._rules import PolicyMap, check_module_dtypes
+from jaxmp._rules import PolicyMap, Rule, check_module_dtypes
 from jaxmp.errors import CompositionError, RuleError
 from jaxmp.fp8._recipes import Scaling, as_recipe
 
@@ -113,10 +113,19 @@ class Rules:
             found = self._regions[names] = self._find_region(names)
         return found
 
-    def _find_region(self, names: tuple[str, ...]) -> Region:
+    def why(self, names: tuple[str, ...]) -> str:
+        """Names the rule that decides below the scopes `names`, or the default policy."""
+        _, rule = self._deciding(names)
+        return f"default policy {self.policies.default}" if rule is None else repr(rule)
+
+    def _deciding(self, names: tuple[str, ...]) -> tuple[str, Rule | None]:
+        """The module path that scopes stand for, and the rule that decides for it."""
         paths = module_paths_of(_without_marks(names))
         rules = ((path, self.policies.deciding_rule(path)) for path in paths)
-        path, rule = next(((p, r) for p, r in rules if r is not None), (paths[0], None))
+        return next(((path, rule) for path, rule in rules if rule is not None), (paths[0], None))
+
+    def _find_region(self, names: tuple[str, ...]) -> Region:
+        path, rule = self._deciding(names)
         policy = self.policies.resolve(path)
         asked = rule is not None and path != "" and rule.output_dtype is not None
         wide = asked and bits(policy.output_dtype) > bits(policy.compute_dtype)

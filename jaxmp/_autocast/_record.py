@@ -1,0 +1,262 @@
+"""The record of an explanation: each matmul and convolution, its dtype and the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmp._audit._places import Lines
+from jaxmp._audit._products import PRODUCTS, product_of
+from jaxmp._autocast._equations import asks_for_highest
+from jaxmp._autocast._regions import Rules, path_of
+from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
+from jaxmp._dtypes import FLOAT32, bits, is_half
+from jaxmp._jaxprs import FORWARD, inners, phase_of
+
+# The most rows that `str()` prints.
+_LISTED = 60
+IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
+# Programs of blocks of the operands: the sizes inside are not those of the whole product.
+_KERNELS = ("pallas_call", "mpmd_map", "tpu_custom_call", "mosaic_gpu_p")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutocastDecision:
+    """One matmul or convolution of a function under autocast.
+
+    Args:
+      path: the name scopes around it, joined by "/"; "" outside of all scopes.
+      phase: "forward", or the pass of a gradient that the function takes: "backward", "recompute".
+      primitive: the operation, as a jaxpr prints it.
+      shapes: of the two operands.
+      dtype: in which it runs: "bfloat16", or "int8 x float32" where the operands differ.
+      reason: why it runs in that dtype.
+      file: the user's file; "" where it is not known.
+      line: the line in it; 0 where it is not known.
+      flops: floating-point operations of all its runs.
+      count: how often it runs; a loop that ends by a test counts once.
+    """
+
+    path: str
+    phase: str
+    primitive: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: str
+    reason: str
+    file: str = ""
+    line: int = 0
+    flops: int = 0
+    count: int = 1
+
+    @property
+    def is_low(self) -> bool:
+        """Whether both operands are floating and take 16 bits or fewer."""
+        dtypes = [jnp.dtype(name) for name in self.dtype.split(" x ")]
+        return all(jnp.issubdtype(d, jnp.floating) and bits(d) <= 16 for d in dtypes)
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns of a printed row."""
+        times = f"{self.count} x " if self.count > 1 else ""
+        shapes = " and ".join("[" + ", ".join(map(str, shape)) + "]" for shape in self.shapes)
+        where = self.path or "(no scope)"
+        where += f", {self.phase}" if self.phase != FORWARD else ""
+        line = f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return self.dtype, where, f"{times}{self.primitive} of {shapes}", line, self.reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutocastExplanation:
+    """The matmuls and convolutions of a function under autocast; `str()` prints a table.
+
+    Args:
+      rows: in the order in which the function runs them; equal ones share a row.
+      notes: what the counts leave out.
+    """
+
+    rows: tuple[AutocastDecision, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of all matmuls and convolutions."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def low_flops(self) -> int:
+        """Those that run in 16 bits, or in FP8."""
+        return sum(row.flops for row in self.rows if row.is_low)
+
+    @property
+    def share(self) -> float:
+        """The share of the FLOPs that runs in 16 bits or in FP8; 0.0 without any FLOPs."""
+        return self.low_flops / self.flops if self.flops else 0.0
+
+    def __str__(self) -> str:
+        total, low = (sum(r.count for r in self.rows if keep(r)) for keep in (bool, _is_low))
+        first = f"{self.share:.1%} of the matmul FLOPs run in 16 bits or FP8"
+        first += f": {low} of {total} matmuls and convolutions."
+        if not self.rows:
+            return "\n".join(["No matmul or convolution.", *_notes(self.notes)])
+        cells = [row.cells() for row in self.rows[:_LISTED]]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        more = len(self.rows) - _LISTED
+        lines += [f"  and {more} more in .rows"] * (more > 0)
+        return "\n".join([first, *lines, *_notes(self.notes)])
+
+
+def _is_low(row: AutocastDecision) -> bool:
+    return row.is_low
+
+
+def _notes(notes: tuple[str, ...]) -> list[str]:
+    return [f"  note: {note}" for note in notes]
+
+
+class Record:
+    """Collects decisions while the interpreter runs a function again."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._rows: dict[AutocastDecision, list[int]] = {}
+        self._notes: dict[str, None] = {}
+        self._lines = Lines()
+        # Of the equations that are being entered, the innermost first; how often they run.
+        self._around: tuple[Any, ...] = ()
+        self._times, self._phase = 1, FORWARD
+
+    def explanation(self) -> AutocastExplanation:
+        """All that was recorded."""
+        rows = (
+            dataclasses.replace(row, flops=flops, count=count)
+            for row, (flops, count) in self._rows.items()
+        )
+        return AutocastExplanation(rows=tuple(rows), notes=tuple(self._notes))
+
+    @contextlib.contextmanager
+    def inside(self, equation: Any) -> Iterator[None]:
+        """What is recorded in this block is inside of `equation`."""
+        before = self._around, self._times, self._phase
+        name = equation.primitive.name
+        if name == "while":
+            self._notes["a loop that ends by a test is counted once"] = None
+        if name == "cond":
+            self._notes["all branches of a condition are counted"] = None
+        self._around = (equation, *self._around)
+        self._times *= max((inner.times for inner in inners(equation)), default=1)
+        self._phase = phase_of(str(equation.source_info.name_stack), self._phase)
+        try:
+            yield
+        finally:
+            self._around, self._times, self._phase = before
+
+    def as_recorded(self, equation: Any, names: tuple[str, ...], reason: str) -> None:
+        """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
+        if equation.primitive.name in PRODUCTS:
+            self._add(equation, names, [var.aval.dtype for var in equation.invars[:2]], reason)
+            return
+        if equation.primitive.name in _KERNELS:
+            self._notes[f"what is inside of {equation.primitive.name} is not counted"] = None
+            return
+        with self.inside(equation):
+            for inner in inners(equation):
+                for each in inner.jaxpr.eqns:
+                    self.as_recorded(each, names, reason)
+
+    def equation(
+        self,
+        equation: Any,
+        values: list[Value],
+        names: tuple[str, ...],
+        category: str,
+        in_fp8: Any,
+    ) -> None:
+        """Records an equation if it is a matmul, or holds matmuls.
+
+        Args:
+          equation: that is about to run.
+          values: its operands.
+          names: the scopes around it.
+          category: what the op table says of it.
+          in_fp8: what takes the place of a matmul that runs in FP8; None if it does not.
+        """
+        name = equation.primitive.name
+        if name not in PRODUCTS:
+            if category == "opaque":
+                self.as_recorded(equation, names, self._why_opaque(name))
+            return
+        recorded = [var.aval.dtype for var in equation.invars[:2]]
+        fixed = [
+            dtype
+            for v, dtype in zip(equation.invars[:2], recorded, strict=True)
+            if not is_castable_aval(v.aval)
+        ]
+        if len(fixed) == len(recorded):
+            self._add(equation, names, recorded, f"{fixed[0].name} is never cast")
+            return
+        dtype, reason = self._decision(equation, values, names, category, in_fp8)
+        if dtype is not None:
+            casts = zip(equation.invars[:2], recorded, strict=True)
+            recorded = [dtype if is_castable_aval(v.aval) else old for v, old in casts]
+        self._add(equation, names, recorded, reason)
+
+    def _decision(
+        self, equation: Any, values: list[Value], names: tuple[str, ...], category: str, in_fp8: Any
+    ) -> tuple[Any, str]:
+        """The dtype of a matmul's floating operands, None for the recorded ones; and why."""
+        name = equation.primitive.name
+        region = self.rules.region(names)
+        edited = f"the op table: {name} = {category!r}"
+        if category == "opaque":
+            return None, edited
+        if category == "low":
+            half = is_half(equation.invars[0].aval.dtype)
+            if asks_for_highest(equation.params) and not half:
+                return None, "its author asked for precision=HIGHEST"
+            if in_fp8 is not None:
+                return jnp.float8_e4m3fn, self.rules.why(names)
+            if region.full:
+                return region.dtype, "inside jaxmp.full_precision()"
+            why_not = "; not in FP8, see jaxmp.fp8.explain" if region.fp8 else ""
+            return region.dtype, f"{self.rules.why(names)}{why_not}"
+        if category == "fp32" or region.is_full:
+            reason = edited if category == "fp32" else self.rules.why(names)
+            return FLOAT32, reason
+        outer = name == "dot_general" and not equation.params["dimension_numbers"][0][0]
+        reason = (
+            "an outer product, which sums nothing, keeps its wider operand" if outer else edited
+        )
+        return common_dtype(values), reason
+
+    def _why_opaque(self, name: str) -> str:
+        try:
+            reason = self.rules.ops.op(name).reason
+        except ValueError:
+            return f"inside {name}, which the op table does not list"
+        return f"inside {name}: {reason}"
+
+    def _add(self, equation: Any, names: tuple[str, ...], dtypes: list[Any], reason: str) -> None:
+        product = product_of(equation)
+        file, line = self._lines.of((equation, *self._around))
+        shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))
+        row = AutocastDecision(
+            path=path_of(names),
+            phase=phase_of(str(equation.source_info.name_stack), self._phase),
+            primitive=equation.primitive.name,
+            shapes=tuple(tuple(var.aval.shape) for var in equation.invars[:2]),  # type: ignore
+            dtype=" x ".join(shown),
+            reason=reason,
+            file=file,
+            line=line,
+        )
+        sums = self._rows.setdefault(row, [0, 0])
+        sums[0] += 0 if product.is_integer else product.flops * self._times
+        sums[1] += self._times

@@ -1,0 +1,88 @@
+"""Tracing of the function that autocast runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+
+from jaxmp._autocast._regions import Rules
+from jaxmp._compat import is_in_custom_vjp
+from jaxmp._recipe_data import as_op_table, as_policy_map
+from jaxmp.errors import PolicyError
+
+
+class Traced(NamedTuple):
+    """A traced function, and how its results are put together."""
+
+    closed: Any
+    # The leaves of the arguments that are arrays, in the dtypes in which they were traced.
+    arrays: list[Any]
+    # The arrays that the jaxpr returns -> the results of the function.
+    results: Callable[[list[Any]], Any]
+    # Whether the function was traced inside of a rule of a `custom_vjp`.
+    in_custom_vjp: bool
+
+
+def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
+    """Checks the arguments of the public function `name`, and returns the rules they make.
+
+    Raises:
+      PolicyError: if `fn` is no function, or the policies make no sense.
+      RuleError, CompositionError, OpError: as `autocast`.
+    """
+    if not callable(fn):
+        raise PolicyError(
+            f"{name} got {fn!r} where a function is wanted. Give the function first and the "
+            f"policies after it: {name}(loss_fn, 'bf16')."
+        )
+    table = as_op_table(policies).replace({} if ops is None else ops)
+    return Rules(as_policy_map(policies), table)
+
+
+def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """Traces `fn` for some arguments; leaves that are no arrays are passed to it as they are."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
+    static_out: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        static_out["in_custom_vjp"] = is_in_custom_vjp(source_info_util.current())
+        filled = list(leaves)
+        for index, array in zip(positions, arrays, strict=True):
+            filled[index] = array
+        args, kwargs = structure.unflatten(filled)
+        out, static_out["structure"] = jax.tree.flatten(fn(*args, **kwargs))
+        static_out["leaves"] = [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    def results(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        out = [next(rest) if leaf is None else leaf for leaf in static_out["leaves"]]
+        return static_out["structure"].unflatten(out)
+
+    arrays = [_as_jit_takes_it(leaves[index]) for index in positions]
+    closed = jax.make_jaxpr(flat)(*arrays)
+    return Traced(closed, arrays, results, static_out["in_custom_vjp"])
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufcV"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def _as_jit_takes_it(array: Any) -> Any:
+    """Returns an argument in the dtype that `jit` gives it: NumPy's float64 is float32 without x64.
+
+    Example:
+      >>> _as_jit_takes_it(np.ones(2)).dtype
+      dtype('float32')
+    """
+    if not isinstance(array, (np.ndarray, np.generic)):
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in "iufc" else None
+    return array if dtype in (None, array.dtype) else array.astype(dtype)
