@@ -359,3 +359,45 @@ def test_a_rule_that_matches_nothing_is_refused():
         autocast(plain_loss, misspelt)(plain_params(), X, Y)
     optional = PolicyMap(MIXED, [Rule("haed", "c=f32", required=False)])
     assert operands(autocast(plain_loss, optional), plain_params(), X, Y) == {(BF16, BF16)}
+
+
+# ---------------------------------------------------------------------------
+# diffrax
+# ---------------------------------------------------------------------------
+
+
+def test_the_gradient_of_an_implicit_diffrax_solve():
+    """The backward pass runs the solver again, in FP32 as the forward pass, or no step converges.
+
+    The reference is a Runge-Kutta method of order 4 with a small step. diffrax's tolerance of 1e-3
+    is that of a step, so both gradients agree to 1 %.
+    """
+    diffrax = pytest.importorskip("diffrax", reason="diffrax is not installed")
+    y0, field = jnp.full(4, 0.3), lambda w, y: jnp.tanh(w @ y)
+
+    def solve(w):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, w: field(w, y)),
+            diffrax.Kvaerno3(),
+            *(0.0, 1.0, 0.1, y0),
+            args=w,
+            stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-5),
+            max_steps=16,
+        )
+        return jnp.square(solution.ys).sum()
+
+    def reference(w):
+        def step(y, _):
+            h = 1 / 32
+            k1 = field(w, y)
+            k2 = field(w, y + h / 2 * k1)
+            k3 = field(w, y + h / 2 * k2)
+            k4 = field(w, y + h * k3)
+            return y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+
+        return jnp.square(jax.lax.scan(step, y0, None, length=32)[0]).sum()
+
+    w = floats(4, 4) / 2
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        gradient = jax.jit(autocast(jax.grad(solve), "fp16"))(w)
+    assert relative_error(gradient, jax.grad(reference)(w)) < 0.01

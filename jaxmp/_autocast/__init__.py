@@ -53,6 +53,10 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     function will do, and code that asks for a dtype by name is reached too. Composes with `jit`,
     `grad`, `vmap`, `scan`, `checkpoint` and `shard_map`, in any order.
 
+    Outside of `jit`, every call traces `fn` again, because what it closes over may have changed:
+    put `jax.jit` around the outermost function. A `custom_vjp` function and its rules run in the
+    dtypes in which they were traced. `explain_autocast` lists every matmul, its dtype and why.
+
     Where the policies say `matmul = "fp8"`, each `dot_general` without batch dimensions becomes
     `fp8.dot_general`: three products in FP8 under `jax.grad(autocast(fn, ...))`. Of its operands
     the kernel is the one that nothing has computed, such as an argument; the second where that
