@@ -1,0 +1,114 @@
+"""autocast of linear algebra, transforms, sorts and scans: values and gradients near FP32's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.scipy import linalg
+
+from jaxmp import autocast
+
+
+def floats(*shape, seed):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+B, V = floats(6, 6, seed=1), floats(6, seed=2)
+EYE = jnp.eye(6)
+
+
+def general(w):
+    """A matrix with singular values between 1 and 4, made by a product that autocast lowers."""
+    return w @ B / 5 + 2 * EYE
+
+
+def positive(w):
+    return w @ w.T / 6 + jnp.diag(jnp.arange(1.0, 7.0))
+
+
+def lower(w):
+    return jnp.tril(general(w))
+
+
+def svd(w):
+    u, s, v = jnp.linalg.svd(general(w), full_matrices=False)
+    return ((u * (s**2)[None]) @ v).sum()
+
+
+def eigh(w):
+    values, vectors = jnp.linalg.eigh(positive(w))
+    return (values * jnp.arange(6.0)).sum() + (vectors**4).sum()
+
+
+def custom_solve(w):
+    matrix = lax.stop_gradient(general(w))
+    return lax.custom_linear_solve(
+        lambda v: general(w) @ v,
+        V,
+        lambda _, b: jnp.linalg.solve(matrix, b),
+        lambda _, b: jnp.linalg.solve(matrix.T, b),
+    ).sum()
+
+
+def affine(first, second):
+    return first[0] * second[0], second[0] * first[1] + second[1]
+
+
+TERMS = {
+    "cholesky": lambda w: jnp.linalg.cholesky(positive(w)).sum(),
+    "solve": lambda w: jnp.linalg.solve(general(w), V).sum(),
+    "inv": lambda w: (jnp.linalg.inv(general(w)) * B).sum(),
+    "slogdet": lambda w: jnp.linalg.slogdet(general(w))[1],
+    "eigh": eigh,
+    "svd": svd,
+    "qr": lambda w: (jnp.linalg.qr(general(w))[1] ** 2 * B).sum(),
+    "lu": lambda w: (lax.linalg.lu(general(w))[0] * B).sum(),
+    "triangular_solve": lambda w: linalg.solve_triangular(lower(w), V, lower=True).sum(),
+    "lstsq": lambda w: jnp.linalg.lstsq(general(w), V)[0].sum(),
+    "fft": lambda w: (jnp.abs(jnp.fft.fft(w @ B)) ** 2).sum(),
+    "sort": lambda w: (jnp.sort(w, axis=-1) @ V).sum(),
+    "top_k": lambda w: (lax.top_k(w, 3)[0] @ V[:3]).sum(),
+    "cumsum": lambda w: (jnp.cumsum(w @ B, axis=-1) * B).sum(),
+    "associative_scan": lambda w: lax.associative_scan(affine, (jax.nn.sigmoid(w @ B), w @ B))[
+        1
+    ].sum(),
+    "custom_linear_solve": custom_solve,
+    "linear_call": lambda w: linear_call(lambda m, v: m @ v, lambda m, v: m.T @ v, B, w @ V).sum(),
+    "jacobian": lambda w: (jax.jacobian(lambda v: jnp.tanh(w @ v))(V) * B).sum(),
+    "while_loop": lambda w: lax.fori_loop(0, 5, lambda _, y: jnp.tanh(w @ y / 4) + V, V).sum(),
+}
+
+
+def losses(ws):
+    """Each term has matrices of its own, so that one gradient has a part for each."""
+    terms = jnp.stack([term(w) for term, w in zip(TERMS.values(), ws, strict=True)])
+    return terms.sum(), terms
+
+
+WS = tuple(floats(6, 6, seed=10 + number) for number in range(len(TERMS)))
+gradient = jax.grad(losses, has_aux=True)
+
+
+@functools.cache
+def exact():
+    return jax.jit(gradient)(WS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tolerance", "order"),
+    [("bf16", 0.05, "grad(autocast)"), ("fp16", 0.01, "autocast(grad)")],
+)
+def test_values_and_gradients(policy, tolerance, order):
+    """The products that make the matrices round by 2**-9 (2**-12); conditions are 10 at most."""
+    outside = order == "grad(autocast)"
+    fn = jax.grad(autocast(losses, policy), has_aux=True) if outside else autocast(gradient, policy)
+    gradients, terms = jax.jit(fn)(WS)
+    size = lambda x: float(jnp.linalg.norm(x))
+    for name, *args in zip(TERMS, gradients, terms, *exact(), strict=True):
+        low, term, reference, value = args
+        assert size(low - reference) <= tolerance * size(reference), name
+        assert abs(term - value) <= tolerance * max(abs(value), 1.0), name
