@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._dtypes import FLOAT32, bits, is_half
+from jaxmp._dtypes import FLOAT32, FLOAT64, bits, is_half
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
@@ -114,15 +114,37 @@ def cast_tree(
     return jax.tree.map(cast_arrays, tree, is_leaf=is_leaf)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
+_COMPLEX = frozenset(map(np.dtype, ("complex64", "complex128")))
+
+
+def is_complex(dtype: Any) -> bool:
+    """Whether a dtype, or None, is complex."""
+    return dtype is not None and np.dtype(dtype) in _COMPLEX
+
+
+def keeps_dtype(operands: Any, cast_float64: bool, is_leaf: Any = None) -> bool:
+    """Whether a Flax layer with these operands computes in its author's dtype.
+
+    Its policy's dtype would drop an imaginary part, or the precision of a float64 that is kept.
+    """
+    leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
+    return any(
+        leaf.dtype in _COMPLEX or (leaf.dtype == FLOAT64 and not is_castable(leaf, cast_float64))
+        for leaf in leaves
+        if isinstance(leaf, _ARRAYS)
+    )
+
+
+def cast_like(tree: Any, like: Any, cast_float64: bool = False) -> Any:
     """`tree` in the dtypes of `like` where both have one structure and shapes; else as it is."""
     leaves, structure = jax.tree.flatten(tree)
     models, model_structure = jax.tree.flatten(like)
     if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
         return tree
     pairs = zip(leaves, models, strict=True)
+    castable = functools.partial(is_castable, cast_float64=cast_float64)
     return structure.unflatten(
-        saturating_cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
+        saturating_cast(leaf, model.dtype) if castable(leaf) and castable(model) else leaf
         for leaf, model in pairs
     )
 

@@ -25,6 +25,8 @@ from jaxmp._boundary import (
     cast_inputs,
     cast_like,
     cast_outputs,
+    is_complex,
+    keeps_dtype,
     make_plan,
     matmul_precision,
     precision_scope,
@@ -34,7 +36,7 @@ from jaxmp._boundary import (
 from jaxmp._compat import current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import OVERWRITE, cast_floating
+from jaxmp._trees import OVERWRITE, PARAMS, cast_floating
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
 from jaxmp.fp8._recipes import as_recipe
@@ -99,17 +101,29 @@ def _check_bridge(module: Any, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _prepare(module: Any, plan: Plan, path: Path, fp8: Any) -> bool:
+def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -> bool:
     """Sets the fields and the `param` that `module` computes with; False: its author's stand."""
     policy, facts = plan.policy, plan.facts
-    if facts.takes_dtype and policy.respect_explicit:
-        author = module.__dict__.setdefault("_jaxmp_author_dtype", module.dtype)
-        if author is not None and np.dtype(author) != policy.compute_dtype:
+    author = module.__dict__.get("_jaxmp_author", {})
+    if facts.takes_dtype:
+        dtype = author.get("dtype", module.dtype)
+        explicit = policy.respect_explicit and dtype is not None
+        if (
+            keeps_dtype
+            or is_complex(dtype)
+            or (explicit and np.dtype(dtype) != policy.compute_dtype)
+        ):
+            _restore(module, author)
             return False
     if module.__dict__.get("_jaxmp_plan") is plan:
         return True
-    set_field = functools.partial(object.__setattr__, module)
-    set_field("_jaxmp_plan", plan)
+    object.__setattr__(module, "_jaxmp_plan", plan)
+    object.__setattr__(module, "_jaxmp_author", author)
+
+    def set_field(name: str, value: Any) -> None:
+        author.setdefault(name, module.__dict__.get(name, _UNSET))
+        object.__setattr__(module, name, value)
+
     if facts.takes_dtype:
         set_field("dtype", plan.field_dtype)
     if facts.attention:
@@ -121,6 +135,20 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any) -> bool:
     if not facts.casts_params:
         set_field("param", _casting_param(weakref.ref(module), plan))
     return True
+
+
+_UNSET = object()
+
+
+def _restore(module: Any, author: dict[str, Any]) -> None:
+    """Gives a module back what `_prepare` set, until it is prepared again."""
+    if module.__dict__.pop("_jaxmp_plan", None) is None:
+        return
+    for name, value in author.items():
+        if value is _UNSET:
+            module.__dict__.pop(name, None)
+        else:
+            object.__setattr__(module, name, value)
 
 
 def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
@@ -354,13 +382,16 @@ class _Frame(NamedTuple):
     precision: str | None
     # A function that a lifted transformation calls with the module stands outside of it.
     is_function: bool
+    # Whether the operands of the layer made it keep its author's dtype.
+    keeps_dtype: bool
 
 
 class Applier:
     """The interceptor that carries out the policies in every method called below one root."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, scope: Scope) -> None:
         self.root = root
+        self.scope = scope
         self.frames: list[_Frame] = []
         self.plans: dict[Any, Plan] = {}
         self.types: dict[Path, type] = {}
@@ -377,7 +408,8 @@ class Applier:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
         plan = self._plan(module, path)
-        follows = _prepare(module, plan, path, self.root.policies.fp8)
+        keeps_dtype = self._keeps_dtype(module, plan, (args, kwargs))
+        follows = _prepare(module, plan, path, self.root.policies.fp8, keeps_dtype)
         if self.by_path:
             key_scopes(module)
         if method == "setup":
@@ -388,11 +420,11 @@ class Applier:
         incoming = args, kwargs
         if crosses and follows:
             args, kwargs = cast_inputs(plan, method, args, kwargs)
-        if crosses and plan.wide is not None and method == "attend":
+        if crosses and plan.wide is not None and method == "attend" and not keeps_dtype:
             call = _wide_attend(module, plan.wide, call)
         if follows and method == "__call__" and _is_fp8_einsum(module, plan):
             call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
-        with self._frame(module, path, plan, is_function):
+        with self._frame(module, path, plan, is_function, keeps_dtype):
             out = call(*args, **kwargs)
         out, carry = self._split_carry(plan, module, method, body, out, *incoming)
         if crosses and (follows or plan.asks_output):
@@ -430,11 +462,11 @@ class Applier:
 
     @contextlib.contextmanager
     def _frame(
-        self, module: nn.Module, path: Path, plan: Plan, is_function: bool
+        self, module: nn.Module, path: Path, plan: Plan, is_function: bool, keeps_dtype: bool
     ) -> Iterator[None]:
         outer = self.frames[-1].precision if self.frames else self.precision
         precision = matmul_precision(plan.policy, self.precision)
-        self.frames.append(_Frame(module, path, precision, is_function))
+        self.frames.append(_Frame(module, path, precision, is_function, keeps_dtype))
         try:
             with precision_scope(precision, outer):
                 yield
@@ -442,6 +474,22 @@ class Applier:
             self.frames.pop()
 
     # -- which policy -----------------------------------------------------------------------
+
+    def _keeps_dtype(self, module: Any, plan: Plan, operands: Any) -> bool:
+        """Whether a Flax layer, or one that it is a part of, computes in its author's dtype."""
+        if self.frames and (self.frames[-1].keeps_dtype or self.frames[-1].module is module):
+            return self.frames[-1].keeps_dtype
+        if not plan.facts.takes_dtype:
+            return False
+        wide = plan.policy.cast_float64
+        if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):
+            return True
+        return self._has_unusual_params and keeps_dtype(_params(module.scope), wide)
+
+    @functools.cached_property
+    def _has_unusual_params(self) -> bool:
+        """Whether a parameter of the model may make its layer keep its author's dtype."""
+        return keeps_dtype(_params(self.scope), False)
 
     def _plan(self, module: Any, path: Path) -> Plan:
         cls = type(module)
@@ -460,6 +508,10 @@ class Applier:
             parent = parent.parent
         prefixes = [above[:length] for length in range(len(above), -1, -1)] if path else []
         return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
+
+
+def _params(scope: Scope) -> Any:
+    return scope.variables().get(PARAMS, {})
 
 
 # ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxmp._boundary import (
     Plan,
     cast_inputs,
     cast_outputs,
+    is_complex,
+    keeps_dtype,
     make_plan,
     matmul_precision,
     precision_scope,
@@ -636,11 +638,18 @@ def _rebuild(cls: type, viewed: frozenset[str]) -> Any:
 # ---------------------------------------------------------------------------
 
 
+class _Frame(NamedTuple):
+    bound: Bound
+    precision: str | None
+    # Whether the operands of the layer made it keep its author's dtype.
+    keeps_dtype: bool
+
+
 class _Frames(threading.local):
-    """The policied calls that this thread is in: `(bound, precision)`, innermost last."""
+    """The policied calls that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Bound, str | None]] = []
+        self.stack: list[_Frame] = []
         # The precision of products outside of all of them.
         self.ambient: str | None = None
 
@@ -659,16 +668,48 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
     plan = bound.plan
     crosses = not _is_inside(bound)
     incoming = args, kwargs
-    if crosses and bound.follows:
+    as_author = crosses and _keeps_dtype(module, plan, incoming)
+    follows = bound.follows and not as_author
+    if crosses and follows:
         args, kwargs = cast_inputs(plan, name, args, kwargs, _is_opaque)
-    if crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
+    if as_author:
+        call = functools.partial(_call_as_author, bound, module, name)
+    elif crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
         call = _wide_attend(module, plan.wide)
-    with _entered(bound, name):
+    with _entered(bound, name, as_author):
         out = call(*args, **kwargs)
     out, carry = split_carry(plan.facts, module, name, out, *incoming)
-    if crosses and (bound.follows or plan.asks_output):
+    if crosses and (follows or plan.asks_output):
         out = cast_outputs(plan, out, _is_opaque)
     return carry(out)
+
+
+def _keeps_dtype(module: Any, plan: Plan, operands: Any) -> bool:
+    """Whether a Flax layer, or one that it is a part of, computes in its author's dtype."""
+    if _frames.stack and _frames.stack[-1].keeps_dtype:
+        return True
+    if not plan.facts.takes_dtype:
+        return False
+    bound, attributes = bound_of(module), vars(module)
+    assert bound is not None
+    author = dict(bound.author).get("dtype", attributes.get("dtype"))
+    params = [v.get_raw_value() for v in attributes.values() if isinstance(v, nnx.Param)]
+    wide = plan.policy.cast_float64
+    return is_complex(author) or keeps_dtype((params, operands), wide, _is_opaque)
+
+
+def _call_as_author(bound: Bound, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a Flax layer as if the layer had no policy."""
+    plain = object.__new__(bound.cls)
+    vars(plain).update({**vars(module), **dict(bound.author if bound.follows else ())})
+    del vars(plain)[ATTRIBUTE]
+    before = dict(vars(plain))
+    out = getattr(plain, name)(*args, **kwargs)
+    # Variables are shared; attributes that are new, such as sown values, are not.
+    for attribute, value in vars(plain).items():
+        if before.get(attribute, before) is not value and not attribute.startswith("_pytree__"):
+            setattr(module, attribute, value)
+    return out
 
 
 def _is_flax_attend(cls: Any) -> bool:
@@ -679,21 +720,21 @@ def _is_inside(bound: Bound) -> bool:
     """Whether a module calls its own method: no boundary is crossed."""
     if not _frames.stack:
         return False
-    return _frames.stack[-1][0] == bound
+    return _frames.stack[-1].bound == bound
 
 
 @contextlib.contextmanager
-def _entered(bound: Bound, method: str) -> Iterator[None]:
+def _entered(bound: Bound, method: str, keeps_dtype: bool) -> Iterator[None]:
     """Runs one method under its policies, precision and name scope."""
     stack = _frames.stack
     if not stack:
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
-    outer = stack[-1][1] if stack else _frames.ambient
+    outer = stack[-1].precision if stack else _frames.ambient
     precision = matmul_precision(bound.plan.policy, _frames.ambient)
     active = current_context().policies == bound.policies
     policies = contextlib.nullcontext() if active else context(policies=bound.policies)
     scope = _named(bound, method)
-    stack.append((bound, precision))
+    stack.append(_Frame(bound, precision, keeps_dtype))
     try:
         with policies, precision_scope(precision, outer), scope:
             yield
@@ -703,7 +744,7 @@ def _entered(bound: Bound, method: str) -> Iterator[None]:
 
 def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
     """The module's path below its caller as a name scope, as Linen names its modules."""
-    caller = _frames.stack[-1][0] if _frames.stack else None
+    caller = _frames.stack[-1].bound if _frames.stack else None
     names = bound.path or (bound.cls.__name__,)
     if caller is not None and caller.policies == bound.policies:
         if caller.path == bound.path:

@@ -120,7 +120,7 @@ def _entered(module: Any) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
-    with nn.intercept_methods(Applier(root)), context(policies=root):
+    with nn.intercept_methods(Applier(root, module.scope)), context(policies=root):
         yield
 
 
@@ -286,13 +286,14 @@ def _computed_as(variables: Any, policied_init: Callable[[], Any]) -> Any:
     computed = [
         name
         for name, collection in variables.items()
-        if name not in _AUTHORS_COLLECTIONS and any(map(is_castable, jax.tree.leaves(collection)))
+        if name not in _AUTHORS_COLLECTIONS
+        and any(is_castable(leaf, True) for leaf in jax.tree.leaves(collection))
     ]
     if not computed:
         return variables
     shapes = jax.eval_shape(policied_init)
     return {
-        name: cast_like(value, shapes[name]) if name in computed else value
+        name: cast_like(value, shapes[name], True) if name in computed else value
         for name, value in variables.items()
     }
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxmp
 from jaxmp import linen as jl
 from jaxmp import nnx as jn
 from jaxmp._trees import saturating_cast
@@ -94,3 +95,157 @@ def test_outputs_of_norms_saturate_in_float16(norm):
         layer.scale[...] = scale
         out = jn.apply_policy(layer, policy)(x)
     assert out[0, 0] == -65504
+
+
+# ---------------------------------------------------------------------------
+# Complex numbers and float64
+# ---------------------------------------------------------------------------
+
+WIDE_HEAD = jaxmp.PolicyMap(BF16, [jaxmp.Rule("**", "c=bf16,o=f32")])
+FP8 = "p=f32,c=bf16,o=f32,matmul=fp8"
+
+
+def _linen_layers(dtype):
+    typed = {"param_dtype": dtype}
+    return {
+        "Dense": nn.Dense(16),
+        "DenseGeneral": nn.DenseGeneral((2, 3), axis=(-2, -1)),
+        "Einsum": nn.Einsum((16, 16), "...a,ab->...b"),
+        "Conv": nn.Conv(2, (3,)),
+        "ConvLocal": nn.ConvLocal(2, (3,)),
+        "ConvTranspose": nn.ConvTranspose(2, (3,)),
+        "BatchNorm": nn.BatchNorm(use_running_average=False),
+        "LayerNorm": nn.LayerNorm(),
+        "RMSNorm": nn.RMSNorm(),
+        "GroupNorm": nn.GroupNorm(2),
+        "WeightNorm": nn.WeightNorm(nn.Dense(3)),
+        "attention": nn.MultiHeadDotProductAttention(2),
+        "decode": nn.MultiHeadDotProductAttention(2, decode=True),
+        "RNN of GRUCell": nn.RNN(nn.GRUCell(3, **typed)),
+        "RNN of LSTMCell": nn.RNN(nn.LSTMCell(3, **typed)),
+        "RNN of OptimizedLSTMCell": nn.RNN(nn.OptimizedLSTMCell(3, **typed)),
+    }
+
+
+def _nnx_layers(dtype):
+    layers = {
+        "Linear": lambda rngs: nnx.Linear(16, 16, rngs=rngs),
+        "LinearGeneral": lambda rngs: nnx.LinearGeneral(16, (2, 3), rngs=rngs),
+        "Einsum": lambda rngs: nnx.Einsum("...a,ab->...b", (16, 16), None, rngs=rngs),
+        "Conv": lambda rngs: nnx.Conv(16, 2, (3,), rngs=rngs),
+        "ConvTranspose": lambda rngs: nnx.ConvTranspose(16, 2, (3,), rngs=rngs),
+        "BatchNorm": lambda rngs: nnx.BatchNorm(16, use_running_average=True, rngs=rngs),
+        "LayerNorm": lambda rngs: nnx.LayerNorm(16, rngs=rngs),
+        "RMSNorm": lambda rngs: nnx.RMSNorm(16, rngs=rngs),
+        "GroupNorm": lambda rngs: nnx.GroupNorm(16, 2, rngs=rngs),
+        "RNN of GRUCell": lambda rngs: nnx.RNN(nnx.GRUCell(16, 3, param_dtype=dtype, rngs=rngs)),
+        "RNN of LSTMCell": lambda rngs: nnx.RNN(nnx.LSTMCell(16, 3, param_dtype=dtype, rngs=rngs)),
+    }
+    if dtype == "float64":  # JAX's attention refuses complex queries.
+        layers["attention"] = lambda rngs: nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+    return layers
+
+
+def _policies(name):
+    """Policies that change a layer; linear layers have wide and FP8 products."""
+    return (BF16, WIDE_HEAD, FP8) if name in ("Dense", "Einsum", "Linear") else (BF16,)
+
+
+def _assert_as_written(wrapped, plain):
+    """Both jaxprs compute in the same dtypes."""
+    assert wrapped.out_avals == plain.out_avals
+    assert "bf16" not in str(wrapped) and "f8" not in str(wrapped)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float64"])
+def test_linen_layers_keep_complex_and_float64_operands(dtype):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        for name, layer in _linen_layers(dtype).items():
+            x = jax.ShapeDtypeStruct((1, 1 if name == "decode" else 3, 16), dtype)
+
+            def run(layer, x=x):
+                return jax.make_jaxpr(lambda x: layer.init_with_output(jax.random.key(0), x))(x)
+
+            def apply(layer, variables, x=x):
+                mutable = [collection for collection in variables if collection != "params"]
+                fn = lambda variables, x: layer.apply(variables, x, mutable=mutable)
+                return jax.make_jaxpr(fn)(variables, x)
+
+            variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+            plain = apply(layer, variables)
+            for policy in _policies(name):
+                wrapped = jl.apply_policy(layer, policy)
+                _assert_as_written(apply(wrapped, variables), plain)
+            if name == "decode":
+                assert run(jl.apply_policy(layer, BF16)).out_avals == run(layer).out_avals
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float64"])
+def test_nnx_layers_keep_complex_and_float64_operands(dtype):
+    def run(model, x):
+        graphdef, state = nnx.split(model)
+        return jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))(state, x)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        x = jax.ShapeDtypeStruct((1, 3, 16), dtype)
+        for name, make in _nnx_layers(dtype).items():
+            model = nnx.eval_shape(lambda make=make: make(nnx.Rngs(0)))
+            plain = run(model, x)
+            for policy in _policies(name):
+                _assert_as_written(run(jn.apply_policy(model, policy), x), plain)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_complex_layers_give_plain_results(policy):
+    x = jnp.asarray(
+        np.random.default_rng(0).normal(size=(2, 4, 2)) @ np.array([1, 1j]), "complex64"
+    )
+    layer = nn.Dense(3, param_dtype="complex64")
+    variables = layer.init(jax.random.key(0), x)
+    for inputs in (x, x.real):
+        with jax.numpy_dtype_promotion("standard"):
+            out = jl.apply_policy(layer, policy).apply(variables, inputs)
+            np.testing.assert_array_equal(out, layer.apply(variables, inputs))
+            assert jnp.abs(out.imag).max() > 0.1
+    linear = nnx.Linear(4, 3, param_dtype="complex64", rngs=nnx.Rngs(0))
+    for inputs in (x, x.real):
+        with jax.numpy_dtype_promotion("standard"):
+            out = jn.apply_policy(linear, policy)(inputs)
+            np.testing.assert_array_equal(out, linear(inputs))
+
+
+def test_a_layer_called_with_complex_and_real_inputs_follows_each():
+    class Twice(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(3)
+
+        def __call__(self, x):
+            return self.dense(x), self.dense(1j * x), self.dense(x)
+
+    class TwiceNnx(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(4, 3, rngs=rngs)
+
+        __call__ = Twice.__call__
+
+    x, policy = jax.ShapeDtypeStruct((2, 4), jnp.float32), "p=f32,c=bf16,o=bf16"
+    with jax.numpy_dtype_promotion("standard"):
+        model = jl.apply_policy(Twice(), policy)
+        linen = jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
+        model = jn.apply_policy(TwiceNnx(nnx.Rngs(0)), policy)
+        for out in (linen, nnx.eval_shape(model, x)):
+            assert [y.dtype for y in out] == [jnp.bfloat16, jnp.complex64, jnp.bfloat16]
+
+
+def test_cast_float64_casts_operands_and_caches():
+    policy = "p=f32,c=f32,o=f32,cast_float64=true"
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        x = jax.ShapeDtypeStruct((1, 1, 4), "float64")
+        model = jl.apply_policy(nn.MultiHeadDotProductAttention(2, decode=True), policy)
+        out, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), x)
+        assert out.dtype == variables["cache"]["cached_key"].dtype == jnp.float32
+        fn = lambda variables, x: model.apply(variables, x, mutable=["cache"])
+        out, written = jax.eval_shape(fn, variables, x)
+        assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
+        linear = jn.apply_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), policy)
+        assert linear(jnp.ones((2, 4), "float64")).dtype == jnp.float32
