@@ -15,7 +15,7 @@ from jaxmp._dtypes import FLOAT32, FLOAT64, bits, is_half
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import cast, is_castable, saturating_cast
+from jaxmp._trees import canonical, cast, is_castable, saturating_cast
 
 # ---------------------------------------------------------------------------
 # Plans: what one policy does to one module
@@ -108,8 +108,10 @@ def cast_tree(
     """
 
     def cast_arrays(leaf: Any) -> Any:
-        castable = isinstance(leaf, _ARRAYS) and is_castable(leaf, cast_float64)
-        return cast_leaf(leaf, dtype) if castable else leaf
+        if not isinstance(leaf, _ARRAYS):
+            return leaf
+        leaf = canonical(leaf)
+        return cast_leaf(leaf, dtype) if is_castable(leaf, cast_float64) else leaf
 
     return jax.tree.map(cast_arrays, tree, is_leaf=is_leaf)
 
@@ -127,12 +129,9 @@ def keeps_dtype(operands: Any, cast_float64: bool, is_leaf: Any = None) -> bool:
 
     Its policy's dtype would drop an imaginary part, or the precision of a float64 that is kept.
     """
+    kept = _COMPLEX if cast_float64 else _COMPLEX | {FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
-    return any(
-        leaf.dtype in _COMPLEX or (leaf.dtype == FLOAT64 and not is_castable(leaf, cast_float64))
-        for leaf in leaves
-        if isinstance(leaf, _ARRAYS)
-    )
+    return any(isinstance(leaf, _ARRAYS) and canonical(leaf).dtype in kept for leaf in leaves)
 
 
 def cast_like(tree: Any, like: Any, cast_float64: bool = False) -> Any:
@@ -163,10 +162,17 @@ def cast_inputs(
         dtype=plan.input_dtype,
         cast_float64=plan.policy.cast_float64,
         is_leaf=is_leaf,
+        cast_leaf=_cast_input,
     )
     return (*args[:skipped], *cast_in(args[skipped:])), {
         key: value if key == name else cast_in(value) for key, value in kwargs.items()
     }
+
+
+def _cast_input(leaf: Any, dtype: Any) -> Any:
+    """Casts an argument, except what `jit` makes of a Python number: it has no dtype of its own."""
+    is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
+    return leaf if is_number else saturating_cast(leaf, dtype)
 
 
 def cast_outputs(plan: Plan, out: Any, is_leaf: Any = None) -> Any:

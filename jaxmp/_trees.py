@@ -95,6 +95,13 @@ def is_inexact(leaf: Any) -> bool:
     )
 
 
+def canonical(leaf: Any) -> Any:
+    """A leaf in the dtype that JAX gives it: float64 of NumPy is float32 unless x64 is enabled."""
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype == FLOAT64:
+        return cast(leaf, jax.dtypes.canonicalize_dtype(FLOAT64))
+    return leaf
+
+
 def cast(leaf: Any, dtype: Any) -> Any:
     """Casts one array, NumPy array or `ShapeDtypeStruct`; the same object if nothing changes."""
     if leaf.dtype == dtype:

@@ -249,3 +249,48 @@ def test_cast_float64_casts_operands_and_caches():
         assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
         linear = jn.apply_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), policy)
         assert linear(jnp.ones((2, 4), "float64")).dtype == jnp.float32
+
+
+# ---------------------------------------------------------------------------
+# NumPy arrays and Python numbers
+# ---------------------------------------------------------------------------
+
+
+def _third(x, t):
+    """Its result shows the dtypes that its arguments were received in."""
+    return x["a"][0] / 3, x["b"] * t, jnp.asarray(t) / 3
+
+
+class Third(nn.Module):
+    def __call__(self, x, t):
+        return _third(x, t)
+
+
+class ThirdNnx(nnx.Module):
+    def __call__(self, x, t):
+        return _third(x, t)
+
+
+MODELS = {
+    "linen": lambda policy: lambda *args: jl.apply_policy(Third(), policy).apply({}, *args),
+    "nnx": lambda policy: jn.apply_policy(ThirdNnx(), policy),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_calls_compute_as_jitted_ones(name):
+    model = MODELS[name]("p=f32,c=bf16,o=bf16")
+    x = {"a": [np.ones(2)], "b": np.float64(2)}
+    for out, jitted in zip(model(x, 257.3), jax.jit(model)(x, 257.3), strict=True):
+        assert out.dtype == jitted.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(out, jitted)
+    assert [out.dtype for out in model(x, np.float64(257.3))] == [jnp.bfloat16] * 3
+    # A Python number has no dtype, so that it is not rounded before it is used.
+    number = MODELS[name](BF16)(x, 257.3)[2]
+    np.testing.assert_allclose(number, 257.3 / 3, rtol=1e-6)
+
+
+def test_autocast_takes_numpy_float64_as_jax_does():
+    fn = jaxmp.autocast(lambda x: jnp.dot(*x), BF16)
+    x = np.random.default_rng(0).normal(size=(2, 8, 8))
+    np.testing.assert_array_equal(fn(tuple(x)), fn(tuple(np.float32(x))))
