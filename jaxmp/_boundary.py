@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -208,6 +209,83 @@ def split_carry(
 def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
     asked = kwargs.get("return_carry")
     return module.return_carry if asked is None else asked
+
+
+def written_back(value: Any, read: Any, stored: Any) -> Any:
+    """Returns what `stored`, which was read as `read`, becomes when `value` is written.
+
+    Elements that did not change meanwhile keep the precision that `read` does not have.
+    """
+    if not is_castable(value, True):
+        return value
+    wide = cast(value, stored.dtype)
+    if value.dtype != read.dtype or value.shape != read.shape:
+        return wide
+    return jnp.where(value == read, stored, wide)
+
+
+# ---------------------------------------------------------------------------
+# Errors of JAX that come from a policy
+# ---------------------------------------------------------------------------
+
+_NOTE = "jaxmp: "
+
+
+def explain_mismatch(
+    error: Exception, plan: Plan, path: tuple[str, ...], cls: type, arguments: Mapping[str, Any]
+) -> None:
+    """Adds a note to an error of JAX in which the 16 bits of a policy meet FP32.
+
+    The note names the module, what it was given in FP32 and the fix.
+
+    Args:
+      error: what a method of the module raised.
+      plan, path, cls: those of the module.
+      arguments: name -> value of what the method received.
+    """
+    compute, text = plan.policy.compute_dtype, str(error)
+    names_both = compute.name in text and "float32" in text
+    noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    if not (is_half(compute) and names_both) or noted:
+        return
+    name, where = cls.__name__, "/".join(path)
+    lines = [
+        f"{_NOTE}this happened in {name}, {f'the module {where!r}' if path else 'the root module'}, "
+        f"which computes in {compute} under its policy ({plan.policy}); another array is float32."
+    ]
+    if "carry" in text:
+        lines.append(
+            "Create the initial carry of the loop in the dtype of what the loop computes: "
+            "jnp.zeros(shape, x.dtype), not jnp.zeros(shape)."
+        )
+    wide = _float32_names(arguments)
+    if wide:
+        lines.append(
+            f"Its arguments hold float32 arrays that are not cast: {', '.join(wide)}. Create them "
+            f"in the compute dtype: jnp.zeros(shape, jnp.{compute})."
+        )
+    rule = f"Rule({f'{where}/**' if path else '**'!r}, 'c=f32')"
+    lines.append(f"Or compute this module in float32: {rule}.")
+    error.add_note(" ".join(lines))
+
+
+def _float32_names(arguments: Mapping[str, Any]) -> list[str]:
+    """The float32 arrays in arguments, such as `cache[0].k_cache`; at most three."""
+    names = [
+        name + jax.tree_util.keystr(key_path)
+        for name, value in arguments.items()
+        for key_path, leaf in jax.tree.leaves_with_path(value)
+        if getattr(leaf, "dtype", None) == FLOAT32
+    ]
+    return names[:3] + ["..."] * (len(names) > 3)
+
+
+def named_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    try:
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {**{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
 
 
 # ---------------------------------------------------------------------------

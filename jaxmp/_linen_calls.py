@@ -25,18 +25,21 @@ from jaxmp._boundary import (
     cast_inputs,
     cast_like,
     cast_outputs,
+    explain_mismatch,
     is_complex,
     keeps_dtype,
     make_plan,
     matmul_precision,
+    named_arguments,
     precision_scope,
     split_carry,
     wide_operator,
+    written_back,
 )
 from jaxmp._compat import current_context
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
-from jaxmp._trees import OVERWRITE, PARAMS, cast_floating
+from jaxmp._trees import OVERWRITE, PARAMS, cast, cast_floating, is_castable
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
 from jaxmp.fp8._recipes import as_recipe
@@ -54,6 +57,10 @@ _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 _WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 # Their `promote_dtype` casts kernel and bias; nothing is left to do in `param`.
 _SELF_CASTING = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
+
+
+def _author_class(module: Any) -> type:
+    return getattr(type(module), "_jaxmp_class", type(module))
 
 
 @functools.cache
@@ -129,6 +136,7 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -
     if facts.attention:
         own, flax = module.attention_fn, nn.dot_product_attention
         set_field("attention_fn", policied_function(own, flax, AttentionFunction, policy))
+        set_field("variable", _casting_variable(weakref.ref(module), plan))
     quantises = policy.matmul == "fp8" and _quantise(module, plan, path, fp8, set_field)
     if plan.wide is not None and not quantises:
         _widen(module, plan.wide, set_field)
@@ -161,6 +169,39 @@ def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
         return cast_floating(value, dtype, cast_float64=wide)
 
     return param
+
+
+class _CastVariable(nn.Variable):
+    """A variable that reads in one dtype and keeps the one that it is stored in."""
+
+    def __init__(self, source: nn.Variable, dtype: np.dtype) -> None:
+        super().__init__(source.scope, source.collection, source.name, source.unbox)
+        self.dtype = dtype
+
+    @property
+    def value(self) -> Any:
+        stored = super().value
+        return cast(stored, self.dtype) if is_castable(stored) else stored
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        read, stored = self.value, super().value
+        if is_castable(stored):
+            value = written_back(value, read, stored)
+        nn.Variable.value.fset(self, value)  # pyright: ignore
+
+
+def _casting_variable(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
+    """`module.variable`; the keys and values that attention stores are read in the compute dtype."""
+
+    def variable(collection: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        source = type(module).variable(module, collection, name, *args, **kwargs)
+        if collection != "cache" or not is_castable(source.value):
+            return source
+        return _CastVariable(source, plan.policy.compute_dtype)
+
+    return variable
 
 
 # ---------------------------------------------------------------------------
@@ -273,7 +314,7 @@ def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
 
 
 def _is_fp8_einsum(module: Any, plan: Plan) -> bool:
-    cls = getattr(type(module), "_jaxmp_class", type(module))
+    cls = _author_class(module)
     return plan.policy.matmul == "fp8" and cls.__call__ is nn.Einsum.__call__
 
 
@@ -425,7 +466,12 @@ class Applier:
         if follows and method == "__call__" and _is_fp8_einsum(module, plan):
             call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
         with self._frame(module, path, plan, is_function, keeps_dtype):
-            out = call(*args, **kwargs)
+            try:
+                out = call(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                arguments = named_arguments(call, args, kwargs)
+                explain_mismatch(error, plan, path, _author_class(module), arguments)
+                raise
         out, carry = self._split_carry(plan, module, method, body, out, *incoming)
         if crosses and (follows or plan.asks_output):
             out = cast_outputs(plan, out)

@@ -23,13 +23,16 @@ from jaxmp._boundary import (
     Plan,
     cast_inputs,
     cast_outputs,
+    explain_mismatch,
     is_complex,
     keeps_dtype,
     make_plan,
     matmul_precision,
+    named_arguments,
     precision_scope,
     split_carry,
     wide_operator,
+    written_back,
 )
 from jaxmp._compat import context, current_context
 from jaxmp._products import wide_product
@@ -505,7 +508,7 @@ def _view_class(cls: type) -> Any:
                 super().__setattr__(name, value)
                 return
             read = object.__getattribute__(self, "_raw_value")
-            source.set_raw_value(_written(value, read, source.get_raw_value()))
+            source.set_raw_value(written_back(value, read, source.get_raw_value()))
             object.__setattr__(self, name, cast(value, read.dtype))
 
         def set_value(self, value: Any, **index: Any) -> None:
@@ -516,7 +519,7 @@ def _view_class(cls: type) -> Any:
             read, kept = object.__getattribute__(self, "_raw_value"), source.get_raw_value()
             whole = index.get("index", ...) is ...
             if whole:
-                value = _written(value, read, kept)
+                value = written_back(value, read, kept)
             else:
                 value = cast_floating(value, kept.dtype, cast_float64=True)
             source.set_value(value, **index)
@@ -525,20 +528,6 @@ def _view_class(cls: type) -> Any:
     View.__name__ = View.__qualname__ = cls.__name__
     View.__module__ = cls.__module__
     return View
-
-
-def _written(value: Any, read: Any, kept: Any) -> Any:
-    """What `kept`, which was read as `read`, becomes when `value` is written.
-
-    NNX transformations write back all that they were given. What was not changed meanwhile keeps
-    the digits that `read` does not have.
-    """
-    if not is_castable(value, True):
-        return value
-    wide = cast(value, kept.dtype)
-    if value.dtype != read.dtype or value.shape != read.shape:
-        return wide
-    return jnp.where(value == read, kept, wide)
 
 
 def _source_of(view: Any) -> Any:
@@ -677,7 +666,12 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
     elif crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
         call = _wide_attend(module, plan.wide)
     with _entered(bound, name, as_author):
-        out = call(*args, **kwargs)
+        try:
+            out = call(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            arguments = named_arguments(call, args, kwargs)
+            explain_mismatch(error, plan, bound.path, bound.cls, arguments)
+            raise
     out, carry = split_carry(plan.facts, module, name, out, *incoming)
     if crosses and (follows or plan.asks_output):
         out = cast_outputs(plan, out, _is_opaque)

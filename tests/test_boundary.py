@@ -294,3 +294,130 @@ def test_autocast_takes_numpy_float64_as_jax_does():
     fn = jaxmp.autocast(lambda x: jnp.dot(*x), BF16)
     x = np.random.default_rng(0).normal(size=(2, 8, 8))
     np.testing.assert_array_equal(fn(tuple(x)), fn(tuple(np.float32(x))))
+
+
+# ---------------------------------------------------------------------------
+# Caches and loops
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16])
+def test_linen_attention_reads_a_float32_cache(policy):
+    layer = nn.MultiHeadDotProductAttention(2, decode=True)
+    x = jax.ShapeDtypeStruct((1, 3, 4), jnp.float32)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    assert variables["cache"]["cached_key"].dtype == jnp.float32
+
+    def decode(variables, x):
+        return jl.apply_policy(layer, policy).apply(variables, x, mutable=["cache"])
+
+    out, written = jax.eval_shape(decode, variables, x.update(shape=(1, 1, 4)))
+    assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
+
+
+def test_a_cache_keeps_the_precision_of_what_is_not_written():
+    layer = nn.MultiHeadDotProductAttention(1, decode=True)
+    x = jnp.ones((1, 2, 2))
+    variables = layer.init(jax.random.key(0), x)
+    key = jnp.full((1, 2, 1, 2), 1 / 3)
+    cache = {**variables["cache"], "cached_key": key}
+    model = jl.apply_policy(layer, BF16)
+    _, written = model.apply({**variables, "cache": cache}, x[:, :1], mutable=["cache"])
+    np.testing.assert_array_equal(written["cache"]["cached_key"][:, 1:], key[:, 1:])
+    assert (written["cache"]["cached_key"][:, 0] != key[:, 0]).any()
+
+
+def _sum_scan(linear, x, dtype):
+    body = lambda carry, row: (linear(row), None)
+    return jax.lax.scan(body, jnp.zeros(x.shape[1:], dtype), x)[0]
+
+
+class Scanned(nn.Module):
+    dtype: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.ones, (4, 4))
+        return _sum_scan(lambda row: row @ kernel, x, self.dtype or x.dtype)
+
+
+class ScannedNnx(nnx.Module):
+    def __init__(self, dtype=None):
+        self.kernel, self.dtype = nnx.Param(jnp.ones((4, 4))), dtype
+
+    def __call__(self, x):
+        return _sum_scan(lambda row: row @ self.kernel[...], x, self.dtype or x.dtype)
+
+
+class Cached(nnx.Module):
+    """A block with a cache that its caller owns, as in bonsai's Qwen3."""
+
+    def __call__(self, x, cache):
+        for layer in cache:
+            layer.keys[...] = jax.lax.dynamic_update_slice(layer.keys[...], x, (0, 0))
+        return cache[0].keys[...]
+
+
+class LayerCache(nnx.Module):
+    def __init__(self, dtype):
+        self.keys = nnx.Cache(jnp.zeros((8, 4), dtype))
+
+
+class Outer(nn.Module):
+    inner: nn.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class OuterNnx(nnx.Module):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def _notes(call):
+    with pytest.raises(TypeError) as caught:
+        call()
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
+    return note
+
+
+def test_a_float32_carry_is_explained_and_the_fixes_work():
+    x = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")])
+    for name, run in {
+        "Scanned": lambda dtype, policy: jax.eval_shape(
+            lambda x: jl.apply_policy(Outer(Scanned(dtype)), policy).apply(
+                {"params": {"inner": {"kernel": jnp.ones((4, 4))}}}, x
+            ),
+            x,
+        ),
+        "ScannedNnx": lambda dtype, policy: nnx.eval_shape(
+            jn.apply_policy(OuterNnx(ScannedNnx(dtype)), policy), x
+        ),
+    }.items():
+        note = _notes(lambda run=run: run("float32", BF16))
+        assert f"in {name}, the module 'inner', which computes in bfloat16" in note
+        assert "jnp.zeros(shape, x.dtype)" in note and "Rule('inner/**', 'c=f32')" in note
+        assert run(None, BF16).dtype == run("float32", fixed).dtype == jnp.float32
+
+
+def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():
+    def run(dtype, policy):
+        cache = [LayerCache(dtype) for _ in range(2)]
+        return jn.apply_policy(OuterNnx(Cached()), policy)(jnp.ones((1, 4)), cache=cache)
+
+    note = _notes(lambda: run(jnp.float32, BF16))
+    assert "in Cached, the module 'inner'" in note and "cache[0]" in note and "keys" in note
+    assert run(jnp.bfloat16, BF16)[0].tolist() == [1, 1, 1, 1]
+    fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")])
+    assert run(jnp.float32, fixed)[0].tolist() == [1, 1, 1, 1]
+
+
+def test_other_errors_have_no_note():
+    with pytest.raises(TypeError) as caught:
+        jn.apply_policy(ScannedNnx(), BF16)()
+    assert not any("jaxmp" in note for note in getattr(caught.value, "__notes__", ()))
