@@ -248,10 +248,11 @@ def explain_mismatch(
     noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
     if not (is_half(compute) and names_both) or noted:
         return
-    name, where = cls.__name__, "/".join(path)
+    name = "/".join(path)
+    where = f"the module {name!r}" if path else "the root module"
     lines = [
-        f"{_NOTE}this happened in {name}, {f'the module {where!r}' if path else 'the root module'}, "
-        f"which computes in {compute} under its policy ({plan.policy}); another array is float32."
+        f"{_NOTE}this happened in {cls.__name__}, {where}, which computes in {compute} under its "
+        f"policy ({plan.policy}); another array is float32."
     ]
     if "carry" in text:
         lines.append(
@@ -264,7 +265,7 @@ def explain_mismatch(
             f"Its arguments hold float32 arrays that are not cast: {', '.join(wide)}. Create them "
             f"in the compute dtype: jnp.zeros(shape, jnp.{compute})."
         )
-    rule = f"Rule({f'{where}/**' if path else '**'!r}, 'c=f32')"
+    rule = f"Rule({f'{name}/**' if path else '**'!r}, 'c=f32')"
     lines.append(f"Or compute this module in float32: {rule}.")
     error.add_note(" ".join(lines))
 

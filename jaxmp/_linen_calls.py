@@ -64,7 +64,8 @@ def _author_class(module: Any) -> type:
 
 
 @functools.cache
-def _facts(cls: type[nn.Module]) -> Facts:
+def facts_of(cls: type[nn.Module]) -> Facts:
+    """Returns what holds for the modules of a class."""
     cls = getattr(cls, "_jaxmp_class", cls)
     return Facts(
         takes_dtype=_is_flax_field(cls, "dtype"),
@@ -148,6 +149,13 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -
 _UNSET = object()
 
 
+def author_fields(module: Any) -> dict[str, Any]:
+    """The fields that `_prepare` set, with their author's values."""
+    author = module.__dict__.get("_jaxmp_author", {})
+    fields = {field.name for field in dataclasses.fields(module)}
+    return {name: value for name, value in author.items() if name in fields and value is not _UNSET}
+
+
 def _restore(module: Any, author: dict[str, Any]) -> None:
     """Gives a module back what `_prepare` set, until it is prepared again."""
     if module.__dict__.pop("_jaxmp_plan", None) is None:
@@ -192,7 +200,7 @@ class _CastVariable(nn.Variable):
 
 
 def _casting_variable(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
-    """`module.variable`; the keys and values that attention stores are read in the compute dtype."""
+    """`module.variable`; attention reads its cache in the compute dtype."""
 
     def variable(collection: str, name: str, *args: Any, **kwargs: Any) -> Any:
         module = ref()
@@ -392,6 +400,17 @@ def _wide_attend(module: Any, wide: np.dtype, call: Callable[..., Any]) -> Any:
 # ---------------------------------------------------------------------------
 
 
+class Origin(NamedTuple):
+    """The location, in the model that has the policies, of a module that was taken out of it."""
+
+    path: Path = ()
+    # Classes of the modules above it, the nearest first.
+    above: tuple[type, ...] = ()
+
+
+WHOLE = Origin()
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Root:
     """Which policies are applied below which module; part of the jit cache key.
@@ -402,12 +421,13 @@ class Root:
 
     policies: PolicyMap
     path: Path
+    origin: Origin = WHOLE
 
 
 @functools.cache
-def root_of(policies: PolicyMap, path: Path) -> Root:
+def root_of(policies: PolicyMap, path: Path, origin: Origin = WHOLE) -> Root:
     """The one root of these policies at this path."""
-    return Root(policies, path)
+    return Root(policies, path, origin)
 
 
 class Plain(NamedTuple):
@@ -435,7 +455,11 @@ class Applier:
         self.scope = scope
         self.frames: list[_Frame] = []
         self.plans: dict[Any, Plan] = {}
-        self.types: dict[Path, type] = {}
+        origin = root.origin
+        self.types: dict[Path, type] = {
+            origin.path[:length]: cls
+            for length, cls in zip(reversed(range(len(origin.path))), origin.above, strict=False)
+        }
         self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -490,7 +514,8 @@ class Applier:
     def _relative(self, path: Path) -> Path:
         """Below the root; a module that was handed in from elsewhere keeps its whole path."""
         depth = len(self.root.path)
-        return path[depth:] if path[:depth] == self.root.path else path
+        inside = path[:depth] == self.root.path
+        return self.root.origin.path + path[depth:] if inside else path
 
     def _is_inside(self, module: nn.Module, path: Path) -> bool:
         """Whether a module calls its own method: no boundary is crossed."""
@@ -543,7 +568,7 @@ class Applier:
         key = (path, cls, ancestors)
         if key not in self.plans:
             _check_bridge(module, path)
-            self.plans[key] = make_plan(self.root.policies, path, cls, ancestors, _facts(cls))
+            self.plans[key] = make_plan(self.root.policies, path, cls, ancestors, facts_of(cls))
         return self.plans[key]
 
     def _ancestors(self, module: Any, path: Path) -> tuple[type, ...]:

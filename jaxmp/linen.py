@@ -16,13 +16,17 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._flax import Stated
-from jaxmp._boundary import cast_like, cast_tree
+from jaxmp._boundary import cast_like, cast_tree, make_plan
 from jaxmp._compat import context, current_context
 from jaxmp._linen_calls import (
+    WHOLE,
     Applier,
     AttentionFunction,
+    Origin,
     Plain,
     Root,
+    author_fields,
+    facts_of,
     is_by_path,
     key_scopes,
     modules_in,
@@ -44,20 +48,22 @@ _AUTHORS_COLLECTIONS = ("params", "batch_stats")
 # The policied subclass
 # ---------------------------------------------------------------------------
 
-_classes: dict[tuple[type, PolicyMap], type] = {}
+_classes: dict[tuple[type, PolicyMap, Origin], type] = {}
 _classes_lock = threading.Lock()
 
 
-def _policied_class(cls: type[nn.Module], policies: PolicyMap) -> type[nn.Module]:
+def _policied_class(
+    cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE
+) -> type[nn.Module]:
     """The one subclass of `cls` whose methods run under `policies`."""
+    key = (cls, policies, origin)
     with _classes_lock:
-        found = _classes.get((cls, policies))
-        if found is None:
-            found = _classes[cls, policies] = _make_class(cls, policies)
-        return found
+        if key not in _classes:
+            _classes[key] = _make_class(*key)
+        return _classes[key]
 
 
-def _make_class(cls: type[nn.Module], policies: PolicyMap) -> type[nn.Module]:
+def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(getattr(cls, name)) for name in _methods(cls)}
     members |= {
         # Else Flax would generate them anew, over a class's own.
@@ -75,6 +81,7 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap) -> type[nn.Module]:
         "tabulate": nn.nowrap(_make_tabulate(cls)),
         "_jaxmp_class": cls,
         "_jaxmp_policies": policies,
+        "_jaxmp_origin": origin,
     }
     return type(cls.__name__, (cls,), members)
 
@@ -126,7 +133,7 @@ def _entered(module: Any) -> Iterator[None]:
 
 def _root_of(module: Any) -> Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
-    return root_of(type(module)._jaxmp_policies, path)
+    return root_of(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
 
 
 def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -169,8 +176,10 @@ def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
 
 
 def _cast_to_output(module: Any, out: Any) -> Any:
-    policy = type(module)._jaxmp_policies.resolve("", type(module))
-    return cast_tree(out, policy.output_dtype, policy.cast_float64)
+    cls = type(module)
+    (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
+    plan = make_plan(cls._jaxmp_policies, path, author, above, facts_of(author))
+    return cast_tree(out, plan.output, plan.policy.cast_float64)
 
 
 # What Flax's own machinery reads; never a submodule.
@@ -178,7 +187,7 @@ _FLAX_NAMES = frozenset(
     {
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
-        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_root_path"),
+        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path", "_jaxmp_above"),
     }
 )
 
@@ -210,11 +219,23 @@ def _policied_views(owner: nn.Module, value: Any) -> Any:
 def _policied_view(owner: Any, child: Any) -> Any:
     if not isinstance(child, nn.Module) or child.scope is None or _is_policied(child):
         return child
-    view = object.__new__(_policied_class(type(child), type(owner)._jaxmp_policies))
+    cls, root = type(owner), _root_of(owner)
+    view = object.__new__(_policied_class(type(child), cls._jaxmp_policies, cls._jaxmp_origin))
     # One dictionary for both: what a call changes in the view changes in the submodule.
     object.__setattr__(view, "__dict__", child.__dict__)
-    object.__setattr__(view, "_jaxmp_root_path", _root_of(owner).path)
+    object.__setattr__(view, "_jaxmp_root_path", root.path)
+    # Now, because a module refers to its parent weakly.
+    object.__setattr__(view, "_jaxmp_above", _classes_above(child))
     return view
+
+
+def _classes_above(module: Any) -> tuple[type, ...]:
+    """The classes of the modules above a bound module, the nearest first."""
+    classes, parent = [], module.parent
+    while isinstance(parent, nn.Module) and parent.scope is not None:
+        classes.append(getattr(type(parent), "_jaxmp_class", type(parent)))
+        parent = parent.parent
+    return tuple(classes)
 
 
 def _is_policied(module: nn.Module) -> bool:
@@ -224,14 +245,26 @@ def _is_policied(module: nn.Module) -> bool:
 def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.clone)
     def clone(self: nn.Module, **changes: Any) -> nn.Module:
+        if "_jaxmp_root_path" not in self.__dict__:
+            with context(policies=Plain()):
+                return cls.clone(self, **changes)
         with context(policies=Plain()):
-            copy = cls.clone(self, **changes)
-        # Away from its root, a submodule would be matched by the wrong paths: it is plain again.
-        if "_jaxmp_root_path" in self.__dict__:
-            object.__setattr__(copy, "__class__", cls)
+            copy = cls.clone(self, **{**author_fields(self), **changes})
+        # A submodule that leaves its model takes its policies along; in the model they reach it.
+        is_unbound = copy.scope is None
+        object.__setattr__(copy, "__class__", _taken_out(self) if is_unbound else cls)
         return copy
 
     return clone
+
+
+def _taken_out(view: Any) -> type[nn.Module]:
+    """The class of a submodule outside of its model; rules match its path within the model."""
+    root, cls = _root_of(view), type(view)
+    path = root.origin.path + view.scope.path[len(root.path) :]
+    above = (*view.__dict__["_jaxmp_above"], *root.origin.above)
+    origin = Origin(path, above[: len(path)])
+    return _policied_class(cls._jaxmp_class, cls._jaxmp_policies, origin)
 
 
 def _make_post_init(cls: type[nn.Module]) -> Callable[..., None]:
@@ -245,11 +278,12 @@ def _make_post_init(cls: type[nn.Module]) -> Callable[..., None]:
 
 def _reduce(self: Any) -> tuple[Any, ...]:
     cls = type(self)
-    return _rebuild, (cls._jaxmp_class, cls._jaxmp_policies), self.__getstate__()
+    key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
+    return _rebuild, key, self.__getstate__()
 
 
-def _rebuild(cls: type[nn.Module], policies: PolicyMap) -> nn.Module:
-    return object.__new__(_policied_class(cls, policies))
+def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE) -> nn.Module:
+    return object.__new__(_policied_class(cls, policies, origin))
 
 
 # ---------------------------------------------------------------------------
@@ -329,7 +363,8 @@ def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
 
 def _check_required(module: Any, rngs: Any, args: Any, kwargs: Any) -> None:
     policies = type(module)._jaxmp_policies
-    if any(rule.required for rule in policies.rules):
+    # A part of a model does not have the paths of the rest.
+    if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
         policies.check_required(module_paths(module, *args, rngs=rngs, **kwargs))
 
 

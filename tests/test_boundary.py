@@ -1,5 +1,7 @@
 """Casts at the boundaries of modules: their range, what they leave alone, and error messages."""
 
+import pickle
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -421,3 +423,69 @@ def test_other_errors_have_no_note():
     with pytest.raises(TypeError) as caught:
         jn.apply_policy(ScannedNnx(), BF16)()
     assert not any("jaxmp" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+# ---------------------------------------------------------------------------
+# Submodules that are taken out of a bound model
+# ---------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.Dense(4)(x))
+
+
+class Parts(nn.Module):
+    def setup(self):
+        self.encoder, self.heads = Encoder(), [nn.Dense(4) for _ in range(2)]
+
+    def __call__(self, x):
+        return self.heads[1](self.heads[0](self.encoder(x)))
+
+
+class Taker(nn.Module):
+    part: nn.Module
+
+    def __call__(self, x):
+        return self.part(x)
+
+
+RULES = [
+    jaxmp.Rule("encoder/Dense_1", "c=f32"),
+    jaxmp.Rule("heads_1", "c=bf16,o=f32"),
+    jaxmp.Rule(module_type="Encoder", policy="c=f16", subtree=True),
+]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_unbound_submodules_keep_their_policy(called):
+    x = jnp.ones((2, 4))
+    model = jl.apply_policy(Parts(), jaxmp.PolicyMap(BF16, RULES))
+    variables = model.init(jax.random.key(0), x)
+    bound = model.bind(variables)
+    for get in (lambda m: m.encoder, lambda m: m.heads[0], lambda m: m.heads[1]):
+        expected = get(bound)(x)
+        part, own = (get(bound) if called else get(model.bind(variables))).unbind()
+        assert part.scope is None and part.name is None and getattr(part, "dtype", None) is None
+        copies = [part, part.clone(), part.bind(own).unbind()[0]]
+        if isinstance(part, Encoder):  # The initialisers of a Dense cannot be pickled.
+            copies.append(pickle.loads(pickle.dumps(part)))
+        for copy in copies:
+            out = copy.apply(own, x)
+            assert out.dtype == expected.dtype
+            np.testing.assert_array_equal(out, expected)
+        assert part == copies[1] and hash(part) == hash(copies[-1])
+        init = jax.eval_shape(part.init, jax.random.key(0), x)
+        assert init == jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own)
+        out = Taker(part).apply({"params": {"part": own["params"]}}, x)
+        np.testing.assert_array_equal(out, expected)
+    assert jl.apply_policy(part, "fp32").apply(own, x).dtype == jnp.float32
+
+
+def test_unbound_submodules_follow_rules_about_the_modules_above():
+    x = jnp.ones((2, 4))
+    rules = [jaxmp.Rule(module_type="Parts", policy="c=f16", subtree=True)]
+    model = jl.apply_policy(Parts(), jaxmp.PolicyMap(BF16, rules))
+    part, own = model.bind(model.init(jax.random.key(0), x)).encoder.unbind()
+    assert part.apply(own, x).dtype == jnp.float16
