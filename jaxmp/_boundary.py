@@ -111,7 +111,7 @@ def cast_tree(
     def cast_arrays(leaf: Any) -> Any:
         if not isinstance(leaf, _ARRAYS):
             return leaf
-        leaf = canonical(leaf)
+        leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
         return cast_leaf(leaf, dtype) if is_castable(leaf, cast_float64) else leaf
 
     return jax.tree.map(cast_arrays, tree, is_leaf=is_leaf)

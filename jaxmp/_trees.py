@@ -96,10 +96,16 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def canonical(leaf: Any) -> Any:
-    """A leaf in the dtype that JAX gives it: float64 of NumPy is float32 unless x64 is enabled."""
-    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype == FLOAT64:
-        return cast(leaf, jax.dtypes.canonicalize_dtype(FLOAT64))
-    return leaf
+    """Returns an argument in the dtype that `jit` gives it: NumPy's float64 is float32 without x64.
+
+    Example:
+      >>> canonical(np.ones(2)).dtype
+      dtype('float32')
+    """
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if leaf.dtype.kind in "iufc" else None
+    return leaf if dtype is None else cast(leaf, dtype)
 
 
 def cast(leaf: Any, dtype: Any) -> Any:

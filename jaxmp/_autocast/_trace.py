@@ -12,6 +12,7 @@ from jax.extend import source_info_util
 from jaxmp._autocast._regions import Rules
 from jaxmp._compat import is_in_custom_vjp
 from jaxmp._recipe_data import as_op_table, as_policy_map
+from jaxmp._trees import canonical
 from jaxmp.errors import PolicyError
 
 
@@ -64,7 +65,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         out = [next(rest) if leaf is None else leaf for leaf in static_out["leaves"]]
         return static_out["structure"].unflatten(out)
 
-    arrays = [_as_jit_takes_it(leaves[index]) for index in positions]
+    arrays = [canonical(leaves[index]) for index in positions]
     closed = jax.make_jaxpr(flat)(*arrays)
     return Traced(closed, arrays, results, static_out["in_custom_vjp"])
 
@@ -73,16 +74,3 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind in "biufcV"
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _as_jit_takes_it(array: Any) -> Any:
-    """Returns an argument in the dtype that `jit` gives it: NumPy's float64 is float32 without x64.
-
-    Example:
-      >>> _as_jit_takes_it(np.ones(2)).dtype
-      dtype('float32')
-    """
-    if not isinstance(array, (np.ndarray, np.generic)):
-        return array
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in "iufc" else None
-    return array if dtype in (None, array.dtype) else array.astype(dtype)
