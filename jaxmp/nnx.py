@@ -97,7 +97,7 @@ def apply_policy(model: M, policies: Any) -> M:
 
 def attention_fn(
     *,
-    implementation: str = "auto",
+    implementation: str | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     padding_mask: bool = False,
@@ -108,7 +108,7 @@ def attention_fn(
     shows: cuDNN's fused kernel skips what causality and lengths hide, and reads a mask as an array.
 
     Args:
-      implementation: as in `dot_product_attention`; "auto" leaves it to the policy.
+      implementation: as in `dot_product_attention`; None or "auto" leaves it to the policy.
       is_causal: position t sees positions 0 to t. Leave the causal mask out.
       local_window_size: `(left, right)`, or one number for both.
       padding_mask: the layer's mask hides what stands behind the end of each sequence, and nothing

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxmp._attention._arguments import Arguments, Settings, arguments, check_implementation
 from jaxmp._attention._blockwise import blockwise_attention
@@ -24,7 +26,7 @@ from jaxmp._attention._plain import xla_attention
 from jaxmp._compat import target
 from jaxmp._policy import get_policy
 
-_RUN: dict[str, Callable[[Arguments], jax.Array]] = {
+_RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,
     "blockwise": blockwise_attention,
     "xla": xla_attention,
@@ -32,26 +34,70 @@ _RUN: dict[str, Callable[[Arguments], jax.Array]] = {
 }
 
 
+@overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
+    scale: float | ArrayLike | None = None,
     is_causal: bool = False,
-    scale: float | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[False] = False,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
-    implementation: str = "auto",
     policy: Any = None,
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    policy: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    policy: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`softmax(scale * q k^T + bias) v`, logits and softmax in FP32 whatever the operands' dtype.
 
-    The names are those of `jax.nn.dot_product_attention`. B is the batch, T and S the positions of
+    Takes what `jax.nn.dot_product_attention` takes, and returns what it returns, except for queries
+    that see no key (below). Arguments may be lists or NumPy arrays as well. B is the batch, T and S the positions of
     queries and keys, N and K their heads, H and V the sizes of a head.
 
     Args:
@@ -59,26 +105,32 @@ def dot_product_attention(
       key: `[B, S, K, H]` or `[S, K, H]`, of the same dtype. N is a multiple of K: each key head
         serves N / K query heads in a row (grouped-query and multi-query attention).
       value: `[B, S, K, V]` or `[S, K, V]`, of the same dtype.
-      bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]`.
+      bias: added to the scaled logits; real numbers, broadcastable to `[B, N, T, S]`.
       mask: bool, broadcastable to `[B, N, T, S]`; False hides a key from a query.
       is_causal: position t sees keys 0 to t, counted from the start of both.
-      scale: of the logits, a number; None: `H ** -0.5`.
+      scale: of the logits, a number or an array of one element; None: `H ** -0.5`. "xla" multiplies
+        the logits by a traced array, the others the query, in the query's dtype.
       query_seq_lengths: integers `[B]`; queries from there on give zero.
       key_value_seq_lengths: integers `[B]`; keys from there on are seen by no query.
       local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; one
         number stands for both. With `is_causal`, right is 0.
+      implementation: None or "auto" takes cuDNN's fused kernel where it can serve, else "xla",
+        which holds the logits of all pairs, while they are small, else "blockwise", whose memory
+        grows linearly with T and S. "cudnn", "blockwise" or "xla" asks for one. "cudnn_fp8" asks
+        for cuDNN's FP8 kernel, which "auto" never takes; see below.
+      return_residual: return the log-sum-exp of each query's logits too. "cudnn_fp8" cannot.
       dropout_rate: probability that a weight is dropped.
       dropout_rng: key of the dropout; which weights it drops differs between implementations.
-      implementation: "auto" takes cuDNN's fused kernel where it can serve, else "xla", which holds
-        the logits of all pairs, while they are small, else "blockwise", whose memory grows linearly
-        with T and S. "cudnn", "blockwise" or "xla" asks for one. "cudnn_fp8" asks for cuDNN's FP8
-        kernel, which "auto" never takes; see below.
       policy: anything `get_policy` takes: the operands are cast to its compute dtype, the result to
         its output dtype. None: as they are.
 
     Returns:
       `[B, T, N, V]`, or `[T, N, V]`, in the operands' dtype. A query that sees no key gives zero
       and hands back a gradient of zero.
+      With `return_residual`, a pair of that and the log-sum-exp `[B, T, N]`, or `[T, N]`, in the
+      same dtype, as in JAX: computed in FP32, without a gradient, and -0.7 times the largest number
+      of FP32 for a query that sees no key. `policy="c=bf16,o=f32"` returns it in FP32, except
+      from "cudnn", which JAX rounds.
 
     Raises:
       AttentionError: if arguments do not fit together, or an implementation that is asked for
@@ -108,7 +160,7 @@ def dot_product_attention(
     come on top. If an operand is not finite the result is NaN throughout; if a gradient would
     saturate even so, all three are. On a CPU the kernel is emulated.
     """
-    check_implementation(implementation)
+    implementation = check_implementation(implementation)
     given = arguments(
         query,
         key,
@@ -125,10 +177,14 @@ def dot_product_attention(
         policy=policy,
         # Who names a policy, or has Tensor Cores, wants every product in the compute dtype.
         wide_gradients=policy is None and target() != "gpu",
+        return_residual=return_residual,
     )
-    out = run(given, implementation)
-    out = out.reshape(*jax.numpy.shape(query)[:-1], out.shape[-1])
-    return out if policy is None else out.astype(get_policy(policy).output_dtype)
+    result = run(given, implementation)
+    out, residual = result if given.settings.residual else (result, None)
+    dtype = given.query.dtype if policy is None else get_policy(policy).output_dtype
+    leading = jnp.shape(query)[:-1]
+    out = out.reshape(*leading, out.shape[-1]).astype(dtype)
+    return out if residual is None else (out, residual.reshape(leading).astype(dtype))
 
 
 def explain_attention(
@@ -138,7 +194,7 @@ def explain_attention(
     bias: Any = None,
     mask: Any = None,
     *,
-    implementation: str = "auto",
+    implementation: str | None = None,
     **options: Any,
 ) -> AttentionChoice:
     """Which implementation `dot_product_attention` would take for these arguments, and why.
@@ -160,12 +216,15 @@ def explain_attention(
       >>> choice.implementation, [blocker.argument for blocker in choice.blockers]
       ('blockwise', ['device', 'policy'])
     """
-    check_implementation(implementation)
+    implementation = check_implementation(implementation)
     return choose(arguments(query, key, value, bias, mask, **options), implementation)
 
 
-def run(given: Arguments, implementation: str) -> jax.Array:
-    """`[B, T, N, V]` by the implementation that is chosen, whose name the program will show."""
+def run(given: Arguments, implementation: str) -> Any:
+    """`[B, T, N, V]` by the implementation that is chosen, whose name the program will show.
+
+    With `settings.residual`, also the log-sum-exp `[B, T, N]`.
+    """
     choice = choose(given, implementation)
     log_once(choice)
     because = choice.blockers[0].argument if choice.blockers else ""
@@ -220,10 +279,10 @@ def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _compiled(implementation: str, name: str) -> Callable[..., jax.Array]:
+def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Traced once for all layers of the same shapes."""
 
-    def attention(arrays: dict[str, jax.Array], settings: Settings) -> jax.Array:
+    def attention(arrays: dict[str, jax.Array], settings: Settings) -> Any:
         fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
         return _RUN[implementation](Arguments(**{**fields, "settings": settings}))
 

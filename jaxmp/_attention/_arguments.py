@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -15,17 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._dtypes import bits
+from jaxmp._dtypes import bits, wide_dtype
 from jaxmp._policy import ATTENTION, get_policy
 from jaxmp.errors import AttentionError, did_you_mean
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# The log-sum-exp of a query that sees no key, as in jax.nn.dot_product_attention: finite, so that
+# partial results can be merged by `jnp.logaddexp` without NaN.
+NO_KEY = -0.7 * float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is known of an attention before it runs, beside the shapes. Hashable."""
 
+    # 1 if `Arguments.scale` is an array.
     scale: float
     is_causal: bool = False
     # Positions to the left and right of a query that it sees; None: no window. Causal: (left, 0).
@@ -35,6 +41,8 @@ class Settings:
     broadcast_dropout: bool = False
     # The logits' gradient is multiplied in FP32: twice as exact, and no work for a Tensor Core.
     wide_gradients: bool = False
+    # The log-sum-exp of the logits is returned beside the result.
+    residual: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,8 @@ class Arguments:
     query_lengths: Any
     key_lengths: Any
     dropout_rng: Any
+    # Scalar that multiplies the logits in addition to `settings.scale`; None: 1.
+    scale: Any
     settings: Settings
 
     @property
@@ -70,19 +80,31 @@ class Arguments:
         return beyond or any(array is not None for array in given)
 
 
-def check_implementation(implementation: Any) -> None:
-    """Refuses what is no implementation.
+def check_implementation(implementation: Any) -> str:
+    """Returns the name of an implementation; None, which is JAX's default, is "auto".
 
     Raises:
-      AttentionError: naming those that there are.
+      AttentionError: if there is no such implementation.
     """
+    if implementation is None:
+        return "auto"
     if implementation not in ATTENTION:
         hint = did_you_mean(implementation, ATTENTION) if isinstance(implementation, str) else ""
         raise AttentionError(
             f"implementation={implementation!r} is none that jaxmp has.{hint} Allowed: "
-            f"{', '.join(map(repr, ATTENTION))}; for example "
+            f"{', '.join(map(repr, ATTENTION))}, and None, which is 'auto'; for example "
             "dot_product_attention(query, key, value, implementation='auto')."
         )
+    return implementation
+
+
+def with_scaled_query(given: Arguments) -> Arguments:
+    """Returns arguments without an array `scale`: it multiplies the query, in FP32."""
+    if given.scale is None:
+        return given
+    query = given.query.astype(wide_dtype(given.query.dtype))
+    query = (query * given.scale.astype(query.dtype)).astype(given.query.dtype)
+    return dataclasses.replace(given, query=query, scale=None)
 
 
 def arguments(
@@ -102,6 +124,7 @@ def arguments(
     broadcast_dropout: bool = False,
     policy: Any = None,
     wide_gradients: bool = False,
+    return_residual: bool = False,
 ) -> Arguments:
     """Checks the arguments of `dot_product_attention`, which says what each means.
 
@@ -120,6 +143,7 @@ def arguments(
     _check_shapes(query, key, value)
     batch, queries, heads, size = query.shape
     logits = (batch, heads, queries, key.shape[1])
+    number, array = _scale(scale, size)
     return Arguments(
         query,
         key,
@@ -129,13 +153,15 @@ def arguments(
         _lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
         _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
         _checked_rng(dropout_rate, dropout_rng),
+        array,
         Settings(
-            scale=_scale(scale, size),
+            scale=number,
             window=_window(local_window_size, is_causal),
             is_causal=_is_causal(is_causal, local_window_size),
             dropout_rate=float(dropout_rate),
             broadcast_dropout=broadcast_dropout,
             wide_gradients=wide_gradients,
+            residual=_flag(return_residual, "return_residual"),
         ),
     )
 
@@ -146,14 +172,19 @@ def arguments(
 
 
 def _array(value: Any, name: str) -> Any:
-    is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
-    array = value if is_array else jnp.asarray(value)
+    array = _as_array(value)
     if array.ndim not in (3, 4):
         raise AttentionError(
             f"{name} has shape {array.shape}. Allowed: [batch, positions, heads, size], or without "
             f"the batch; for example {name}.reshape(batch, positions, heads, size)."
         )
     return array
+
+
+def _as_array(value: Any) -> Any:
+    """An array, or a shape as it is; lists and NumPy arrays get the dtypes that JAX gives them."""
+    is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+    return value if is_array else jnp.asarray(value)
 
 
 def _cast(array: Any, dtype: np.dtype) -> Any:
@@ -200,7 +231,8 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         )
     if query.shape[3] != key.shape[3]:
         raise AttentionError(f"{shapes}: query and key differ in head size.")
-    if not all(math.prod(array.shape) for array in (query, key, value)):
+    # Without sequences or queries the result is empty, as in JAX.
+    if not all((*query.shape[2:], *key.shape[1:], *value.shape[1:])):
         raise AttentionError(f"{shapes}: a dimension is 0, and nothing can be attended to.")
     if query.shape[2] % key.shape[2]:
         raise AttentionError(
@@ -217,11 +249,13 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
 def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
     if bias is None:
         return None
-    bias = bias if hasattr(bias, "dtype") else jnp.asarray(bias)
+    bias = _as_array(bias)
+    if jnp.issubdtype(bias.dtype, jnp.integer):
+        bias = _cast(bias, np.dtype("float32"))
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise AttentionError(
-            f"bias is {bias.dtype.name}; it is added to the logits and must be floating. A bool "
-            "mask has its own argument: dot_product_attention(query, key, value, mask=mask)."
+            f"bias is {bias.dtype.name}; it is added to the logits and must be real numbers. A "
+            "bool mask has its own argument: dot_product_attention(query, key, value, mask=mask)."
         )
     return _broadcastable(bias, "bias", logits)
 
@@ -229,7 +263,7 @@ def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
 def _mask(mask: Any, logits: tuple[int, ...]) -> Any:
     if mask is None:
         return None
-    mask = mask if hasattr(mask, "dtype") else jnp.asarray(mask)
+    mask = _as_array(mask)
     if mask.dtype != np.bool_:
         raise AttentionError(
             f"mask is {mask.dtype.name}, not bool. Write mask=mask.astype(bool), or, for a mask "
@@ -253,7 +287,7 @@ def _broadcastable(array: Any, name: str, logits: tuple[int, ...]) -> Any:
 def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
     if lengths is None:
         return None
-    lengths = lengths if hasattr(lengths, "dtype") else jnp.asarray(lengths)
+    lengths = _as_array(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != (batch,):
         raise AttentionError(
             f"{name} is {lengths.dtype.name} of shape {lengths.shape}. Allowed: integers, one for "
@@ -275,30 +309,30 @@ def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _scale(scale: Any, size: int) -> float:
+def _scale(scale: Any, size: int) -> tuple[float, Any]:
+    """The scale as a number, and as an array where it is not known before the program runs."""
     if scale is None:
-        return size**-0.5
-    if isinstance(scale, Tracer) or not isinstance(scale, (int, float, np.number)):
+        return size**-0.5, None
+    if isinstance(scale, (Tracer, jax.ShapeDtypeStruct)) and math.prod(scale.shape) == 1:
+        if jnp.issubdtype(scale.dtype, jnp.floating):
+            return 1.0, scale if isinstance(scale, jax.ShapeDtypeStruct) else scale.reshape(())
+    number = isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array))
+    if isinstance(scale, Tracer) or not number or np.size(scale) != 1:
         raise AttentionError(
-            f"scale={scale!r} is no number. It is part of the compiled kernel; "
-            "a learned scale goes into the query: dot_product_attention(query * scale, key, value)."
+            f"scale={scale!r} is no number. Allowed: a number, or a floating array of one element; "
+            "for example scale=head_size**-0.5."
         )
-    if not math.isfinite(scale):
+    value = float(np.asarray(scale).reshape(()))
+    if not math.isfinite(value):
         raise AttentionError(f"scale={scale!r} is not finite; for example scale=head_size**-0.5.")
-    return float(scale)
+    return value, None
 
 
 def _window(size: Any, is_causal: bool) -> tuple[int, int] | None:
     if size is None:
         return None
-    pair = (size, size) if isinstance(size, int) else size
-    fits = (
-        isinstance(pair, (tuple, list))
-        and len(pair) == 2
-        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in pair)
-        and not isinstance(size, bool)
-    )
-    if not fits:
+    pair = _pair(size)
+    if pair is None or min(pair) < 0:
         raise AttentionError(
             f"local_window_size={size!r} is neither an integer nor a pair (left, right) of "
             "integers that are not negative; for example local_window_size=(1023, 0)."
@@ -307,13 +341,29 @@ def _window(size: Any, is_causal: bool) -> tuple[int, int] | None:
     return (left, 0) if is_causal else (left, right)
 
 
+def _pair(size: Any) -> tuple[int, int] | None:
+    """The two integers of a window; None if there are no such two."""
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or any(isinstance(n, (bool, np.bool_)) for n in pair):
+        return None
+    try:
+        left, right = map(operator.index, pair)
+    except TypeError:
+        return None
+    return left, right
+
+
 def _is_causal(is_causal: Any, window: Any) -> bool:
-    if not isinstance(is_causal, bool):
-        raise AttentionError(
-            f"is_causal={is_causal!r} is neither True nor False; it is part of the compiled kernel."
-        )
     # A window that ends at the query is causal, and cuDNN has windows for causal masks only.
-    return is_causal or (isinstance(window, (tuple, list)) and window[1] == 0) or window == 0
+    return _flag(is_causal, "is_causal") or (window is not None and _pair(window)[1] == 0)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise AttentionError(
+            f"{name}={value!r} is neither True nor False; it is part of the compiled kernel."
+        )
+    return bool(value)
 
 
 def _checked_rng(rate: Any, rng: Any) -> Any:

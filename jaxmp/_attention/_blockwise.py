@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._attention._arguments import Arguments, Settings, sees
+from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
 from jaxmp._compat import vary, varying_axes
 from jaxmp._dtypes import wide_dtype
 
@@ -58,13 +58,16 @@ class _Operands(NamedTuple):
     rng: jax.Array | None
 
 
-def blockwise_attention(given: Arguments, block: int = _BLOCK) -> jax.Array:
+def blockwise_attention(given: Arguments, block: int = _BLOCK) -> Any:
     """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero.
+
+    With `settings.residual`, also the log-sum-exp `[B, T, N]` in FP32, which has no gradient.
 
     Args:
       given: the arguments.
       block: positions of a block, at most.
     """
+    given = with_scaled_query(given)
     batch, heads, queries, keys = given.logits_shape
     groups = given.key.shape[2]
     while block > _LEAST and batch * heads * block * block > _LOGITS:
@@ -96,8 +99,8 @@ def _rounded_up(size: int, multiple: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(shape: _Shape, settings: Settings, operands: _Operands) -> jax.Array:
-    return _forward(shape, settings, operands)[0].astype(operands.query.dtype)
+def _attention(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
+    return _forward_rule(shape, settings, operands)[0]
 
 
 # ---------------------------------------------------------------------------
@@ -274,9 +277,9 @@ def _forward(
     )
     start = vary(start, varying_axes(operands))
     (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, settings)))
-    # A row that sees no key: its weights are exp(-inf - 0) / 1.
+    # A row that sees no key: its weights are exp(-inf - 0) / inf.
     most = jnp.where(most == -jnp.inf, 0, most)
-    shares = 1 / jnp.where(total == 0, 1, total)
+    shares = 1 / jnp.where(total == 0, jnp.inf, total)
     out = sums * shares[..., None]
     return _joined(out, shape.queries), (most, shares)
 
@@ -284,7 +287,16 @@ def _forward(
 def _forward_rule(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
     wide, rows = _forward(shape, settings, operands)
     out = wide.astype(operands.query.dtype)
-    return out, (operands, wide if settings.wide_gradients else out, rows)
+    saved = operands, wide if settings.wide_gradients else out, rows
+    return (out, _residual(shape, rows)) if settings.residual else out, saved
+
+
+def _residual(shape: _Shape, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Log-sum-exp `[B, T, N]` from the largest logit and 1 / sum of each row."""
+    most, shares = rows
+    # The sum of a row that sees a key is at least 1.
+    sums = jnp.where(shares == 0, NO_KEY, most - jnp.log(jnp.where(shares == 0, 1, shares)))
+    return _joined(sums[..., None], shape.queries)[..., 0]
 
 
 # ---------------------------------------------------------------------------
@@ -292,7 +304,8 @@ def _forward_rule(shape: _Shape, settings: Settings, operands: _Operands) -> Any
 # ---------------------------------------------------------------------------
 
 
-def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: jax.Array) -> Any:
+def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: Any) -> Any:
+    d_out = d_out[0] if settings.residual else d_out
     operands, out, (most, shares) = saved
     blocks = _Blocks(shape, settings, operands)
     wide = blocks.wide

@@ -81,6 +81,8 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
     Raises:
       AttentionError: if `implementation` is asked for and cannot serve the call.
     """
+    if implementation != "cudnn_fp8" and not math.prod(given.logits_shape):
+        return AttentionChoice("xla", "the result is empty")
     if implementation in ("blockwise", "xla"):
         return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(given)))
     if implementation == "cudnn_fp8":
@@ -188,6 +190,8 @@ def _mask_blockers(given: Arguments) -> list[Blocker]:
 
 def _notes(given: Arguments) -> list[str]:
     notes = []
+    if given.scale is not None:
+        notes.append("a scale that is an array multiplies the query, in the query's dtype")
     sizes = given.query.shape[-1], given.value.shape[-1]
     padded = padded_size(*sizes)
     if sizes != (padded, padded):
@@ -285,6 +289,7 @@ def _fp8_mask_blockers(given: Arguments) -> list[Blocker]:
         "key_value_seq_lengths": (given.key_lengths, without),
         "local_window_size": (given.settings.window, without),
         "dropout_rate": (given.dropout_rng, "JAX has no dropout in the fused kernel"),
+        "return_residual": (given.settings.residual or None, "JAX does not return it in FP8"),
     }
     changes = {
         "mask": "State a causal mask by is_causal=True; else write implementation='auto'.",

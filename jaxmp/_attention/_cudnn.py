@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxmp._attention._arguments import Arguments
+from jaxmp._attention._arguments import NO_KEY, Arguments, with_scaled_query
 from jaxmp._attention._plain import whole_mask
 
 # cuDNN takes heads whose size is a multiple of it.
@@ -19,8 +20,12 @@ def padded_size(head: int, value: int) -> int:
     return -(-max(head, value) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
-def cudnn_attention(given: Arguments) -> jax.Array:
-    """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero."""
+def cudnn_attention(given: Arguments) -> Any:
+    """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero.
+
+    With `settings.residual`, also the log-sum-exp `[B, T, N]`, which JAX rounds to that dtype.
+    """
+    given = with_scaled_query(given)
     settings = given.settings
     _, _, queries, keys = given.logits_shape
     size = given.value.shape[-1]
@@ -30,7 +35,7 @@ def cudnn_attention(given: Arguments) -> jax.Array:
     if seeing is not None:
         # Selected on both sides: no kernel is trusted with what it does to rows of nothing.
         query = jnp.where(seeing, query, 0)
-    out = jax.nn.dot_product_attention(
+    result = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -42,8 +47,15 @@ def cudnn_attention(given: Arguments) -> jax.Array:
         key_value_seq_lengths=given.key_lengths,
         local_window_size=settings.window,
         implementation="cudnn",
-    )[..., :size]
-    return out if seeing is None else jnp.where(seeing, out, 0)
+        return_residual=settings.residual,
+    )
+    out, residual = result if settings.residual else (result, None)
+    out = out[..., :size]
+    out = out if seeing is None else jnp.where(seeing, out, 0)
+    if residual is None:
+        return out
+    residual = lax.stop_gradient(residual)
+    return out, residual if seeing is None else jnp.where(seeing[..., 0], residual, NO_KEY)
 
 
 def _padded(array: jax.Array, size: int) -> jax.Array:

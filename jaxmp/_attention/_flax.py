@@ -29,7 +29,7 @@ class Stated:
     padding_mask: bool = False
 
     def __post_init__(self) -> None:
-        check_implementation(self.implementation)
+        object.__setattr__(self, "implementation", check_implementation(self.implementation))
         if isinstance(self.local_window_size, list):
             object.__setattr__(self, "local_window_size", tuple(self.local_window_size))
 

@@ -37,7 +37,7 @@ from jax import lax
 
 from jaxmp import _compat
 from jaxmp._attention import _fp8_emulation
-from jaxmp._attention._arguments import Arguments
+from jaxmp._attention._arguments import Arguments, with_scaled_query
 from jaxmp._dtypes import FLOAT32
 from jaxmp.errors import AttentionError
 from jaxmp.fp8._quantize import compute_scale, quantize
@@ -106,7 +106,7 @@ class _Run(NamedTuple):
 
 def fp8_attention(given: Arguments) -> jax.Array:
     """`[B, T, N, H]` in the operands' dtype; NaN throughout if an operand is not finite."""
-    settings = given.settings
+    given, settings = with_scaled_query(given), given.settings
     static = _Static(settings.scale, settings.is_causal, _compat.target() != "gpu")
     return _attention(static, given.query, given.key, given.value)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._attention._arguments import Arguments, sees
+from jaxmp._attention._arguments import NO_KEY, Arguments, sees
 from jaxmp._dtypes import wide_dtype
 from jaxmp._products import wide_product
 
@@ -28,18 +28,26 @@ def attend(
     dropout: Callable[[jax.Array], jax.Array] | None,
     sow: Callable[[jax.Array], Any] | None,
     precision: Any,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     wide_gradients: bool = False,
     qk_einsum: Callable[..., jax.Array] | None = None,
     value_einsum: Callable[..., jax.Array] | None = None,
-) -> jax.Array:
-    """What all share whose logits are held as a whole; operands of one dtype, the result's."""
+    residual: bool = False,
+) -> Any:
+    """What all share whose logits are held as a whole; operands of one dtype, the result's.
+
+    With `residual`, also the log-sum-exp of each query's logits, `[B..., T, N]` in FP32.
+    """
     if key.shape[-2] != query.shape[-2]:
         key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
     logits = _logits(query, key, precision, qk_einsum, wide_gradients)
-    logits *= logits.dtype.type(query.shape[-1] ** -0.5 if scale is None else scale)
-    weights, seeing = _softmax(logits, bias, mask)
-    weights = weights.astype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(scale, jax.Array):
+        logits *= scale.astype(logits.dtype)
+    else:
+        logits *= logits.dtype.type(scale)
+    logits, seeing = _masked(logits, bias, mask)
+    weights = jax.nn.softmax(logits).astype(query.dtype)
     if sow is not None:
         sow(weights)
     if dropout is not None:
@@ -48,7 +56,12 @@ def attend(
     out = einsum("...hqk,...khd->...qhd", weights, value)
     # A query that sees no key gives zero. No gradient passes the selection: none reaches the
     # weights, and so neither values, logits nor what made them.
-    return out if seeing is None else jnp.where(jnp.swapaxes(seeing, -3, -2), out, 0)
+    seeing = None if seeing is None else jnp.swapaxes(seeing, -3, -2)
+    out = out if seeing is None else jnp.where(seeing, out, 0)
+    if not residual:
+        return out
+    sums = jnp.swapaxes(jax.nn.logsumexp(lax.stop_gradient(logits), axis=-1), -2, -1)
+    return out, sums if seeing is None else jnp.where(seeing[..., 0], sums, NO_KEY)
 
 
 def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
@@ -82,12 +95,12 @@ def _logits(
     return wide_product(product, query, key, wide)
 
 
-def _softmax(
+def _masked(
     logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Weights, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
+    """The logits that softmax takes, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
 
-    The weights of one that sees none are finite and mean nothing.
+    The logits of a query that sees none are finite and mean nothing.
     """
     seeing = None
     if bias is not None:
@@ -98,7 +111,7 @@ def _softmax(
         logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
         some = mask.any(-1, keepdims=True)
         seeing = some if seeing is None else seeing & some
-    return jax.nn.softmax(logits), seeing
+    return logits, seeing
 
 
 def weight_dropout(
@@ -119,8 +132,11 @@ def weight_dropout(
     return dropout
 
 
-def xla_attention(given: Arguments) -> jax.Array:
-    """`[B, T, N, V]` in the operands' dtype; the logits of all pairs are held in memory."""
+def xla_attention(given: Arguments) -> Any:
+    """`[B, T, N, V]` in the operands' dtype; the logits of all pairs are held in memory.
+
+    With `settings.residual`, also the log-sum-exp `[B, T, N]` in FP32.
+    """
     settings = given.settings
     rate, broadcast = settings.dropout_rate, settings.broadcast_dropout
     return attend(
@@ -132,8 +148,9 @@ def xla_attention(given: Arguments) -> jax.Array:
         dropout=weight_dropout(given.dropout_rng is None, rate, given.dropout_rng, broadcast),
         sow=None,
         precision=None,
-        scale=settings.scale,
+        scale=settings.scale if given.scale is None else given.scale,
         wide_gradients=settings.wide_gradients,
+        residual=settings.residual,
     )
 
 
