@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import pickle
@@ -235,6 +236,116 @@ def test_a_long_sequence_against_fp64(dtype, length):
     operands = inputs(length, length, heads=1, groups=1, size=32, dtype=dtype, batch=1)
     with standard():
         check_errors(arguments(*operands, is_causal=True, wide_gradients=True))
+
+
+# ---------------------------------------------------------------------------
+# In the place of `jax.nn.dot_product_attention`
+# ---------------------------------------------------------------------------
+
+
+def test_every_argument_of_jax_has_its_name_kind_and_default():
+    ours = inspect.signature(dot_product_attention).parameters
+    for name, theirs in inspect.signature(jax.nn.dot_product_attention).parameters.items():
+        assert (ours[name].kind, ours[name].default) == (theirs.kind, theirs.default), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": np.float32(0.3), "is_causal": True},
+        {"scale": jnp.array([0.3]), "mask": [True] * 5 + [False] * 7},
+        {"query_seq_lengths": jnp.array([3, 8]), "key_value_seq_lengths": jnp.array([5, 12])},
+        {"bias": np.arange(12), "local_window_size": (np.int64(2), np.int64(1))},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_result_residual_and_gradients_are_those_of_jax(options):
+    operands = inputs(8, 12, groups=2, dtype=jnp.bfloat16)
+    # JAX's masks and biases have four dimensions.
+    jax_options = dict(options)
+    for name in {"mask", "bias"} & set(options):
+        jax_options[name] = jnp.asarray(options[name]).reshape(1, 1, 1, 12)
+
+    def of(fn, **options):
+        def loss(*operands):
+            out, residual = fn(*operands, return_residual=True, **options)
+            # The residual has no gradient.
+            return (out.astype(jnp.float32) ** 2).sum() + residual.max().astype("float32"), (
+                out,
+                residual,
+            )
+
+        value_and_grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, aux), gradients = value_and_grad(*operands)
+        return *aux, *gradients
+
+    with standard():
+        expected = of(jax.nn.dot_product_attention, implementation="xla", **jax_options)
+    for implementation in (None, "blockwise"):
+        got = of(dot_product_attention, implementation=implementation, **options)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            np.testing.assert_allclose(
+                np.float32(ours),
+                np.float32(theirs),
+                rtol=0.03,
+                atol=0.03,
+                err_msg=str(implementation),
+            )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_traced_scale_has_a_gradient(implementation):
+    operands = inputs(8, 8)
+
+    def loss(scale, fn, **options):
+        return (fn(*operands, scale=scale, **options) ** 2).sum()
+
+    got = jax.grad(loss)(0.3, dot_product_attention, implementation=implementation)
+    with standard():
+        expected = jax.grad(loss)(0.3, jax.nn.dot_product_attention)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_lists_and_arrays_without_elements_are_taken():
+    query, key, value = (a[0] for a in inputs(2, 3, heads=1, groups=1))
+    out, residual = dot_product_attention(
+        query.tolist(), key.tolist(), np.asarray(value, np.float64), return_residual=True
+    )
+    np.testing.assert_allclose(out, dot_product_attention(query, key, value), rtol=1e-6)
+    assert residual.shape == (2, 1)
+    for implementation in (None, "blockwise"):
+        empty = dot_product_attention(query[:0], key, value, implementation=implementation)
+        assert empty.shape == (0, 1, 8)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_residual_of_a_query_that_sees_no_key_is_finite(name):
+    operands = inputs(20, 20)
+    call = arguments(*operands, query_seq_lengths=jnp.array([20, 3]), return_residual=True)
+    _, residual = IMPLEMENTATIONS[name](call)
+    assert residual.dtype == jnp.float32 and residual.shape == (2, 20, 4)
+    assert bool((residual[1, 3:] == -0.7 * jnp.finfo(jnp.float32).max).all())
+    assert bool((jnp.abs(residual[0]) < 10).all())
+
+
+def test_a_policy_widens_the_residual():
+    operands = inputs(8, 8, dtype=jnp.bfloat16)
+    fn = functools.partial(dot_product_attention, return_residual=True, implementation="xla")
+    out, residual = fn(*operands, policy="c=bf16,o=f32")
+    assert out.dtype == residual.dtype == jnp.float32
+    # It was never rounded to 16 bits.
+    assert not np.array_equal(residual, np.float32(residual.astype(jnp.bfloat16)))
+
+
+def test_forward_mode_as_in_jax_while_the_logits_are_held():
+    query, key, value = inputs(8, 8)
+    ours = lambda query: dot_product_attention(query, key, value, is_causal=True)
+    theirs = lambda query: jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    got = jax.jvp(ours, (query,), (query,))
+    with standard():
+        expected = jax.jvp(theirs, (query,), (query,))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------
@@ -571,7 +682,9 @@ def test_without_a_batch():
         ({"key_value_seq_lengths": np.array([3, 65])}, "between 0 and the 64"),
         ({"query_seq_lengths": np.array([3.0, 5.0])}, "integers"),
         ({"query_seq_lengths": np.array([3])}, "one for each of the 2"),
-        ({"scale": np.ones(2)}, "query \\* scale"),
+        ({"scale": np.ones(2)}, "one element"),
+        ({"scale": "0.1"}, "no number"),
+        ({"return_residual": 1}, "return_residual=1 is neither"),
         ({"scale": float("inf")}, "not finite"),
         ({"is_causal": 1}, "neither True nor False"),
         ({"local_window_size": (1, 2, 3)}, "pair"),

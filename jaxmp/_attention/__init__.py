@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmp._attention._arguments import Arguments, Settings, arguments, check_implementation
+from jaxmp._attention._arguments import (
+    Arguments,
+    Settings,
+    arguments,
+    as_array,
+    check_implementation,
+)
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
 from jaxmp._attention._choice import AttentionChoice as AttentionChoice
@@ -97,8 +102,10 @@ def dot_product_attention(
     """`softmax(scale * q k^T + bias) v`, logits and softmax in FP32 whatever the operands' dtype.
 
     Takes what `jax.nn.dot_product_attention` takes, and returns what it returns, except for queries
-    that see no key (below). Arguments may be lists or NumPy arrays as well. B is the batch, T and S the positions of
-    queries and keys, N and K their heads, H and V the sizes of a head.
+    that see no key (below). Arguments may be lists or NumPy arrays as well.
+
+    B is the batch, T and S the positions of queries and keys, N and K their heads, H and V the
+    sizes of a head.
 
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
@@ -160,9 +167,10 @@ def dot_product_attention(
     come on top. If an operand is not finite the result is NaN throughout; if a gradient would
     saturate even so, all three are. On a CPU the kernel is emulated.
     """
+    query_array = as_array(query)
     implementation = check_implementation(implementation)
     given = arguments(
-        query,
+        query_array,
         key,
         value,
         bias,
@@ -182,7 +190,7 @@ def dot_product_attention(
     result = run(given, implementation)
     out, residual = result if given.settings.residual else (result, None)
     dtype = given.query.dtype if policy is None else get_policy(policy).output_dtype
-    leading = jnp.shape(query)[:-1]
+    leading = query_array.shape[:-1]
     out = out.reshape(*leading, out.shape[-1]).astype(dtype)
     return out if residual is None else (out, residual.reshape(leading).astype(dtype))
 

@@ -115,7 +115,7 @@ def arguments(
     mask: Any = None,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: Any = None,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: Any = None,
@@ -172,7 +172,7 @@ def arguments(
 
 
 def _array(value: Any, name: str) -> Any:
-    array = _as_array(value)
+    array = as_array(value)
     if array.ndim not in (3, 4):
         raise AttentionError(
             f"{name} has shape {array.shape}. Allowed: [batch, positions, heads, size], or without "
@@ -181,7 +181,7 @@ def _array(value: Any, name: str) -> Any:
     return array
 
 
-def _as_array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     """An array, or a shape as it is; lists and NumPy arrays get the dtypes that JAX gives them."""
     is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
     return value if is_array else jnp.asarray(value)
@@ -249,7 +249,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
 def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
     if bias is None:
         return None
-    bias = _as_array(bias)
+    bias = as_array(bias)
     if jnp.issubdtype(bias.dtype, jnp.integer):
         bias = _cast(bias, np.dtype("float32"))
     if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -263,7 +263,7 @@ def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
 def _mask(mask: Any, logits: tuple[int, ...]) -> Any:
     if mask is None:
         return None
-    mask = _as_array(mask)
+    mask = as_array(mask)
     if mask.dtype != np.bool_:
         raise AttentionError(
             f"mask is {mask.dtype.name}, not bool. Write mask=mask.astype(bool), or, for a mask "
@@ -287,7 +287,7 @@ def _broadcastable(array: Any, name: str, logits: tuple[int, ...]) -> Any:
 def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
     if lengths is None:
         return None
-    lengths = _as_array(lengths)
+    lengths = as_array(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != (batch,):
         raise AttentionError(
             f"{name} is {lengths.dtype.name} of shape {lengths.shape}. Allowed: integers, one for "
@@ -313,9 +313,9 @@ def _scale(scale: Any, size: int) -> tuple[float, Any]:
     """The scale as a number, and as an array where it is not known before the program runs."""
     if scale is None:
         return size**-0.5, None
-    if isinstance(scale, (Tracer, jax.ShapeDtypeStruct)) and math.prod(scale.shape) == 1:
-        if jnp.issubdtype(scale.dtype, jnp.floating):
-            return 1.0, scale if isinstance(scale, jax.ShapeDtypeStruct) else scale.reshape(())
+    traced = isinstance(scale, (Tracer, jax.ShapeDtypeStruct)) and math.prod(scale.shape) == 1
+    if traced and jnp.issubdtype(scale.dtype, jnp.floating):
+        return 1.0, scale if isinstance(scale, jax.ShapeDtypeStruct) else scale.reshape(())
     number = isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array))
     if isinstance(scale, Tracer) or not number or np.size(scale) != 1:
         raise AttentionError(
@@ -355,7 +355,8 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 def _is_causal(is_causal: Any, window: Any) -> bool:
     # A window that ends at the query is causal, and cuDNN has windows for causal masks only.
-    return _flag(is_causal, "is_causal") or (window is not None and _pair(window)[1] == 0)
+    pair = None if window is None else _pair(window)
+    return _flag(is_causal, "is_causal") or (pair is not None and pair[1] == 0)
 
 
 def _flag(value: Any, name: str) -> bool:

@@ -35,7 +35,7 @@ def cudnn_attention(given: Arguments) -> Any:
     if seeing is not None:
         # Selected on both sides: no kernel is trusted with what it does to rows of nothing.
         query = jnp.where(seeing, query, 0)
-    result = jax.nn.dot_product_attention(
+    result: Any = jax.nn.dot_product_attention(
         query,
         key,
         value,

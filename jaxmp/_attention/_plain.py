@@ -98,7 +98,7 @@ def _logits(
 def _masked(
     logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The logits that softmax takes, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
+    """The logits for softmax, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
 
     The logits of a query that sees none are finite and mean nothing.
     """
