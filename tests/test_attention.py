@@ -24,6 +24,7 @@ from jaxmp._attention import _choice
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._plain import xla_attention
+from jaxmp._attention._sharding import one_sharding
 from jaxmp._compat import context
 from models import floats
 from programs import named, trace
@@ -346,6 +347,41 @@ def test_forward_mode_as_in_jax_while_the_logits_are_held():
     with standard():
         expected = jax.jvp(theirs, (query,), (query,))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------
+# One sharding for the operands of cuDNN's kernel
+# ---------------------------------------------------------------------------
+
+
+def test_operands_get_one_sharding_and_keep_values_and_gradients():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+    query, key, value = inputs(8, 12, groups=2)
+    arrays = {
+        "query": place(query, "data"),
+        "key": place(key, None, None, "data"),
+        "value": place(value, None, None, None, "data"),
+        "bias": place(jnp.ones((1, 4, 8, 12)), None, None, "data"),
+        "mask": None,
+        "key_value_seq_lengths": place(jnp.array([3, 12]), "data"),
+    }
+    tied = jax.jit(one_sharding)(arrays)
+    assert tied.pop("mask") is None
+    specs = {name: array.sharding.spec for name, array in tied.items()}
+    assert specs.pop("bias") == PartitionSpec()
+    assert set(specs.values()) == {PartitionSpec("data")}
+    for name, array in tied.items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+    def loss(query, key, value):
+        over_batch = jax.vmap(one_sharding)({"query": query, "key": key, "value": value})
+        return (over_batch["query"] ** 2).sum() + 3 * over_batch["key"].sum()
+
+    batched = [jnp.stack([a, a]) for a in (query, key, value)]
+    d_query, d_key, d_value = jax.jit(jax.grad(loss, (0, 1, 2)))(*batched)
+    np.testing.assert_array_equal(d_query, 2 * batched[0])
+    assert bool((d_key == 3).all()) and not d_value.any()
 
 
 # ---------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
 from jaxmp import audit, dot_product_attention
 
@@ -141,3 +143,65 @@ def test_what_the_kernel_cannot_serve_runs_otherwise():
     query = shape(2, 256, 8, 64)
     options = {"is_causal": True, "dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
     assert kernels(gradients(**options), query, query, query, {}) == []
+
+
+# ---------------------------------------------------------------------------
+# Eight GPUs
+# ---------------------------------------------------------------------------
+
+
+def sharded(leaf, mesh, *spec):
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+
+
+def fully_sharded(tree, mesh):
+    """Every array of at least two dimensions sharded over its longest one, as plain FSDP does."""
+
+    def place(leaf):
+        spec = [None] * leaf.ndim
+        if leaf.ndim > 1:
+            spec[max(range(leaf.ndim), key=lambda axis: leaf.shape[axis])] = "data"
+        return sharded(leaf, mesh, *spec)
+
+    return jax.tree.map(place, tree)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_fully_sharded_parameters(framework):
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    # Left to itself, XLA shards the key over the size of its heads, and the query over the batch.
+    gpt, tokens = GPT(layers=2, width=512, heads=8), shape(16, 64, dtype=jnp.int32)
+    wrap = jaxmp.load_recipe("bf16").wrap
+    if framework == "linen":
+        model, params = wrap(gpt), jax.eval_shape(gpt.init, jax.random.key(0), tokens)
+        apply = model.apply
+    else:
+        make = lambda: wrap(NnxGPT(gpt, rngs=nnx.Rngs(0)))
+        definition, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        apply = lambda params, tokens: nnx.merge(definition, params, rest)(tokens)
+
+    @jax.grad
+    def gradient(params, tokens):
+        return apply(params, tokens).sum()
+
+    args = fully_sharded(params, mesh), sharded(tokens, mesh, "data")
+    found = kernels(gradient, *args)
+    assert {
+        kernel: sum(n for k, n in found if k == kernel) for kernel, _ in found
+    } == dict.fromkeys(MASKED, 2)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("heads", [8, 2, 1])
+def test_operands_whose_shardings_differ(explicit, heads):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    query = sharded(shape(8, 64, 8, 64), mesh, "data", None, "model" if heads > 1 else None)
+    key = sharded(shape(8, 64, heads, 64), mesh, None, None, None, "data")
+    value = sharded(shape(8, 64, heads, 64), mesh, "data")
+    lengths = sharded(shape(8, dtype=jnp.int32), mesh)
+    fn = gradients(is_causal=True)
+    expected = [(FORWARD, 1), (BACKWARD, 1)]
+    assert kernels(fn, query, key, value, {"key_value_seq_lengths": lengths}) == expected

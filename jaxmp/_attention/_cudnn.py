@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, with_scaled_query
 from jaxmp._attention._plain import whole_mask
+from jaxmp._attention._sharding import one_sharding
 
 # cuDNN takes heads whose size is a multiple of it.
 HEAD_MULTIPLE = 8
@@ -35,22 +36,26 @@ def cudnn_attention(given: Arguments) -> Any:
     if seeing is not None:
         # Selected on both sides: no kernel is trusted with what it does to rows of nothing.
         query = jnp.where(seeing, query, 0)
-    result: Any = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=_whole(given.bias, queries, keys),
-        mask=_whole(given.mask, queries, keys),
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": _whole(given.bias, queries, keys),
+        "mask": _whole(given.mask, queries, keys),
+        "query_seq_lengths": given.query_lengths,
+        "key_value_seq_lengths": given.key_lengths,
+    }
+    attend: Any = jax.nn.dot_product_attention
+    result = attend(
+        **one_sharding(operands),
         is_causal=settings.is_causal,
         scale=settings.scale,
-        query_seq_lengths=given.query_lengths,
-        key_value_seq_lengths=given.key_lengths,
         local_window_size=settings.window,
         implementation="cudnn",
         return_residual=settings.residual,
     )
     out, residual = result if settings.residual else (result, None)
-    out = out[..., :size]
+    out = one_sharding({"query": out})["query"][..., :size]
     out = out if seeing is None else jnp.where(seeing, out, 0)
     if residual is None:
         return out

@@ -1,0 +1,170 @@
+"""Gives the operands of cuDNN's kernel one sharding, which JAX's partitioner of it requires.
+
+XLA chooses the sharding of query, key and value apart. Where only parameters are sharded, it may
+shard the key over the size of its heads and the query over the batch; JAX then refuses to partition
+the kernel ("Query, key and value should have same sharding"). `one_sharding` returns its operands
+through a custom partitioning of the identity. Its rule ties batch and heads of all results
+together. Positions and head sizes of the results are tied to nothing, so they stay whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp.errors import AttentionError
+
+# Dimensions that the kernel can be sharded over: b the batch, n the heads.
+_DIMENSIONS = {
+    "query": "b.n.",
+    "key": "b.n.",
+    "value": "b.n.",
+    "bias": "bn..",
+    "mask": "bn..",
+    "query_seq_lengths": "b",
+    "key_value_seq_lengths": "b",
+}
+
+# These determine the sharding, and have both dimensions.
+_TIED = ("query", "key", "value")
+
+Arrays = dict[str, jax.Array]
+
+
+def one_sharding(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same arrays, sharded alike over batch and heads in a program for a mesh.
+
+    Args:
+      arrays: by the names of `jax.nn.dot_product_attention`; None stays. Of the result alone, which
+        has the dimensions of the query, positions and head size get no sharding from what reads it.
+    """
+    present = {name: array for name, array in arrays.items() if array is not None}
+    mesh = jax.typeof(present["query"]).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        tied = _tied({name: present.pop(name) for name in _TIED if name in present})
+        # The others follow the query, of which they need not have all dimensions.
+        others = _tied({"query": tied["query"], **present}) if present else {}
+        return {**arrays, **tied, **others}
+    # The types say how the operands are sharded.
+    specs = _specs(mesh, tuple(present), list(map(jax.typeof, present.values())))
+    for (name, array), spec in zip(present.items(), specs, strict=True):
+        present[name] = jax.reshard(array, NamedSharding(mesh, spec))
+    return {**arrays, **present}
+
+
+@jax.custom_vjp
+def _tied(arrays: Arrays) -> Arrays:
+    return _partitioned(arrays)
+
+
+def _forward_rule(arrays: Arrays) -> tuple[Arrays, None]:
+    return _partitioned(arrays), None
+
+
+def _backward_rule(_: None, gradients: dict[str, Any]) -> tuple[dict[str, Any]]:
+    # Gradients are tied too: the sharding of a gradient is that of its operand.
+    floating = {name: g for name, g in gradients.items() if g.dtype != jax.dtypes.float0}
+    return ({**gradients, **_partitioned(floating)},)
+
+
+_tied.defvjp(_forward_rule, _backward_rule)
+
+
+@custom_vmap
+def _partitioned(arrays: Arrays) -> Arrays:
+    names = tuple(sorted(arrays, key=list(_DIMENSIONS).index))
+    shapes = tuple(arrays[name].shape for name in names)
+    results = _identity(names, shapes)(*(arrays[name] for name in names))
+    return dict(zip(names, results, strict=True))
+
+
+@_partitioned.def_vmap
+def _batched(size: int, is_batched: Any, arrays: Arrays) -> tuple[Arrays, Any]:
+    whole = {
+        name: array if is_batched[0][name] else jnp.broadcast_to(array, (size, *array.shape))
+        for name, array in arrays.items()
+    }
+    return _partitioned(whole), dict.fromkeys(arrays, True)
+
+
+@functools.cache
+def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
+    """The identity of these arrays, with the rule by which XLA shards its results."""
+    query = shapes[0]
+    key = shapes[names.index("key")] if "key" in names else query
+    fresh = (f"f{i}" for i in itertools.count())
+    sizes: Any = {}
+
+    def factors(name: str, shape: tuple[int, ...], is_tied: bool) -> str:
+        own = shape[len(shape) - len(_DIMENSIONS[name]) :]
+        words = []
+        for kind, size in zip(_DIMENSIONS[name], own, strict=True):
+            shared = {"b": query[-4], "n": key[-2], ".": 1}[kind]
+            if size == 1 or shared == 1 or not is_tied:
+                words.append(next(fresh))
+            elif size == shared:
+                words.append(kind)
+            else:  # query heads that share key heads
+                heads = next(fresh)
+                sizes[heads] = size // shared
+                words.append(f"(n {heads})")
+        return " ".join(["...", *words])
+
+    every = list(zip(names, shapes, strict=True))
+    operands = ", ".join(factors(name, shape, name in _TIED) for name, shape in every)
+    results = ", ".join(factors(name, shape, True) for name, shape in every)
+
+    def identity(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return arrays
+
+    def shardings(mesh: Any, infos: Any) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, spec) for spec in _specs(mesh, names, infos))
+
+    def partition(mesh: Any, _: Any, infos: Any) -> Any:
+        found = shardings(mesh, infos)
+        return mesh, identity, found, found
+
+    made = custom_partitioning(identity)
+    made.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, infos, _: shardings(mesh, infos),
+        sharding_rule=f"{operands} -> {results}",
+        **sizes,
+    )
+    return made
+
+
+def _specs(mesh: Any, names: tuple[str, ...], infos: Any) -> list[PartitionSpec]:
+    """The query's sharding of batch and heads, for each array.
+
+    Raises:
+      AttentionError: if the heads are sharded over more devices than the key has heads.
+    """
+    query, key = infos[0], infos[names.index("key") if "key" in names else 0]
+    spec = (*query.sharding.spec, *(None,) * (len(query.shape) - len(query.sharding.spec)))
+    *leading, batch, _, heads, _ = spec
+    over = {None: ()}.get(heads, heads if isinstance(heads, tuple) else (heads,))
+    devices = math.prod(mesh.shape[axis] for axis in over)
+    if key.shape[-2] % devices:
+        raise AttentionError(
+            f"the {query.shape[-2]} heads of the query are sharded over {devices} devices, and the "
+            f"key has {key.shape[-2]} heads, which cuDNN's kernel cannot shard alike. Shard the "
+            "heads over fewer devices, or write implementation='xla'."
+        )
+
+    def of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        axes = {"b": batch, "n": heads, ".": None}
+        own = shape[len(shape) - len(_DIMENSIONS[name]) :]
+        dims = zip(_DIMENSIONS[name], own, strict=True)
+        return PartitionSpec(*leading, *(axes[kind] if size > 1 else None for kind, size in dims))
+
+    return [of(name, info.shape) for name, info in zip(names, infos, strict=True)]
