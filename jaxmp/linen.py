@@ -400,7 +400,8 @@ def apply_policy(model: M, policies: Any) -> M:
       >>> model.apply(params, jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    _check_model(model)
+    _check_model(model, "apply_policy")
+    _check_unbound(model)
     policies = as_policy_map(policies)
     check_module_dtypes(policies)
     cls = _policied_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
@@ -447,21 +448,32 @@ def attention_fn(
     return AttentionFunction(Stated(implementation, is_causal, local_window_size, padding_mask))
 
 
-def _check_model(model: Any) -> None:
+# The arguments of each public function behind the model, here and in `jaxmp.nnx`.
+_CALLS = {
+    "apply_policy": (", policies", ", policies"),
+    "explain": (", policies, *args", ", policies"),
+    "module_paths": (", *args", ""),
+}
+
+
+def _check_model(model: Any, function: str) -> None:
+    here, nnx_call = _CALLS[function]
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise CompositionError(
-            f"apply_policy was given the class {model.__name__}, not a model. Give an instance: "
-            f"apply_policy({model.__name__}(...), policies)."
+            f"{function} was given the class {model.__name__}, not a model. Give an instance: "
+            f"{function}({model.__name__}(...){here})."
         )
     if not isinstance(model, nn.Module):
         kind = type(model)
-        nnx = any(base.__module__.startswith("flax.nnx") for base in inspect.getmro(kind))
-        fix = "jaxmp.nnx.apply_policy(model, policies)" if nnx else "jaxmp.autocast(fn, policies)"
+        fix = "Give a flax.linen.Module"
+        if any(base.__module__.startswith("flax.nnx") for base in inspect.getmro(kind)):
+            fix = f"Use jaxmp.nnx.{function}(model{nnx_call})"
+        elif callable(model) and function == "apply_policy":
+            fix = "For a plain JAX function use jaxmp.autocast(fn, policies)"
         raise CompositionError(
-            f"apply_policy was given a {kind.__module__}.{kind.__qualname__}, which is not a "
-            f"flax.linen.Module. Use {fix}."
+            f"{function} was given a {kind.__module__}.{kind.__qualname__}, which is not a "
+            f"flax.linen.Module. {fix}."
         )
-    _check_unbound(model)
 
 
 def _check_unbound(model: nn.Module) -> None:
@@ -491,6 +503,7 @@ def module_paths(
       >>> list(module_paths(nn.Dense(4), jnp.ones((2, 3))))
       ['', ':bias', ':kernel']
     """
+    _check_model(model, "module_paths")
     paths: dict[str, type | None] = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
@@ -536,6 +549,7 @@ def explain(
       >>> explain(nn.Dense(4), "p=f32,c=bf16,o=f32", jnp.ones((2, 3))).rows[0].policy
       Policy('p=f32,c=bf16,o=f32')
     """
+    _check_model(model, "explain")
     policies = as_policy_map(policies)
     paths = module_paths(model, *args, rngs=rngs, **kwargs)
     policies.check_required(paths)

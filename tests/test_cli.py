@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import jaxmp
 from jaxmp import cli
 from jaxmp._recipe import list_recipes, load_recipe
+
+ROOT = Path(__file__).parent.parent
 
 MODEL = """
 import flax.linen as nn
@@ -275,3 +278,26 @@ def test_a_missing_package_is_named_with_its_extra(missing):
     assert done.returncode != 0
     assert "MissingDependencyError" in done.stderr and missing in done.stderr
     assert 'pip install "jaxmp[cli]"' in done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', 'list']; "
+        "from jaxmp.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == (
+        f"jaxmp: {package} is not installed; jaxmp needs it for the jaxmp command. Install it "
+        'with:\n    pip install "jaxmp[cli]"\n'
+    )
+
+
+def test_the_command_and_the_module_are_one():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"jaxmp": "jaxmp.__main__:main"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmp", "list"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and "bf16" in done.stdout

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyMap, Rule
@@ -853,3 +854,21 @@ def test_fields_with_modules_and_defaults_survive():
     model = apply_policy(Model(Config(5), nn.gelu), BF16)
     assert (model.config, model.activation) == (Config(5), nn.gelu)
     assert model.apply(model.init(KEY, floats(2, 3)), floats(2, 3)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: apply_policy(model, "bf16"),
+        lambda model: explain(model, "bf16"),
+        module_paths,
+    ],
+    ids=["apply_policy", "explain", "module_paths"],
+)
+def test_what_is_no_model_is_named(call):
+    with pytest.raises(CompositionError, match=r"builtins\.int, which is not a flax\.linen\.Module"):
+        call(3)
+    with pytest.raises(CompositionError, match=r"was given the class Dense, not a model.*Dense\("):
+        call(nn.Dense)
+    with pytest.raises(CompositionError, match=r"Use jaxmp\.nnx\.(apply|explain|module)"):
+        call(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
