@@ -33,7 +33,9 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
-    raise missing_dependency(str(error.name), "the jaxmp command", "cli") from None
+    raise missing_dependency(
+        str(error.name).partition(".")[0], "the jaxmp command", "cli"
+    ) from None
 
 app = typer.Typer(
     help="Mixed precision for JAX and Flax: what each recipe does, and why.",

@@ -866,7 +866,9 @@ def test_fields_with_modules_and_defaults_survive():
     ids=["apply_policy", "explain", "module_paths"],
 )
 def test_what_is_no_model_is_named(call):
-    with pytest.raises(CompositionError, match=r"builtins\.int, which is not a flax\.linen\.Module"):
+    with pytest.raises(
+        CompositionError, match=r"builtins\.int, which is not a flax\.linen\.Module"
+    ):
         call(3)
     with pytest.raises(CompositionError, match=r"was given the class Dense, not a model.*Dense\("):
         call(nn.Dense)
