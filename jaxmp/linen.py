@@ -245,17 +245,38 @@ def _is_policied(module: nn.Module) -> bool:
 def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.clone)
     def clone(self: nn.Module, **changes: Any) -> nn.Module:
+        with context(policies=Plain()), _author_fields_in(self):
+            copy = cls.clone(self, **changes)
         if "_jaxmp_root_path" not in self.__dict__:
-            with context(policies=Plain()):
-                return cls.clone(self, **changes)
-        with context(policies=Plain()):
-            copy = cls.clone(self, **{**author_fields(self), **changes})
+            return copy
         # A submodule that leaves its model takes its policies along; in the model they reach it.
         is_unbound = copy.scope is None
         object.__setattr__(copy, "__class__", _taken_out(self) if is_unbound else cls)
         return copy
 
     return clone
+
+
+@contextlib.contextmanager
+def _author_fields_in(module: Any) -> Iterator[None]:
+    """Runs a block in which a module, and those in its fields, have their author's fields."""
+    modules = _with_submodules(module)
+    own = [(part.__dict__, author_fields(part)) for part in modules]
+    prepared = [(fields, {name: fields[name] for name in author}) for fields, author in own]
+    for fields, author in own:
+        fields.update(author)
+    try:
+        yield
+    finally:
+        for fields, current in prepared:
+            fields.update(current)
+
+
+def _with_submodules(module: Any) -> list[Any]:
+    """A module and the modules in its fields, at any depth."""
+    values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
+    below = [child for value in values for child in modules_in(value)]
+    return [module, *(part for child in below for part in _with_submodules(child))]
 
 
 def _taken_out(view: Any) -> type[nn.Module]:

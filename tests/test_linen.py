@@ -196,8 +196,28 @@ def test_bound_submodules_can_be_called_again_and_again():
     bound = model.bind(model.init(KEY, x))
     assert [bound.inner(x).dtype.name for _ in range(3)] == ["bfloat16"] * 3
     module, variables = bound.inner.unbind()
-    assert type(module) is MLP  # paths mean nothing away from the root: plain again
-    assert module.apply(variables, x).dtype == jnp.float32
+    assert isinstance(module, MLP)
+    # Rules still match the path that it had in the model.
+    np.testing.assert_array_equal(module.apply(variables, x), bound.inner(x))
+
+
+class DenseAndInner(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner(nn.Dense(8)(x))
+
+
+@pytest.mark.parametrize("plain", [nn.Dense(3), DenseAndInner(nn.Dense(3))])
+def test_an_unbound_model_equals_the_model_that_was_bound(plain):
+    model, x = apply_policy(plain, MIXED), floats(2, 8)
+    bound = model.bind(model.init(KEY, x))
+    out = bound(x)
+    module, variables = bound.unbind()
+    assert module == model
+    np.testing.assert_array_equal(module.apply(variables, x), out)
+    np.testing.assert_array_equal(bound(x), out)
 
 
 def test_lazy_init_and_tabulate():
