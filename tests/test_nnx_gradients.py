@@ -79,7 +79,7 @@ def test_any_argument_is_a_flax_object():
 
         @nnx.jit
         def every(model, rngs, encoder, more, value_and_grad=value_and_grad):
-            numbers = (0, (0, 4), (1, 0), KERNELS)
+            numbers = ((0, 4), (1, 0), KERNELS)
             runs = [value_and_grad(loss_fn, argnums=argnums) for argnums in numbers]
             return [run(model, X, Y, rngs, encoder, more=more) for run in runs]
 
