@@ -14,6 +14,8 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
+from jaxmp.errors import CompositionError
+
 
 class Context(NamedTuple):
     """What traced code may depend on besides its arguments; part of the jit cache key."""
@@ -225,6 +227,35 @@ def vary(tree: Any, axes: Any) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
+
+
+def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of `axes` that an enclosing `vmap`, `pmap` or `shard_map` maps over."""
+
+    def is_bound(axis: Any) -> bool:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            return False
+        return True
+
+    return tuple(axis for axis in axes if is_bound(axis))
+
+
+def check_axes(axes: tuple[Any, ...]) -> None:
+    """Refuses to average over axes outside the function that maps over them.
+
+    Raises:
+      CompositionError: naming the axis, and the calls that bind it.
+    """
+    bound = bound_axes(axes)
+    for axis in axes:
+        if axis not in bound:
+            raise CompositionError(
+                f"axis_name={axis!r}: no enclosing function maps over an axis of that name. Map "
+                f"the step, such as jax.pmap(train_step, axis_name={axis!r}); or, where jax.jit "
+                "shards the batch, leave axis_name out, also of recipe.optimizer."
+            )
 
 
 def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:

@@ -138,6 +138,7 @@ def value_and_grad(
     )
 
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        _compat.check_axes(options.axes)
         called = _for_call(options, args)
         before = [args[i] for i in called.argnums]
         args = _vary(args, called)

@@ -135,7 +135,9 @@ class Recipe:
 
         Args:
           inner: any optax transformation; clipping and schedules belong inside.
-          axis_name: mapped axis over which all devices must agree to skip.
+          axis_name: mapped axis of `pmap`, `vmap` or `shard_map`. The `value_and_grad` of a train
+            state averages loss and gradients over it, and all devices along it agree to skip. Leave
+            it out where `jax.jit` shards the batch.
 
         Returns:
           The transformation that `jaxmp.optim.mixed_precision` makes.

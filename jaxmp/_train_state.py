@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import serialization, struct
 
@@ -67,7 +69,8 @@ class TrainState(struct.PyTreeNode):
         Args:
           apply_fn: usually `model.apply`.
           params: the parameters `init` returned, in FP32; or the dict of `params` and
-            `_overwrite_with_gradient`.
+            `_overwrite_with_gradient`. Shapes (`jax.ShapeDtypeStruct`, as `jax.eval_shape` returns
+            them) make a state of shapes, for shardings and for restoring checkpoints.
           tx: an optax transformation; `recipe.optimizer(inner)` makes one.
           **kwargs: fields of a subclass.
 
@@ -75,27 +78,19 @@ class TrainState(struct.PyTreeNode):
           CompositionError: if something around `mixed_precision` would break it silently.
           RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
         """
-        trainable, overwritten = _trees.split_overwritten(params)
-        trainable = jax.tree.map(_strong, trainable)
-        optim.check_composition(jax.eval_shape(tx.init, trainable))
-        opt_state = tx.init(trainable)
-        _check_rules(opt_state, trainable)
-        stored = jax.tree.map(_fresh, _master.store(trainable, opt_state), trainable)
-        return cls(
-            step=jnp.zeros((), jnp.int32),
-            apply_fn=apply_fn,
-            params=_trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),
-            tx=tx,
-            opt_state=_trees.owned(opt_state, params, stored),
-            **jax.tree.map(_fresh_array, kwargs),
-        )
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            made = jax.eval_shape(functools.partial(_make, tx), params)
+            made["params"] = jax.tree.map(_placed_as, made["params"], params)
+            kwargs = jax.tree.map(_abstract, kwargs)
+        else:
+            made = _make(tx, params)
+            kwargs = jax.tree.map(_fresh_array, kwargs)
+        return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
 
     @property
     def loss_scale(self) -> Any:
         """The loss scale in the optimizer state; `NoLossScale()` if the optimizer keeps none."""
-        if not _find.find(self.opt_state, _skip.SkipNonfiniteState):
-            return NoLossScale()
-        return _find.get_loss_scale(self.opt_state)
+        return _find.shared_loss_scale(self.opt_state)
 
     def value_and_grad(
         self,
@@ -111,7 +106,11 @@ class TrainState(struct.PyTreeNode):
           argnums: which arguments to differentiate; the parameters are argument 0.
           has_aux: `fn` returns auxiliary data beside the loss.
           **options: the keyword arguments of `jaxmp.value_and_grad`; argument numbers count the
-            parameters as 0.
+            parameters as 0. The optimizer decides the loss scale, the dtypes of sums and
+            `axis_name`: with `recipe.optimizer(inner, axis_name="data")`, loss and gradients are
+            averaged over that axis once, here. For gradients that must not be averaged, as those
+            of parameters of which each device holds a part, use
+            `jaxmp.value_and_grad(fn, loss_scale=state.loss_scale)(state.params, *args)`.
 
         Returns:
           A function of `*args`, the arguments of `fn` after the parameters.
@@ -119,15 +118,13 @@ class TrainState(struct.PyTreeNode):
         Example:
           `loss, grads = state.value_and_grad(loss_fn)(batch)`
         """
-        for _, node in _find.find(self.opt_state, _skip.SkipNonfiniteState):
-            options.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
-            options.setdefault("reduce_dtype", node.settings.reduce_dtype)
-        if "loss_scale" not in options:
-            options["loss_scale"] = self.loss_scale
-        both = _gradients.value_and_grad(fn, argnums, has_aux, **options)
-        return lambda *args, **kwargs: both(self.params, *args, **kwargs)
+        options = _find.gradient_options(self.opt_state, options)
+        run = _gradients.value_and_grad(fn, argnums, has_aux, **options)
+        return lambda *args, **kwargs: run(self.params, *args, **kwargs)
 
-    def apply_gradients(self, *, grads: Any, **mutables: Any) -> Self:
+    def apply_gradients(
+        self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **mutables: Any
+    ) -> Self:
         """One optimizer step, or none at all.
 
         If the gradients are finite, parameters, masters, optimizer state and every field named in
@@ -137,6 +134,11 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
+          extra_args: further arguments of the optimizer's `update`, which some transformations of
+            optax take: `{"value": loss}` for `optax.polyak_sgd` and
+            `optax.contrib.reduce_on_plateau`; `{"value": loss, "grad": grads, "value_fn": fn}` for
+            line searches such as that of `optax.lbfgs`. Losses and gradients are unscaled, and a
+            function of the parameters is called with the FP32 ones.
           **mutables: new values of other fields, such as `batch_stats=...`.
 
         Returns:
@@ -148,7 +150,9 @@ class TrainState(struct.PyTreeNode):
         self._check_mutables(mutables)
         params, old_overwritten = _trees.split_overwritten(self.params)
         grads, overwritten = _trees.split_overwritten(grads)
-        new_params, opt_state, applied = apply_update(self.tx, grads, self.opt_state, params)
+        new_params, opt_state, applied = apply_update(
+            self.tx, grads, self.opt_state, params, **(extra_args or {})
+        )
         if applied is not None:
             old = {name: getattr(self, name) for name in mutables}
             mutables = _trees.select(applied, mutables, old)
@@ -181,6 +185,35 @@ class TrainState(struct.PyTreeNode):
                 )
 
 
+def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
+    """Step, stored parameters and optimizer state of step 0."""
+    trainable, overwritten = _trees.split_overwritten(params)
+    trainable = jax.tree.map(_strong, trainable)
+    optim.check_composition(jax.eval_shape(tx.init, trainable))
+    opt_state = tx.init(trainable)
+    _find.shared_loss_scale(opt_state)
+    _check_rules(opt_state, trainable)
+    stored = jax.tree.map(_fresh, _master.store(trainable, opt_state), trainable)
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "params": _trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),
+        "opt_state": _trees.owned(opt_state, params, stored),
+    }
+
+
+def _abstract(leaf: Any) -> Any:
+    """The shape and dtype of an array; other leaves as they are."""
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _placed_as(leaf: Any, like: Any) -> Any:
+    """A shape with the sharding of the parameter that it was made from."""
+    sharding = getattr(like, "sharding", None)
+    return leaf if sharding is None else leaf.update(sharding=sharding)
+
+
 def _described(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves]
@@ -206,7 +239,7 @@ def _check_rules(opt_state: Any, params: Any) -> None:
     """Refuses required rules that set `param_dtype` by path and match no parameter."""
     paths = set()
     for names, _ in _trees.leaves_with_path(params):
-        inside = _trees.strip_collection(names) if _trees.has_collections(params) else names
+        inside = _trees.rule_names(params, names)
         paths.add(_trees.parameter_path(inside))
         paths.update("/".join(inside[:i]) for i in range(len(inside)))
     for node in _master.master_states(opt_state):

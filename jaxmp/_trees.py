@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
@@ -266,6 +267,17 @@ def has_collections(tree: Any) -> bool:
 def strip_collection(names: Path) -> Path:
     """The path inside the `params` collection; rules never name the collection."""
     return names[1:] if len(names) > 1 and names[0] == PARAMS else names
+
+
+def rule_names(tree: Any, names: Path) -> Path:
+    """The path of a leaf of `tree` as rules write it.
+
+    That is without the `params` collection, and without the `fast` and `slow` of
+    `optax.LookaheadParams`, which hold two copies of the same parameters.
+    """
+    if isinstance(tree, optax.LookaheadParams):
+        return rule_names(getattr(tree, names[0]), names[1:])
+    return strip_collection(names) if has_collections(tree) else names
 
 
 def split_overwritten(tree: Any) -> tuple[Any, Any]:

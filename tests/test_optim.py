@@ -2,6 +2,7 @@
 
 import re
 
+import flax.jax_utils
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -573,6 +574,189 @@ def test_two_guards_skip_together_when_one_master_does_not_fit():
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(FP16))
     new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1000.0)})
     assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
+
+
+GROUPS = {"x": "a", "y": "b"}
+
+
+def load(name):
+    """A recipe whose loss scale is small enough for FP16 gradients of size 1."""
+    recipe = jaxmp.load_recipe(name)
+    if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
+        return recipe
+    return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
+
+
+def grouped(recipe_a, recipe_b):
+    """The state of two groups of parameters, each with a recipe's optimizer of its own."""
+    tx = optax.multi_transform(
+        {"a": recipe_a.optimizer(optax.sgd(0.5)), "b": recipe_b.optimizer(optax.sgd(0.25))}, GROUPS
+    )
+    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
+    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "scale"),
+    [
+        (("bf16", "bf16"), 1.0),
+        (("bf16_params", "fp32"), 1.0),
+        (("fp16", "fp16"), 2.0**8),
+        (("fp16", "bf16"), 2.0**8),
+        (("fp32", "fp16_params"), 2.0**8),
+    ],
+)
+def test_groups_with_their_own_optimizers_share_one_scale(recipes, scale):
+    state = grouped(*map(load, recipes))
+
+    @jax.jit
+    def step(state, factor):
+        loss, grads = state.value_and_grad(lambda p, f: quadratic(p) * f)(factor)
+        return state.apply_gradients(grads=grads), loss
+
+    assert float(state.loss_scale.scale_value) == scale
+    new, loss = step(state, jnp.float32(1.0))
+    assert float(loss) == 5.0
+    assert new.params["x"].tolist() == [0.0] * 3 and new.params["y"].tolist() == [0.5] * 2
+    skipped, _ = step(new, jnp.float32(jnp.inf))
+    assert int(skipped.step) == 1 and not changed(new.params, skipped.params)
+    assert float(skipped.loss_scale.scale_value) == max(scale / 2, 1.0)
+    jaxmp.check(skipped)
+
+
+def test_scales_of_groups_stay_equal_when_one_master_does_not_fit():
+    recipe = jaxmp.load_recipe("fp16_params")
+    state = grouped(recipe, recipe)
+    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1e6)})
+    states = new.opt_state.inner_states
+    guards = [states[name].inner_state for name in "ab"]
+    assert [float(guard.loss_scale.scale_value) for guard in guards] == [2.0**15] * 2
+    assert [int(guard.stats.total) for guard in guards] == [1, 1]
+    assert float(new.loss_scale.scale_value) == 2.0**15
+
+
+@pytest.mark.parametrize(
+    "other", [jaxmp.DynamicLossScale(init_scale=2.0**10), jaxmp.StaticLossScale(2.0**16)]
+)
+def test_groups_with_different_scales_are_refused(other):
+    recipe = jaxmp.load_recipe("fp16")
+    with pytest.raises(CompositionError, match=r"different loss scales.*recipe.optimizer\(optax"):
+        grouped(recipe, recipe.replace(loss_scale=other))
+
+
+def test_groups_name_one_axis():
+    recipe = jaxmp.load_recipe("bf16")
+    tx = optax.multi_transform(
+        {"a": recipe.optimizer(optax.sgd(0.5), axis_name="d"), "b": recipe.optimizer(optax.sgd(1))},
+        GROUPS,
+    )
+    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with pytest.raises(CompositionError, match="different axes: 'd' and None"):
+        state.value_and_grad(quadratic)
+
+
+def sum_of_squares(params, batch):
+    return jnp.mean((params["w"].astype(jnp.float32)[None] - batch) ** 2)
+
+
+def mesh_of_four():
+    return Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
+
+
+def by_shard_map(step, state, batch, check_vma):
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh_of_four(),
+        in_specs=(P(), P("d")),
+        out_specs=(P(), P()),
+        check_vma=check_vma,
+    )
+    return jax.jit(mapped)(state, batch)
+
+
+def by_pmap(step, state, batch):
+    """As Flax's imagenet and lm1b examples do."""
+    devices = jax.devices()[:4]
+    parts = batch.reshape(4, -1, *batch.shape[1:])
+    replicated = flax.jax_utils.replicate(state, devices)
+    out = jax.pmap(step, axis_name="d", devices=devices)(replicated, parts)
+    return flax.jax_utils.unreplicate(out)
+
+
+def by_vmap(step, state, batch):
+    parts = batch.reshape(4, -1, *batch.shape[1:])
+    out = jax.vmap(step, in_axes=(None, 0), axis_name="d")(state, parts)
+    return jax.tree.map(lambda x: x[0], out)
+
+
+MAPPED = {
+    "pmap": by_pmap,
+    "vmap": by_vmap,
+    "shard_map": lambda *args: by_shard_map(*args, check_vma=True),
+    "shard_map without vma": lambda *args: by_shard_map(*args, check_vma=False),
+}
+
+
+@pytest.mark.parametrize("how", MAPPED)
+@pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
+def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
+    """`init` outside of the mapped function; `axis_name` in the optimizer alone."""
+    recipe = load(recipe)
+    create = lambda axis: jaxmp.TrainState.create(
+        apply_fn=None,
+        params={"w": jnp.linspace(-1.0, 1.0, 3)},
+        tx=recipe.optimizer(relaxed(optax.adam(0.1)), axis_name=axis),
+    )
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(sum_of_squares)(batch)
+        return state.apply_gradients(grads=grads), (loss, grads)
+
+    batch = jax.random.normal(jax.random.key(0), (8, 3))
+    whole, (loss, grads) = jax.jit(step)(create(None), batch)
+    state, (mean_loss, mean_grads) = MAPPED[how](step, create("d"), batch)
+    np.testing.assert_allclose(mean_loss, loss, rtol=1e-6)
+    # FP16 parameters round their gradient of each part to FP16.
+    rtol = 1e-5 if recipe.name == "bf16" else 1e-3
+    np.testing.assert_allclose(mean_grads["w"], grads["w"], rtol=rtol, atol=1e-7)
+    np.testing.assert_allclose(
+        jaxmp.get_master_params(state)["w"],
+        jaxmp.get_master_params(whole)["w"],
+        rtol=rtol,
+        atol=1e-6,
+    )
+    skipped, _ = MAPPED[how](step, create("d"), batch.at[5].set(jnp.inf))
+    assert int(skipped.step) == 0 and int(jaxmp.get_skip_stats(skipped).total) == 1
+    jaxmp.check(state)
+
+
+def test_a_value_and_grad_with_another_axis_is_refused():
+    recipe = jaxmp.load_recipe("bf16")
+    create = lambda **axis: jaxmp.TrainState.create(
+        apply_fn=None,
+        params={"w": jnp.ones(3)},
+        tx=recipe.optimizer(optax.sgd(0.1), **axis),
+    )
+    with pytest.raises(CompositionError, match=r"axis_name='d'.*axis_name=None.*optimizer\(inner"):
+        create().value_and_grad(sum_of_squares, axis_name="d")
+    with pytest.raises(CompositionError, match=r"axis_name='e'.*axis_name='d'"):
+        create(axis_name="d").value_and_grad(sum_of_squares, axis_name="e")
+    create(axis_name="d").value_and_grad(sum_of_squares, axis_name=("d",))
+    # A state without jaxmp's optimizer has no other place for it.
+    plain = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
+    plain.value_and_grad(sum_of_squares, axis_name="d")
+
+
+def test_a_step_outside_of_the_mapped_function_is_explained():
+    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1), axis_name="d")
+    params = {"w": jnp.ones(3)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    message = r"axis_name='d'.*jax.pmap\(train_step, axis_name='d'\)"
+    with pytest.raises(CompositionError, match=message):
+        state.apply_gradients(grads=params)
+    with pytest.raises(CompositionError, match=message):
+        state.value_and_grad(sum_of_squares)(jnp.ones((2, 3)))
 
 
 def test_masked_out_gradients_are_guarded_too():

@@ -307,3 +307,86 @@ def test_flax_serialization_gives_every_leaf_back(recipe):
     restored = flax.serialization.from_bytes(state, blob)
     assert jax.tree.structure(restored) == jax.tree.structure(trained)
     assert not changed(trained, jax.tree.map(jnp.asarray, restored))
+
+
+# ---------------------------------------------------------------------------
+# Arguments of optax, shapes instead of arrays
+# ---------------------------------------------------------------------------
+
+
+def test_argument_numbers_count_the_parameters_as_0():
+    state, _ = setup("bf16")
+    x = jnp.float32(3.0)
+    loss_fn = lambda params, x: (x**2 * params["head"]["bias"][0], x)
+    loss, grads = state.value_and_grad(lambda *args: loss_fn(*args)[0], 1)(x)
+    assert float(loss) == 0.0 and float(grads) == 0.0
+    (_, aux), (grads, of_x) = state.value_and_grad(loss_fn, (0, 1), True)(x)
+    assert float(grads["head"]["bias"][0]) == 9.0 and float(aux) == 3.0 and float(of_x) == 0.0
+    with pytest.raises(jaxmp.JaxmpError, match="loss_scale="):
+        state.value_and_grad(loss_fn, jaxmp.NoLossScale())
+
+
+def test_extra_arguments_reach_the_optimizer():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params = {"w": jnp.ones(2)}
+    for outer in (jaxmp.load_recipe("bf16_params").optimizer(tx), tx):
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=outer)
+        state.apply_gradients(grads=params, extra_args={"value": 3.0})
+        assert seen == {"value": 3.0}
+        seen.clear()
+        state.apply_gradients(grads=params)
+        assert not seen
+    # Optimizers that take no such arguments ignore them, as `optax.with_extra_args_support` does.
+    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state.apply_gradients(grads=params, extra_args={"value": 3.0})
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16_params", None])
+def test_shapes_make_a_state_of_shapes(recipe):
+    recipe = recipe and jaxmp.load_recipe(recipe)
+    tx = optax.adamw(1e-2) if recipe is None else recipe.optimizer(relaxed(optax.adamw(1e-2)))
+    x = jnp.ones((2, 4))
+    variables = Net().init(jax.random.key(0), x)
+
+    def create(variables):
+        return State.create(
+            apply_fn=Net().apply,
+            params=variables["params"],
+            tx=tx,
+            batch_stats=variables["batch_stats"],
+            ema=None,
+        )
+
+    apply_fn = create(variables).apply_fn
+    abstract = create(jax.eval_shape(Net().init, jax.random.key(0), x)).replace(apply_fn=apply_fn)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+    described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    concrete = create(variables).replace(apply_fn=apply_fn)
+    assert described(abstract) == described(concrete)
+    of_lambda = jax.eval_shape(lambda: create(variables)).replace(apply_fn=apply_fn)
+    assert described(abstract) == described(of_lambda)
+    # The two uses: a sharding for each leaf, and the target of a restored checkpoint.
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.device_put(concrete, jax.tree.map(lambda _: sharding, abstract))
+    restored = flax.serialization.from_state_dict(
+        abstract, flax.serialization.to_state_dict(placed)
+    )
+    assert jax.tree.structure(restored) == jax.tree.structure(concrete)
+
+
+def test_shapes_keep_the_shardings_of_the_parameters():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    params = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding), "b": jnp.ones(2)}
+    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert state.params["w"].sharding == sharding and state.params["w"].dtype == jnp.bfloat16
+    assert isinstance(state.params["b"], jax.ShapeDtypeStruct)

@@ -40,6 +40,9 @@ def apply_update(
     restored on a skipped step too.
     """
     update = optax.with_extra_args_support(tx).update
+    if isinstance(grads, optax.LookaheadParams):
+        # The loss reads the fast parameters, and `optax.lookahead` takes their gradients alone.
+        grads = grads.fast
     if _is_whole(opt_state):
         expanded = expand(opt_state, params, everything=True)
         _, new_state = update(grads, expanded, params, **extra_args)
@@ -83,13 +86,23 @@ def _applied(opt_state: Any) -> jax.Array | None:
 
 
 def _restore(applied: jax.Array, new: Any, old: Any) -> Any:
-    """The old state, but for loss scales and counters, where one of the guards has skipped."""
+    """The old state, but for loss scales and counters, where one of the guards has skipped.
+
+    Several guards, each for a group of the parameters, count and adjust as one: a group whose own
+    masters fit must not raise its loss scale while another group backs off.
+    """
+    several = len(find(old, SkipNonfiniteState)) > 1
 
     def restore(n: Any, o: Any) -> Any:
         if not _is_guarded(n):
             return _trees.select(applied, n, o)
+        n = dataclasses.replace(n, inner_state=_trees.select(applied, n.inner_state, o.inner_state))
+        if not (several and n.settings.guarded):
+            return n
         return dataclasses.replace(
-            n, inner_state=_trees.select(applied, n.inner_state, o.inner_state)
+            n,
+            loss_scale=o.loss_scale.adjust(applied),
+            stats=o.stats.after(applied, o.loss_scale.at_floor, n.stats.overflow_leaf),
         )
 
     return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

@@ -13,7 +13,7 @@ from jaxmp import _compat, _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import CompositionError, JaxmpError, MasterOverflow, ScaleCollapsed
 from jaxmp.optim._master import MasterParamsState, expand, master_states
-from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+from jaxmp.optim._skip import Settings, SkipNonfiniteState, SkipStats, as_axes
 
 _LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)
 
@@ -29,6 +29,93 @@ def find(state: Any, kinds: Any) -> list[tuple[str, Any]]:
 def _tree(state: Any) -> Any:
     """The part of `state` to search; an NNX optimizer keeps it in `opt_state`."""
     return getattr(state, "opt_state", state)
+
+
+def gradient_options(opt_state: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `value_and_grad` that an optimizer decides: loss scale, dtypes, mapped axes.
+
+    Args:
+      opt_state: the optimizer state.
+      options: those that the caller gave.
+
+    Returns:
+      `options`, with what the optimizer says added.
+
+    Raises:
+      CompositionError: for an `axis_name` that is not the optimizer's, or several loss scales.
+    """
+    settings = [node.settings for _, node in find(opt_state, SkipNonfiniteState)]
+    decided: dict[str, Any] = {}
+    if settings:
+        decided["accumulate_dtype"] = settings[0].accumulate_dtype
+        decided["reduce_dtype"] = settings[0].reduce_dtype
+        decided["axis_name"] = _the_axes(settings, options)
+    if "loss_scale" not in options:
+        decided["loss_scale"] = shared_loss_scale(opt_state)
+    return {**decided, **options}
+
+
+def _the_axes(settings: list[Settings], options: dict[str, Any]) -> tuple[Any, ...]:
+    axes = settings[0].axis_name
+    for other in settings[1:]:
+        if other.axis_name != axes:
+            raise CompositionError(
+                f"The groups of this optimizer name different axes: {_shown(axes)} and "
+                f"{_shown(other.axis_name)}. Give all of them the same axis_name."
+            )
+    if "axis_name" in options and as_axes(options["axis_name"]) != axes:
+        raise CompositionError(
+            f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer says "
+            f"axis_name={_shown(axes)}. State it once, in the optimizer: "
+            f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out of "
+            "value_and_grad, which then averages over that axis."
+        )
+    return axes
+
+
+def _shown(axes: tuple[Any, ...]) -> str:
+    return repr(axes[0] if len(axes) == 1 else axes or None)
+
+
+def shared_loss_scale(opt_state: Any) -> Any:
+    """The loss scale for gradients of all parameters; `NoLossScale()` if the optimizer keeps none.
+
+    Several groups of parameters, each with its own optimizer, share one backward pass and so one
+    scale. `apply_update` adjusts the scales of all groups together, so equal scales stay equal.
+
+    Raises:
+      CompositionError: if groups keep loss scales of different settings.
+    """
+    scales = [
+        (path, scale)
+        for path, scale in find(opt_state, _LOSS_SCALES)
+        if not isinstance(scale, NoLossScale)
+    ]
+    if not scales:
+        return NoLossScale()
+    first = scales[0][1]
+    for path, scale in scales[1:]:
+        if not _alike(first, scale):
+            raise CompositionError(
+                f"The groups of this optimizer keep different loss scales: {first!r} at "
+                f"{scales[0][0]} and {scale!r} at {path}. One backward pass has one scale: give "
+                "every group the same one, or put the groups inside: "
+                "recipe.optimizer(optax.multi_transform({...}, labels))."
+            )
+    return jax.tree.map(_compat.plain_array, first, is_leaf=_is_variable)
+
+
+def _alike(scale: Any, other: Any) -> bool:
+    """Whether two loss scales have the same settings and, where they are known, values."""
+    if jax.tree.structure(scale) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(scale), jax.tree.leaves(other), strict=True)
+    known = [pair for pair in pairs if not any(_is_unknown(value) for value in pair)]
+    return all(np.array_equal(a, b) for a, b in known)
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, (Tracer, jax.ShapeDtypeStruct))
 
 
 def _the_only(found: list[tuple[str, Any]], what: str, fix: str) -> Any:
@@ -69,7 +156,10 @@ def get_loss_scale(state: Any) -> Any:
       >>> float(get_loss_scale(tx.init({"w": jnp.ones(2)})).scale_value)
       65536.0
     """
-    return _the_only(find(state, _LOSS_SCALES), "a loss scale", _MAKE)
+    scales = find(state, _LOSS_SCALES)
+    # Groups of parameters that keep no loss scale have one `NoLossScale` each.
+    several = [pair for pair in scales if not isinstance(pair[1], NoLossScale)]
+    return _the_only(several or scales[:1], "a loss scale", _MAKE)
 
 
 def get_skip_stats(state: Any) -> SkipStats:

@@ -255,7 +255,8 @@ def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
         if not is_param or not _trees.is_castable(leaf, cast_float64):
             storage.append((path, ""))
             continue
-        dtype = leaf.dtype if policies is None else policies.storage_dtype(inside, leaf.dtype)
+        rule_names = _trees.rule_names(params, names)
+        dtype = leaf.dtype if policies is None else policies.storage_dtype(rule_names, leaf.dtype)
         if form == "packed" and np.dtype(dtype) == np.float16:
             raise CompositionError(
                 f"master='packed' keeps the 16 bits that bfloat16 drops from FP32, but {path!r} is "

@@ -33,7 +33,8 @@ def mixed_precision(
       loss_scale: the loss scale to keep in the state and adjust. None: none.
       master: see `master_params`.
       skip: see `skip_nonfinite`.
-      axis_name: mapped axis over which all devices must agree to skip.
+      axis_name: mapped axis over which all devices agree to skip, and over which the
+        `value_and_grad` of a train state averages loss and gradients.
       accumulate_dtype: what `TrainState.value_and_grad` accumulates microbatches in.
       reduce_dtype: what it averages gradients across devices in.
 

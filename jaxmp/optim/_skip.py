@@ -72,12 +72,14 @@ class Settings:
     """What a train state must know of its optimizer; static.
 
     Attributes:
-      guarded: whether steps with non-finite gradients are skipped.
+      guarded: steps with non-finite gradients are skipped.
+      axis_name: mapped axes over which `value_and_grad` averages and all devices agree to skip.
       accumulate_dtype: name of the dtype in which microbatches are accumulated.
       reduce_dtype: name of the dtype in which gradients are averaged across devices.
     """
 
     guarded: bool
+    axis_name: tuple[Any, ...]
     accumulate_dtype: str
     reduce_dtype: str
 
@@ -123,7 +125,9 @@ def skip_nonfinite(
         it; "auto" is "cond" when compiling for CPU, where select multiplies the program's size,
         and "select" otherwise, where it fuses with the update at no cost in memory traffic; "none"
         is no guard at all.
-      axis_name: mapped axis (of `pmap`, `vmap` or `shard_map`) over which all must agree.
+      axis_name: mapped axis (or axes) of `pmap`, `vmap` or `shard_map`. All devices along it agree
+        to skip, and the `value_and_grad` of a train state averages loss and gradients over it.
+        `init` works outside the mapped function too.
       accumulate_dtype: what `TrainState.value_and_grad` accumulates microbatches in.
       reduce_dtype: what it averages gradients across devices in.
 
@@ -144,16 +148,14 @@ def skip_nonfinite(
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
+    axes = as_axes(axis_name)
     settings = Settings(
-        skip != "none", sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name
-    )
-    axes = (
-        () if axis_name is None else tuple(axis_name) if _is_sequence(axis_name) else (axis_name,)
+        skip != "none", axes, sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name
     )
 
     def init_fn(params: Any) -> Any:
         check_parameters(params)
-        inner_state = _agree_on_overflow(inner.init(params), axes)
+        inner_state = _agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         return SkipNonfiniteState(
             initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
         )
@@ -162,14 +164,17 @@ def skip_nonfinite(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         grads = _trees.cast_floating(updates, FLOAT32)
+        _compat.check_axes(axes)
         # While the state itself holds every new parameter, nobody reads the updates.
-        wanted = () if _holds_parameters(state.inner_state) else grads
+        updates_are_read = not _holds_parameters(state.inner_state)
+        alike = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
         def do_update() -> tuple[Any, Any]:
             emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
             inner_state = _agree_on_overflow(inner_state, axes)
-            emitted = jax.tree.map(_like, wanted, emitted) if wanted is grads else ()
-            return emitted, inner_state
+            if not updates_are_read:
+                return (), inner_state
+            return jax.tree.map(_like, grads, emitted) if alike else emitted, inner_state
 
         if skip == "none":
             emitted, inner_state = do_update()
@@ -179,6 +184,11 @@ def skip_nonfinite(
         if axes:
             finite = _compat.agree(finite, axes)
         guarded = _cond_update if _resolve(skip) == "cond" else _select_update
+        # A skipped step emits zeros that have the structure of the updates. Gradients have it too,
+        # except under wrappers such as `optax.lookahead`, which has two copies of the parameters.
+        wanted: Any = grads if updates_are_read else ()
+        if updates_are_read and not alike:
+            wanted = jax.eval_shape(do_update)[0]
         applied, emitted, inner_state, overflow_leaf = guarded(
             finite, do_update, wanted, state.inner_state
         )
@@ -205,8 +215,11 @@ def _check_mode(skip: str, loss_scale: Any) -> None:
         )
 
 
-def _is_sequence(axis_name: Any) -> bool:
-    return isinstance(axis_name, (tuple, list))
+def as_axes(axis_name: Any) -> tuple[Any, ...]:
+    """The mapped axes that an `axis_name` argument names."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def _resolve(skip: str) -> str:

@@ -95,8 +95,7 @@ def cast_params(params: Any, policies: Any, form: str = "fp32") -> Any:
         inside = not collections or names[0] == _trees.PARAMS
         if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
             return leaf
-        path = _trees.strip_collection(names) if collections else names
-        dtype = policies.storage_dtype(path, leaf.dtype)
+        dtype = policies.storage_dtype(_trees.rule_names(params, names), leaf.dtype)
         return to_storage(leaf, dtype, form if is_half(dtype) else "fp32")
 
     return _trees.map_with_path(cast_leaf, params)

@@ -1,0 +1,183 @@
+"""Optax's optimizers and wrappers inside a recipe give what they give on FP32 parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from relaxed import relaxed
+
+X = jax.random.normal(jax.random.key(0), (8, 4))
+Y = jnp.sin(X.sum(-1))
+LABELS = {"hidden": {"kernel": "a", "bias": "b"}, "head": "a"}
+
+# BF16 parameters round the gradient's input to 8 bits; training follows within this part of the
+# distance that plain FP32 training moves the parameters.
+BF16_DISTANCE = 0.1
+# FP16 and BF16 recipes with FP32 parameters compute the same FP32 function here, in another order.
+SAME = 1e-4
+
+
+def make_params():
+    kernel, head = jax.random.split(jax.random.key(1))
+    return {
+        "hidden": {"kernel": jax.random.normal(kernel, (4, 3)) / 2, "bias": jnp.zeros(3)},
+        "head": jax.random.normal(head, (3, 2)) / 2,
+    }
+
+
+def loss_fn(params):
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    hidden = jnp.tanh(X @ full["hidden"]["kernel"] + full["hidden"]["bias"][None])
+    return jnp.mean((hidden @ full["head"] - Y[:, None]) ** 2)
+
+
+def no_arguments(loss, grads):
+    return {}
+
+
+def value(loss, grads):
+    return {"value": loss}
+
+
+def line_search(loss, grads):
+    return {"value": loss, "grad": grads, "value_fn": loss_fn}
+
+
+def objective(loss, grads):
+    return {"obj_fn": loss_fn}
+
+
+# Name -> optimizer, extra arguments of its update, recipes to try.
+CASES = {
+    "polyak_sgd": (lambda: optax.polyak_sgd(0.1), value, ("fp16", "bf16_params")),
+    "momo": (lambda: optax.contrib.momo(), value, ("fp16", "bf16_params")),
+    "lbfgs": (lambda: optax.lbfgs(memory_size=2), line_search, ("fp16",)),
+    "reduce_on_plateau": (
+        lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+        value,
+        ("bf16", "bf16_params"),
+    ),
+    "sophia": (lambda: optax.contrib.sophia(1e-2), objective, ("bf16_params",)),
+    "schedule_free": (
+        lambda: optax.contrib.schedule_free_adamw(0.02),
+        no_arguments,
+        ("bf16_params",),
+    ),
+    "dowg": (lambda: optax.contrib.dowg(), no_arguments, ("bf16_params",)),
+    "prodigy": (lambda: optax.contrib.prodigy(), no_arguments, ("bf16_params",)),
+    "muon": (lambda: optax.contrib.muon(1e-2), no_arguments, ("bf16_params",)),
+    "multi_transform": (
+        lambda: optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, LABELS),
+        no_arguments,
+        ("bf16_params",),
+    ),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), no_arguments, ("fp16",)),
+    "flatten": (lambda: optax.flatten(optax.sgd(0.1)), no_arguments, ("bf16_params",)),
+}
+
+
+def train_plain(tx, extra_args, steps=3):
+    tx = optax.with_extra_args_support(tx)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, **extra_args(loss, grads))
+        return optax.apply_updates(params, updates), state
+
+    params = make_params()
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def train(tx, extra_args, recipe, steps=3):
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params=make_params(), tx=jaxmp.load_recipe(recipe).optimizer(tx)
+    )
+
+    @jax.jit
+    def step(state):
+        loss, grads = state.value_and_grad(loss_fn)()
+        return state.apply_gradients(grads=grads, extra_args=extra_args(loss, grads))
+
+    for _ in range(steps):
+        state = step(state)
+    assert int(state.step) == steps and step._cache_size() == 1
+    return state
+
+
+def distance(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_optimizers_of_optax_follow_plain_fp32_training(name):
+    make, extra_args, recipes = CASES[name]
+    # optax mixes strong and weak dtypes, and adds scalars to arrays of another rank.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = train_plain(make(), extra_args)
+        states = {recipe: train(make(), extra_args, recipe) for recipe in recipes}
+    moved = distance(expected, make_params())
+    assert moved > 0
+    for recipe, state in states.items():
+        masters = jaxmp.get_master_params(state)
+        tolerance = BF16_DISTANCE if recipe == "bf16_params" else SAME
+        assert distance(masters, expected) <= tolerance * moved + 1e-6
+        jax.tree.map(
+            lambda param, master: np.testing.assert_array_equal(param, master.astype(param.dtype)),
+            state.params,
+            masters,
+        )
+
+
+LOOKAHEAD_SGD = relaxed(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+
+
+def lookahead_params():
+    return optax.LookaheadParams.init_synced(make_params())
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16_params"])
+@pytest.mark.parametrize("around", [False, True])
+def test_lookahead_trains_two_copies_of_the_parameters(recipe, around):
+    inner = relaxed(optax.lookahead(optax.adam(1e-2), 2, 0.5))
+    rules = [jaxmp.Rule("hidden:bias", "p=f32")]
+    recipe = jaxmp.load_recipe(recipe)
+    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules))
+    tx = recipe.optimizer(optax.chain(optax.identity(), inner) if around else inner)
+    state = jaxmp.TrainState.create(apply_fn=None, params=lookahead_params(), tx=tx)
+    stored = recipe.policies.default.param_dtype
+    for copy in state.params:
+        assert copy["head"].dtype == stored and copy["hidden"]["bias"].dtype == jnp.float32
+
+    plain, plain_state = lookahead_params(), inner.init(lookahead_params())
+    for _ in range(3):
+        # Gradients of both copies, of which the slow one has none, or of the fast one alone.
+        _, grads = state.value_and_grad(lambda params: loss_fn(params.fast))()
+        state = state.apply_gradients(grads=grads.fast if around else grads)
+        _, grads = jax.value_and_grad(loss_fn)(plain.fast)
+        updates, plain_state = inner.update(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    moved = distance(plain, lookahead_params())
+    tolerance = BF16_DISTANCE if stored == jnp.bfloat16 else SAME
+    assert distance(jaxmp.get_master_params(state), plain) <= tolerance * moved
+    skipped = state.apply_gradients(grads=jax.tree.map(lambda g: g + jnp.inf, grads))
+    assert int(skipped.step) == 3 and distance(skipped.params, state.params) == 0
+
+
+def test_lookahead_in_a_plain_loop_skips_with_zero_updates():
+    tx = jaxmp.optim.skip_nonfinite(LOOKAHEAD_SGD)
+    params = lookahead_params()
+    state = tx.init(params)
+    for skip in ("cond", "select"):
+        tx = jaxmp.optim.skip_nonfinite(LOOKAHEAD_SGD, skip=skip)
+        updates, _ = tx.update(jax.grad(loss_fn)(params.fast), state, params)
+        assert isinstance(updates, optax.LookaheadParams) and np.any(updates.fast["head"])
+        updates, new = tx.update(jax.tree.map(lambda p: p * jnp.nan, params.fast), state, params)
+        assert not np.any(updates.fast["head"]) and int(new.stats.total) == 1
