@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxmp import _compat, _gradients, _nnx_calls, _trees, optim
 from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
-from jaxmp._loss_scale import DynamicLossScale, NoLossScale
+from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._nnx_calls import AttentionFunction
 from jaxmp._nnx_calls import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._nnx_gradients import Gradient, Write, continued, undo
@@ -25,7 +25,7 @@ from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
 from jaxmp._trees import Path
 from jaxmp.errors import CompositionError, JaxmpError, RuleError
-from jaxmp.optim import _find, _master, _skip
+from jaxmp.optim import _find, _master
 from jaxmp.optim._apply import apply_update
 
 __all__ = [
@@ -557,9 +557,7 @@ class Optimizer(nnx.Optimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale in the optimizer state; `NoLossScale()` if the optimizer keeps none."""
-        if not _find.find(self._pure_state(), _skip.SkipNonfiniteState):
-            return NoLossScale()
-        return _find.get_loss_scale(self._pure_state())
+        return _find.shared_loss_scale(self._pure_state())
 
     def value_and_grad(
         self,
@@ -605,13 +603,9 @@ class Optimizer(nnx.Optimizer):
         return value_and_grad_fn
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        settings = dict(options)
-        for _, node in _find.find(self._pure_state(), _skip.SkipNonfiniteState):
-            settings.setdefault("accumulate_dtype", node.settings.accumulate_dtype)
-            settings.setdefault("reduce_dtype", node.settings.reduce_dtype)
-        if "loss_scale" not in settings:
-            settings["loss_scale"] = self._readable_loss_scale()
-        return settings
+        if "loss_scale" not in options:
+            options = {**options, "loss_scale": self._readable_loss_scale()}
+        return _find.gradient_options(self._pure_state(), options)
 
     def _readable_loss_scale(self) -> Any:
         scale = self.loss_scale

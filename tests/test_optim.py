@@ -731,6 +731,27 @@ def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
     jaxmp.check(state)
 
 
+def test_an_nnx_optimizer_with_an_axis_averages_over_it():
+    recipe = jaxmp.load_recipe("bf16")
+    tx = recipe.optimizer(optax.sgd(0.1), axis_name="d")
+
+    def step(x):
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = jaxmp.nnx.Optimizer(model, tx)
+        with pytest.raises(CompositionError, match="axis_name='e'.*axis_name='d'"):
+            optimizer.value_and_grad(lambda m, x: m(x).mean(), axis_name="e")(model, x)
+        loss, grads = optimizer.value_and_grad(lambda m, x: m(x).mean())(model, x)
+        optimizer.update(model, grads)
+        return loss, grads["kernel"][...], optimizer.step[...]
+
+    x = jax.random.normal(jax.random.key(0), (4, 2, 3)).at[1, 0, 0].set(7.0)
+    losses, grads, steps = jax.vmap(step, axis_name="d")(x)
+    np.testing.assert_allclose(grads[1], x.mean((0, 1))[:, None], rtol=1e-6)
+    assert len(set(losses.tolist())) == 1 and steps.tolist() == [1] * 4
+    steps = jax.vmap(step, axis_name="d")(x.at[1].set(jnp.nan))[2]
+    assert steps.tolist() == [0] * 4
+
+
 def test_a_value_and_grad_with_another_axis_is_refused():
     recipe = jaxmp.load_recipe("bf16")
     create = lambda **axis: jaxmp.TrainState.create(
