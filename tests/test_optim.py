@@ -738,7 +738,7 @@ def test_an_nnx_optimizer_with_an_axis_averages_over_it():
     def step(x):
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = jaxmp.nnx.Optimizer(model, tx)
-        with pytest.raises(CompositionError, match="axis_name='e'.*axis_name='d'"):
+        with pytest.raises(CompositionError, match=r"axis_name='e'.*axis_name='d'"):
             optimizer.value_and_grad(lambda m, x: m(x).mean(), axis_name="e")(model, x)
         loss, grads = optimizer.value_and_grad(lambda m, x: m(x).mean())(model, x)
         optimizer.update(model, grads)
