@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._dtypes import FLOAT32, FLOAT64, bits, is_half
+from jaxmp._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policy import Policy
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
@@ -46,6 +47,12 @@ class Plan(NamedTuple):
     # Where the deciding rule asks for an output wider than the compute dtype: that output dtype.
     wide: np.dtype | None
     param_dtype: Callable[[str], np.dtype]
+    cls: type
+
+    def kept(self, method: str) -> Kept:
+        """The arguments of a method that are not cast."""
+        names = self.policy.keep_inputs
+        return kept_inputs(self.cls, method, names) if names else NOTHING_KEPT
 
     @property
     def input_dtype(self) -> np.dtype:
@@ -81,6 +88,7 @@ def make_plan(
         asks_output=asks,
         wide=policy.output_dtype if wide else None,
         param_dtype=param_dtype,
+        cls=cls,
     )
 
 
@@ -165,8 +173,13 @@ def cast_inputs(
         is_leaf=is_leaf,
         cast_leaf=_cast_input,
     )
-    return (*args[:skipped], *cast_in(args[skipped:])), {
-        key: value if key == name else cast_in(value) for key, value in kwargs.items()
+    kept = plan.kept(method)
+    return tuple(
+        value if index < skipped or index in kept.positions else cast_in(value)
+        for index, value in enumerate(args)
+    ), {
+        key: value if key == name or key in kept.names else cast_in(value)
+        for key, value in kwargs.items()
     }
 
 

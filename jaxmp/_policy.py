@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._dtypes import DTYPE_NAMES, canonical_dtype, short_name
+from jaxmp._inputs import canonical_inputs, inputs_text
 from jaxmp._recipe_names import shipped
 from jaxmp._trees import cast_floating
 from jaxmp.errors import PolicyError, did_you_mean
@@ -34,6 +35,7 @@ FIELD_KEYS = {
     "attention": "attention",
     "respect_explicit": "respect_explicit",
     "cast_float64": "cast_float64",
+    "keep_inputs": "keep_inputs",
 }
 _MIXED = {
     f"{prefix}{name}{suffix}": dtype
@@ -80,6 +82,9 @@ class Policy:
         "blockwise" and "xla" ask for one in any dtype, "cudnn_fp8" for cuDNN's FP8 kernel.
       respect_explicit: keep the `dtype` that a model's author set on a Flax module.
       cast_float64: cast float64 arrays too; they are left alone otherwise.
+      keep_inputs: names and positions of arguments that a module's boundary leaves uncast, such
+        as `("t", "positions")` or `(1,)`; they apply to every method of the module that has such
+        an argument, and positions count from 0 without `self`.
 
     Raises:
       PolicyError: if a dtype is not a floating-point format or a setting is unknown.
@@ -99,6 +104,7 @@ class Policy:
     attention: str = dataclasses.field(default="auto", kw_only=True)
     respect_explicit: bool = dataclasses.field(default=False, kw_only=True)
     cast_float64: bool = dataclasses.field(default=False, kw_only=True)
+    keep_inputs: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for field, value in canonical_fields(
@@ -139,6 +145,8 @@ class Policy:
         for name in ("respect_explicit", "cast_float64"):
             if getattr(self, name):
                 text += f",{name}=true"
+        if self.keep_inputs:
+            text += f",keep_inputs={inputs_text(self.keep_inputs)}"
         return text
 
     def __repr__(self) -> str:
@@ -166,6 +174,15 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
                 f"{', '.join(map(repr, allowed))}; for example {example!r}."
             )
         return value
+    if name == "keep_inputs":
+        try:
+            return canonical_inputs(value)
+        except ValueError as error:
+            raise PolicyError(
+                f"keep_inputs={value!r}{where}: {error}. Give argument names or positions, for "
+                "example keep_inputs=('t', 'positions'), or 'keep_inputs=t+positions' in a policy "
+                "string."
+            ) from None
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if not isinstance(value, bool):
@@ -266,7 +283,8 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "attention, respect_explicit, cast_float64; for example 'p=f32,c=bf16,o=f32'."
+                "attention, respect_explicit, cast_float64, keep_inputs; for example "
+                "'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

@@ -45,7 +45,7 @@ class Recipe:
 
     Example:
       >>> recipe = Recipe("bf16", master="none")
-      >>> recipe, recipe.policies.default, recipe.master
+      >>> recipe, recipe.policies.resolve("dense"), recipe.master
       (Recipe('bf16'), Policy('p=f32,c=bf16,o=f32'), 'none')
     """
 
@@ -235,7 +235,7 @@ def load_recipe(recipe: Any) -> Recipe:
       PolicyError: if a policy string or a dtype cannot be understood.
 
     Example:
-      >>> load_recipe("fp16").policies.default
+      >>> load_recipe("fp16").policies.resolve("dense")
       Policy('p=f32,c=f16,o=f32')
     """
     return recipe if isinstance(recipe, Recipe) else Recipe(recipe)

@@ -83,7 +83,7 @@ def as_policy_map(policies: Any) -> PolicyMap:
       PolicyError: if it cannot be understood as a policy.
 
     Example:
-      >>> as_policy_map("bf16").default
+      >>> as_policy_map("bf16").resolve("dense")
       Policy('p=f32,c=bf16,o=f32')
       >>> as_policy_map("bfloat16").default
       Policy('p=bf16,c=bf16,o=bf16')

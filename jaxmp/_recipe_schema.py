@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmp import _toml
 from jaxmp._dtypes import bits, canonical_dtype
+from jaxmp._inputs import canonical_inputs
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._ops import OPS, Op, OpTable
 from jaxmp._policy import ATTENTION, FIELD_KEYS, MATMUL_PRECISIONS
@@ -110,6 +111,14 @@ _COUNT = Field("an integer", "2000", _is_count)
 _DTYPE = Field("the name of a dtype", '"float32"', _is_text, module_dtype)
 _SUM_DTYPE = Field("the name of a dtype", '"float32"', _is_text, _sum_dtype)
 
+
+def _inputs(value: list[Any]) -> tuple[str | int, ...]:
+    try:
+        return canonical_inputs(value)
+    except ValueError as error:
+        raise RecipeError(f"{error}.") from None
+
+
 _POLICY = {
     "param_dtype": _DTYPE,
     "compute_dtype": _DTYPE._replace(example='"bfloat16"'),
@@ -117,6 +126,12 @@ _POLICY = {
     "matmul": _choice(*MATMUL_PRECISIONS),
     "respect_explicit": _BOOLEAN,
     "cast_float64": _BOOLEAN,
+    "keep_inputs": Field(
+        "a list of argument names and positions",
+        '["t", "positions"]',
+        lambda value: isinstance(value, list),
+        _inputs,
+    ),
 }
 
 _FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', is_formats, frozen)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
+from jaxmp._inputs import inputs_text, methods_of, own_inputs
 from jaxmp._policy import (
     FIELD_NAMES,
     Policy,
@@ -152,8 +153,8 @@ class Rule:
         refused, because `"bf16"` could mean either. None: the fields are given by keyword.
       module_type: a class, or a class name (`*` allowed), its base classes included. The rule
         covers modules of that type, not their children. None: any type.
-      param_dtype, compute_dtype, output_dtype, matmul, attention, respect_explicit, cast_float64:
-        the fields of `Policy`. None: the default's.
+      param_dtype, compute_dtype, output_dtype, matmul, attention, respect_explicit, cast_float64,
+        keep_inputs: the fields of `Policy`. None: the default's.
       why: the reason, printed by `explain` and `jaxmp show`.
       required: refuse a model in which the rule matches nothing.
       subtree: a rule by type covers everything below those modules too.
@@ -178,6 +179,7 @@ class Rule:
     attention: str | None = dataclasses.field(default=None, kw_only=True)
     respect_explicit: bool | None = dataclasses.field(default=None, kw_only=True)
     cast_float64: bool | None = dataclasses.field(default=None, kw_only=True)
+    keep_inputs: Any = dataclasses.field(default=None, kw_only=True)
     why: str = dataclasses.field(default="", kw_only=True)
     required: bool = dataclasses.field(default=True, kw_only=True)
     subtree: bool = dataclasses.field(default=False, kw_only=True)
@@ -226,7 +228,8 @@ class Rule:
         return any(pattern.fullmatch(name) for kind in types for name in module_type_names(kind))
 
     def __repr__(self) -> str:
-        parts = [_repr_selector(self), *(f"{k}={str(v)!r}" for k, v in self.fields.items())]
+        fields = {k: v if k == "keep_inputs" else str(v) for k, v in self.fields.items()}
+        parts = [_repr_selector(self), *(f"{k}={v!r}" for k, v in fields.items())]
         parts += [f"why={self.why!r}"] * bool(self.why) + ["required=False"] * (not self.required)
         return f"Rule({', '.join(parts + ['subtree=True'] * self.subtree)})"
 
@@ -299,10 +302,14 @@ def _below(path: str) -> str:
 
 
 def _fields_string(rule: Rule) -> str:
-    return ",".join(
-        f"{name}={short_name(value) if name.endswith('_dtype') else str(value).lower()}"
-        for name, value in rule.fields.items()
-    )
+    return ",".join(f"{name}={field_text(name, value)}" for name, value in rule.fields.items())
+
+
+def field_text(name: str, value: Any) -> str:
+    """The value of a policy's field as a policy string writes it."""
+    if name.endswith("_dtype"):
+        return short_name(value)
+    return inputs_text(value) if name == "keep_inputs" else str(value).lower()
 
 
 # `policy` is read once, when the rule is made; `dataclasses.replace` must not find a leftover.
@@ -358,6 +365,23 @@ def _merged(default: Policy, rule: Rule) -> Policy:
     if islands and rule.matmul is None and policy.matmul == "fp8":
         return dataclasses.replace(policy, matmul="default")
     return policy
+
+
+def _with_own_inputs(policy: Policy, named: Any, module_type: Any) -> Policy:
+    """`policy`, whose `keep_inputs` lists arguments that a module of this type has.
+
+    Args:
+      policy: of a module, with the default's `keep_inputs` or those of its rule.
+      named: those of its rule; None: it names none.
+      module_type: a class; of another type only the arguments that a rule names are known.
+    """
+    if not policy.keep_inputs:
+        return policy
+    if isinstance(module_type, type):
+        kept = own_inputs(module_type, policy.keep_inputs)
+    else:
+        kept = named or ()
+    return dataclasses.replace(policy, keep_inputs=kept)
 
 
 # ---------------------------------------------------------------------------
@@ -492,6 +516,8 @@ class PolicyMap:
         """The policy of the module at `path`, or of the parameter `module/path:name`.
 
         A parameter takes the policy of its module unless a `path:name` rule stands first.
+        `keep_inputs` of the result lists only arguments that methods of the class have; without a
+        class, only those that the deciding rule names.
 
         Args:
           path: `/`-joined or a tuple of names; `''` is the root.
@@ -522,8 +548,9 @@ class PolicyMap:
         owner = path.partition(":")[0]
         for index, rule in enumerate(self.rules):
             if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
-                return index, _merged(self.default, rule)
-        return None, self.default
+                policy = _merged(self.default, rule)
+                return index, _with_own_inputs(policy, rule.keep_inputs, module_type)
+        return None, _with_own_inputs(self.default, None, module_type)
 
     def storage_dtype(self, names: tuple[str, ...], dtype: Any) -> Any:
         """The dtype in which the parameter at the tree path `names`, now `dtype`, is stored."""
@@ -585,6 +612,8 @@ class PolicyMap:
                 if rule.addresses_parameter == (":" in path)
             ):
                 raise _matched_nothing(rule, typed)
+            if rule.required and rule.keep_inputs:
+                _check_inputs(rule, typed)
 
 
 def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
@@ -609,6 +638,33 @@ def check_module_dtypes(policies: PolicyMap) -> None:
                 "than 16 bits; FP8 is for single products. Keep 16 bits here, such as "
                 "apply_policy(model, 'p=f32,c=bf16,o=f32')."
             )
+
+
+def _check_inputs(rule: Rule, typed: list[tuple[str, Any]]) -> None:
+    """Refuses argument names and positions that no module has for which the rule is made."""
+    types = dict(typed)
+    classes = [kind for path, kind in typed if rule.matches(path, kind, _lineage(path, types)[1])]
+    if not all(isinstance(cls, type) for cls in classes):
+        return
+    accepted = {name for cls in classes for name in own_inputs(cls, rule.keep_inputs)}
+    for name in rule.keep_inputs:
+        if name not in accepted:
+            raise _unknown_input(rule, name, classes)
+
+
+def _unknown_input(rule: Rule, name: str | int, classes: list[type]) -> RuleError:
+    calls = {cls.__name__: methods_of(cls).get("__call__") for cls in classes}
+    taken = {cls: (*call.positional, *call.keyword_only) for cls, call in calls.items() if call}
+    shown = "; ".join(f"{cls}({', '.join(names)})" for cls, names in list(taken.items())[:5])
+    known = [other for names in taken.values() for other in names]
+    close = (nearest(name, known) if isinstance(name, str) else []) or known
+    what = f"position {name}" if isinstance(name, int) else repr(name)
+    fix = f" Write keep_inputs=[{close[0]!r}], or" if close else ""
+    return RuleError(
+        f"{rule!r}: keep_inputs names {what}, and no module that the rule matches has such an "
+        f"argument. They are called as {shown or 'nothing'}.{fix or ' Leave it out, or'} let the "
+        "rule match nothing: required=False."
+    )
 
 
 def _typed(paths: Iterable[Any] | Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -233,8 +233,10 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def literal(value: bool | int | float | str) -> str:
+def literal(value: bool | int | float | str | tuple[Any, ...] | list[Any]) -> str:
     """`value` as TOML writes it."""
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
         return quoted(value)
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import os
@@ -105,7 +106,8 @@ def _recipes() -> None:
     for name in list_recipes():
         recipe = load_recipe(name)
         kind = recipe.data.loss_scale.kind
-        policy = _policy_words(recipe.policies.default)
+        # `show` lists the arguments that are kept.
+        policy = _policy_words(dataclasses.replace(recipe.policies.default, keep_inputs=()))
         table.add_row(_text(name, "bold"), policy, kind, _text(recipe.summary))
     _console().print(table)
 
@@ -284,7 +286,9 @@ def _policy_rows(recipe: Recipe) -> _Rows:
     author = "is kept" if policy.respect_explicit else "is overridden"
     rows.append(("explicit dtypes", f"a dtype that the author set on a Flax module {author}"))
     float64 = "cast like the others" if policy.cast_float64 else "left alone"
-    return [*rows, ("float64 arrays", float64)]
+    rows.append(("float64 arrays", float64))
+    kept = _field_words("keep_inputs", policy.keep_inputs)
+    return [*rows, ("inputs kept", f"{kept}: arguments of modules that are not cast")]
 
 
 def _fp8_rows(policies: PolicyMap) -> _Rows:
@@ -300,12 +304,15 @@ def _rule_words(rule: Rule) -> str:
     about = [] if rule.path is None else [repr(rule.path)]
     below = " and all below them" if rule.subtree else ""
     about += [] if rule.module_type is None else [f"modules of type {rule.module_type}{below}"]
-    fields = ", ".join(
-        f"{name} = {value.name if name.endswith('_dtype') else str(value).lower()}"
-        for name, value in rule.fields.items()
-    )
+    fields = ", ".join(f"{name} = {_field_words(name, v)}" for name, v in rule.fields.items())
     required = "" if rule.required else " (may match nothing)"
     return f"{', '.join(about)}: {fields}{required}" + (f"\n{rule.why}" if rule.why else "")
+
+
+def _field_words(name: str, value: Any) -> str:
+    if name == "keep_inputs":
+        return ", ".join(map(str, value)) or "none"
+    return value.name if name.endswith("_dtype") else str(value).lower()
 
 
 def _loss_scale_rows(recipe: Recipe) -> _Rows:

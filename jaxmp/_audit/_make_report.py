@@ -15,6 +15,7 @@ from jaxmp._audit._places import FULL_PRECISION, module_of, root_of
 from jaxmp._audit._products import MULTIPLES
 from jaxmp._audit._program import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
+from jaxmp._inputs import inputs_text
 from jaxmp._jaxprs import Path
 from jaxmp._rules import Rule
 
@@ -160,8 +161,12 @@ def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tup
 def _selector(rule: Rule) -> str:
     parts = [] if rule.path is None else [repr(rule.path)]
     parts += [] if rule.module_type is None else [f"type {rule.module_type}"]
-    fields = ", ".join(f"{name}={value}" for name, value in rule.fields.items())
+    fields = ", ".join(f"{name}={_value_text(name, v)}" for name, v in rule.fields.items())
     return f"{' and '.join(parts)}: {fields}"
+
+
+def _value_text(name: str, value: Any) -> str:
+    return inputs_text(value) if name == "keep_inputs" else str(value)
 
 
 def _never_fired(row: RuleRow) -> Finding:

@@ -1,0 +1,162 @@
+"""Arguments that a module's boundary leaves uncast: the names and positions in `keep_inputs`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+Names = tuple[str | int, ...]
+
+# ---------------------------------------------------------------------------
+# Values of `keep_inputs`
+# ---------------------------------------------------------------------------
+
+
+def canonical_inputs(value: Any) -> Names:
+    """The names and positions that a value of `keep_inputs` lists.
+
+    Args:
+      value: a list or tuple of argument names and positions, or the form of a policy string:
+        `"t+positions"`, `"1"`, `"none"`.
+
+    Raises:
+      ValueError: with the reason, if an entry is neither a name nor a position.
+
+    Example:
+      >>> canonical_inputs(["t", 2]), canonical_inputs("t+2"), canonical_inputs("none")
+      (('t', 2), ('t', 2), ())
+    """
+    if isinstance(value, str):
+        parts = [] if value.strip() == "none" else value.split("+")
+        value = [_parsed(part.strip()) for part in parts]
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValueError("it must be a list of argument names and positions")
+    for entry in value:
+        _check(entry)
+    ordered = value if isinstance(value, (list, tuple)) else sorted(value, key=str)
+    return tuple(dict.fromkeys(ordered))
+
+
+def _parsed(part: str) -> str | int:
+    return int(part) if part.lstrip("-").isdecimal() else part
+
+
+def _check(entry: Any) -> None:
+    if type(entry) is int:
+        if entry < 0:
+            raise ValueError(f"position {entry} is negative; positions count from 0, after self")
+    elif not isinstance(entry, str):
+        raise ValueError(f"{entry!r} is neither an argument name nor a position")
+    elif not entry.isidentifier():
+        raise ValueError(f"{entry!r} is not the name of an argument")
+
+
+def inputs_text(names: Iterable[str | int]) -> str:
+    """The form of a policy string, which `canonical_inputs` reads back.
+
+    Example:
+      >>> inputs_text(("t", 2)), inputs_text(())
+      ('t+2', 'none')
+    """
+    return "+".join(map(str, names)) or "none"
+
+
+# ---------------------------------------------------------------------------
+# Arguments of a module class
+# ---------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """The arguments of one method, `self` left out."""
+
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    # Whether it accepts further positional or keyword arguments, whose names are not known.
+    more_positions: bool
+    more_names: bool
+
+
+# Their methods, such as `init` and `apply`, are called on models and not inside them.
+_BASES = frozenset(
+    {
+        *("builtins", "abc", "typing"),
+        *("flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object"),
+    }
+)
+
+
+@functools.cache
+def methods_of(cls: type) -> dict[str, Arguments]:
+    """The methods of a module class and their arguments, Flax's own base classes left out."""
+    found: dict[str, Arguments] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ in _BASES:
+            continue
+        for name, member in vars(base).items():
+            dunder = name.startswith("__") and name != "__call__"
+            if dunder or not callable(member) or isinstance(member, (type, staticmethod)):
+                continue
+            arguments = _arguments(member, base.__module__.partition(".")[0] == "flax")
+            if arguments is not None:
+                found[name] = arguments
+    return found
+
+
+def _arguments(method: Any, is_flax: bool) -> Arguments | None:
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = [parameter.kind for parameter in parameters]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or kinds[0] not in named:
+        return None
+    return Arguments(
+        tuple(p.name for p in parameters[1:] if p.kind in named),
+        tuple(p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY),
+        # The extra arguments of Flax's own layers are options.
+        inspect.Parameter.VAR_POSITIONAL in kinds and not is_flax,
+        inspect.Parameter.VAR_KEYWORD in kinds and not is_flax,
+    )
+
+
+def own_inputs(cls: type, names: Names) -> Names:
+    """The part of `keep_inputs` that some method of a module class accepts."""
+    return tuple(n for n in names if any(_accepts(m, n) for m in methods_of(cls).values()))
+
+
+def _accepts(method: Arguments, name: str | int) -> bool:
+    if isinstance(name, int):
+        return name < len(method.positional) or method.more_positions
+    return method.more_names or name in method.positional or name in method.keyword_only
+
+
+class Kept(NamedTuple):
+    """The arguments of one method that are not cast."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+
+NOTHING_KEPT = Kept()
+
+
+@functools.cache
+def kept_inputs(cls: type, method: str, names: Names) -> Kept:
+    """The arguments of a method that `keep_inputs` exempts, however they are passed.
+
+    Args:
+      cls: the module's class.
+      method: the name of the method.
+      names: the policy's `keep_inputs`.
+    """
+    arguments = methods_of(cls).get(method)
+    ordered = () if arguments is None else arguments.positional
+    positions = {index for index, name in enumerate(ordered) if name in names}
+    positions |= {name for name in names if isinstance(name, int)}
+    by_position = {ordered[index] for index in positions if index < len(ordered)}
+    return Kept(
+        frozenset(positions), frozenset(n for n in names if isinstance(n, str)) | by_position
+    )
