@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental import topologies
 
 from jaxmp.errors import CompositionError
@@ -314,3 +315,51 @@ def scan_counts(params: Any) -> tuple[int, int]:
     # JAX 0.12: a tree of (constants, carry, scanned over).
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+# ---------------------------------------------------------------------------
+# Tracers
+# ---------------------------------------------------------------------------
+
+# Tracers of derivatives and of `vmap`, and the attribute with the value that they stand for.
+_WRAPPERS: list[tuple[type, str]] = [
+    (getattr(module, name), attribute)
+    for module, name, attribute in (
+        (ad, "JVPTracer", "primal"),
+        (ad, "LinearizeTracer", "primal"),
+        (batching, "BatchTracer", "val"),
+    )
+    if hasattr(module, name)
+]
+_RECORDED: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
+
+
+def underlying(value: Any) -> Any:
+    """The array, or the tracer of a jaxpr, in which a value is kept below `grad` and `vmap`."""
+    while True:
+        kind = type(value)
+        attribute = next((name for cls, name in _WRAPPERS if issubclass(kind, cls)), None)
+        if attribute is None or not hasattr(value, attribute):
+            return value
+        value = getattr(value, attribute)
+
+
+def is_moved(tracer: Any, sources: list[Any], names: frozenset[str]) -> bool:
+    """Whether a tracer may come from `sources` by nothing but equations of these names.
+
+    True also where this JAX does not tell.
+    """
+    known, pending, seen = set(map(id, sources)), [tracer], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in known or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, _RECORDED) or not hasattr(value, "parent"):
+            return True
+        equation = value.parent
+        if equation is None or equation.primitive.name not in names:
+            return False
+        operands = equation.in_tracers
+        pending += [v for v in operands if v.aval.dtype.kind not in "iub"]
+    return True

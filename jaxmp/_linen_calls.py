@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import Scope, freeze
+from flax.core import Scope, apply, freeze
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
@@ -37,6 +37,8 @@ from jaxmp._boundary import (
     written_back,
 )
 from jaxmp._compat import current_context
+from jaxmp._dtypes import is_half
+from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import OVERWRITE, PARAMS, cast, cast_floating, is_castable
@@ -462,6 +464,9 @@ class Applier:
         }
         self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
+        self.restores = root.policies.restores_inputs
+        # While a copy of a module is traced by another interceptor, this one does nothing.
+        self.suspended = False
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
@@ -469,7 +474,8 @@ class Applier:
     ) -> Any:
         module, method = where.module, where.method_name
         # An inner root owns its subtree, and an unbound module has nothing to cast.
-        if module.scope is None or current_context().policies != self.root:
+        foreign = self.suspended or current_context().policies != self.root
+        if module.scope is None or foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
         plan = self._plan(module, path)
@@ -483,13 +489,19 @@ class Applier:
         is_function = not hasattr(type(module), method)
         crosses = not is_function and not self._is_inside(module, path)
         incoming = args, kwargs
+        boundary = None
         if crosses and follows:
+            if self.restores:
+                args, kwargs = with_originals(plan, path, method, args, kwargs, None)
+            uncast = args, kwargs
             args, kwargs = cast_inputs(plan, method, args, kwargs)
+            if self.restores and is_half(plan.input_dtype):
+                boundary = self._boundary(module, method, uncast, (args, kwargs))
         if crosses and plan.wide is not None and method == "attend" and not keeps_dtype:
             call = _wide_attend(module, plan.wide, call)
         if follows and method == "__call__" and _is_fp8_einsum(module, plan):
             call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
-        with self._frame(module, path, plan, is_function, keeps_dtype):
+        with self._frame(module, path, plan, is_function, keeps_dtype), noted(boundary):
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError) as error:
@@ -508,6 +520,47 @@ class Applier:
             carry = cast_like(out, args[0])
             return (), lambda _: carry
         return split_carry(plan.facts, module, method, out, args, kwargs, "scan(" in body)
+
+    def _boundary(self, module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
+        """The record of a call that cast some inputs; None if it cast none."""
+
+        def rerun(leaves: list[Any], arrays: list[int], structure: Any) -> Rerun:
+            scope = module.scope
+            state, state_structure = jax.tree.flatten(nested(module.variables, scope.path))
+            rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
+
+            def call(inputs: list[Any], state: list[Any]) -> None:
+                filled = dict(enumerate(leaves)) | dict(zip(arrays, inputs, strict=True))
+                args, kwargs = structure.unflatten(filled.values())
+
+                def run(top: Scope) -> None:
+                    for name in scope.path:
+                        top = top.push(name)
+                    copy = module.clone(
+                        parent=top, _deep_clone=True, _reset_names=True, name=module.name
+                    )
+                    getattr(copy, method)(*args, **kwargs)
+
+                with self._handed_over(), nn.intercept_methods(self._successor()):
+                    variables = state_structure.unflatten(state)
+                    apply(run, mutable=scope.mutable)(variables, rngs=rngs)
+
+            return Rerun(state, call)
+
+        return boundary_of(uncast, cast, None, rerun)
+
+    def _successor(self) -> Applier:
+        fresh = Applier(self.root, self.scope)
+        fresh.types = dict(self.types)
+        return fresh
+
+    @contextlib.contextmanager
+    def _handed_over(self) -> Iterator[None]:
+        self.suspended = True
+        try:
+            yield
+        finally:
+            self.suspended = False
 
     # -- where are we -----------------------------------------------------------------------
 
@@ -583,6 +636,14 @@ class Applier:
 
 def _params(scope: Scope) -> Any:
     return scope.variables().get(PARAMS, {})
+
+
+def nested(variables: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The variables of a module at `path` as those of the model around it."""
+    found: dict[str, Any] = dict(variables)
+    for name in reversed(path):
+        found = {collection: {name: values} for collection, values in found.items()}
+    return found
 
 
 # ---------------------------------------------------------------------------

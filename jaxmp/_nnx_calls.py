@@ -35,6 +35,8 @@ from jaxmp._boundary import (
     written_back,
 )
 from jaxmp._compat import context, current_context
+from jaxmp._dtypes import is_half
+from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import OVERWRITE, cast, cast_floating, is_castable
@@ -659,13 +661,20 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
     incoming = args, kwargs
     as_author = crosses and _keeps_dtype(module, plan, incoming)
     follows = bound.follows and not as_author
+    boundary = None
     if crosses and follows:
+        restores = bound.policies.restores_inputs
+        if restores:
+            args, kwargs = with_originals(plan, bound.path, name, args, kwargs, _is_opaque)
+        uncast = args, kwargs
         args, kwargs = cast_inputs(plan, name, args, kwargs, _is_opaque)
+        if restores and is_half(plan.input_dtype):
+            boundary = _boundary(module, name, uncast, (args, kwargs))
     if as_author:
         call = functools.partial(_call_as_author, bound, module, name)
     elif crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
         call = _wide_attend(module, plan.wide)
-    with _entered(bound, name, as_author):
+    with _entered(bound, name, as_author), noted(boundary):
         try:
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -704,6 +713,37 @@ def _call_as_author(bound: Bound, module: Any, name: str, *args: Any, **kwargs: 
         if before.get(attribute, before) is not value and not attribute.startswith("_pytree__"):
             setattr(module, attribute, value)
     return out
+
+
+def _boundary(module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
+    """The record of a call that cast some inputs; None if it cast none."""
+
+    def rerun(leaves: list[Any], arrays: list[int], structure: Any) -> Rerun:
+        objects = {i: leaf for i, leaf in enumerate(leaves) if _is_opaque(leaf)}
+        graph, state = nnx.split((module, objects))
+        values, state_structure = jax.tree.flatten(state)
+
+        def call(inputs: list[Any], values: list[Any]) -> None:
+            copy, objects = nnx.merge(graph, state_structure.unflatten(values))
+            filled = dict(enumerate(leaves)) | objects | dict(zip(arrays, inputs, strict=True))
+            args, kwargs = structure.unflatten(filled.values())
+            with _outside():
+                getattr(copy, method)(*args, **kwargs)
+
+        return Rerun(values, call)
+
+    return boundary_of(uncast, cast, _is_opaque, rerun)
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """A block that stands in no policied call."""
+    stack, ambient = _frames.stack, _frames.ambient
+    _frames.stack = []
+    try:
+        yield
+    finally:
+        _frames.stack, _frames.ambient = stack, ambient
 
 
 def _is_flax_attend(cls: Any) -> bool:

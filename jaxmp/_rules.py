@@ -507,6 +507,16 @@ class PolicyMap:
         """Whether the default or any rule says `matmul = "fp8"`."""
         return any(holder.matmul == "fp8" for holder in (self.default, *self.rules))
 
+    @functools.cached_property
+    def restores_inputs(self) -> bool:
+        """Whether some modules cast inputs to 16 bits and others receive such inputs uncast."""
+        holders = (self.default, *self.rules)
+        dtypes = [holder.compute_dtype for holder in holders if holder.compute_dtype is not None]
+        widths = set(map(bits, dtypes))
+        return min(widths) <= 16 and (
+            max(widths) > 16 or any(holder.keep_inputs for holder in holders)
+        )
+
     def __reduce__(self) -> Any:
         return PolicyMap, (self.default, self.rules, self.fp8)
 

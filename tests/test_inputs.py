@@ -1,6 +1,7 @@
 """Inputs that must not be rounded: `keep_inputs`, and inputs of modules that compute in FP32."""
 
 import dataclasses
+import functools
 import pickle
 
 import flax.linen as nn
@@ -216,3 +217,310 @@ def test_shipped_recipes_embed_time_steps_in_fp32(name):
         assert policy.matmul == "default"
     for path in OTHERS:
         assert policies.resolve(path).compute_dtype == half, path
+
+
+# ---------------------------------------------------------------------------
+# Modules that compute in FP32 receive inputs uncast
+# ---------------------------------------------------------------------------
+
+UNCAST = PolicyMap(MIXED, [Rule("emb", "c=f32,o=f32")])
+
+# What a model may do with a time step on the way to its embedding, which takes `[2]` or `[2, 1]`.
+MOVES = {
+    "same": lambda c: c,
+    "index": lambda c: c[:, None],
+    "reshape": lambda c: c.reshape(2, 1),
+    "broadcast": lambda c: jnp.broadcast_to(c, (3, 2)).T[:, :1],
+    "expand": lambda c: jnp.expand_dims(jnp.squeeze(c[None]), -1),
+    "gather": lambda c: c[jnp.array([0, 1])],
+    "dynamic": lambda c: jax.lax.dynamic_slice(c, (jnp.int32(0),), (2,)),
+    "reverse": lambda c: jnp.flip(jnp.flip(c)),
+    "concatenate": lambda c: jnp.concatenate([c[:1], c[1:]]),
+    "split": lambda c: jnp.concatenate(jnp.split(c, 2)),
+}
+COMPUTED = {
+    "product": lambda c: c * 1,
+    "round": jnp.round,
+    "cast": lambda c: c.astype("float32").astype(c.dtype),
+    "maximum": lambda c: jnp.maximum(c, jnp.flip(c) - 999),
+}
+
+
+class LinenEmbedding(nn.Module):
+    @nn.compact
+    def __call__(self, v):
+        scale = self.param("scale", nn.initializers.ones, ())
+        return sinusoid(v.reshape(2)) * scale.astype(v.dtype)
+
+
+class LinenModel(nn.Module):
+    move: str
+
+    @nn.compact
+    def __call__(self, x, c):
+        x = nn.Dropout(0.5, deterministic=False)(nn.BatchNorm(use_running_average=False)(x))
+        out = LinenEmbedding(name="emb")((MOVES | COMPUTED)[self.move](c))
+        return out + 0 * nn.Dense(8)(x).astype(out.dtype)
+
+
+class NNXEmbedding(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, v):
+        return sinusoid(v.reshape(2)) * self.scale[...].astype(v.dtype)
+
+
+class NNXModel(nnx.Module):
+    def __init__(self, move, rngs):
+        self.move, self.emb = move, NNXEmbedding()
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.layer = nnx.Linear(4, 8, rngs=rngs)
+
+    def __call__(self, x, c):
+        x = self.drop(self.norm(x))
+        out = self.emb((MOVES | COMPUTED)[self.move](c))
+        return out + 0 * self.layer(x).astype(out.dtype)
+
+
+def linen_function(model, policies=UNCAST):
+    model = jaxmp.linen.apply_policy(model, policies)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = model.init(rngs, X, T)
+    rngs = {"dropout": jax.random.key(2)}
+    return lambda c: model.apply(variables, X, c, rngs=rngs, mutable=["batch_stats", "seen"])[0]
+
+
+def nnx_function(model, policies=UNCAST):
+    model = jaxmp.nnx.apply_policy(model, policies)
+    graph, state = nnx.split(model)
+    return lambda c: nnx.merge(graph, state, copy=True)(X, c)
+
+
+MODELS = {
+    "linen": functools.cache(lambda move: linen_function(LinenModel(move))),
+    "nnx": functools.cache(lambda move: nnx_function(NNXModel(move, nnx.Rngs(0)))),
+}
+GRADIENT = jax.grad(lambda t: sinusoid(t).sum())(T)
+
+
+def with_gradient(model):
+    return lambda t: (model(t), jax.grad(lambda t: model(t).sum())(t))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("framework", MODELS)
+def test_a_module_in_fp32_receives_the_uncast_input(framework, move):
+    if framework == "nnx" and move not in ("same", "index", "gather"):
+        pytest.skip("the moves are those of Linen")
+    model = MODELS[framework](move)
+    np.testing.assert_allclose(model(T), EXACT, atol=1e-5)
+    out, gradient = jax.jit(with_gradient(model))(T)
+    np.testing.assert_allclose(out, EXACT, atol=1e-5)
+    np.testing.assert_allclose(gradient, GRADIENT, atol=1e-5)
+
+
+@pytest.mark.parametrize("framework", MODELS)
+def test_transformations_around_the_model(framework):
+    model = MODELS[framework]("index")
+    eager = jax.grad(lambda t: model(t).sum())(T)
+    mapped = jax.jit(jax.vmap(with_gradient(model)))(jnp.stack([T, T]))
+    _, scanned = jax.lax.scan(lambda _, t: (None, with_gradient(model)(t)), None, T[None])
+    saved = jax.jit(jax.grad(jax.checkpoint(lambda t: model(t).sum())))(T)
+    for out, gradient in ((EXACT, eager), (mapped[0][0], mapped[1][1]), (EXACT, saved)):
+        np.testing.assert_allclose(out, EXACT, atol=1e-5)
+        np.testing.assert_allclose(gradient, GRADIENT, atol=1e-5)
+    np.testing.assert_allclose(scanned[0][0], EXACT, atol=1e-5)
+    np.testing.assert_allclose(scanned[1][0], GRADIENT, atol=1e-5)
+
+
+@pytest.mark.parametrize("move", COMPUTED)
+def test_a_computed_value_is_no_input(move):
+    model = MODELS["linen"](move)
+    rounded = sinusoid(T.astype("bfloat16").astype("float32"))
+    np.testing.assert_allclose(model(T), rounded, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(model)(T), rounded, atol=1e-5)
+
+
+def test_stop_gradient_still_stops_it():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, c):
+            return LinenEmbedding(name="emb")(jax.lax.stop_gradient(c)[:, None])
+
+    model = linen_function(Model())
+    for function in (model, jax.jit(model)):
+        np.testing.assert_allclose(function(T), EXACT, atol=1e-5)
+        np.testing.assert_array_equal(jax.grad(lambda t, f=function: f(t).sum())(T), 0)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_index_that_is_an_input_or_a_constant(index):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, c, i):
+            row = jax.lax.dynamic_index_in_dim(c, i, keepdims=False)
+            return LinenEmbedding(name="emb")(jnp.stack([row, c[index]]))
+
+    model = jaxmp.linen.apply_policy(Model(), UNCAST)
+    variables = model.init(jax.random.key(0), X, T, index)
+    expected = sinusoid(jnp.stack([T[index]] * 2))
+    for apply in (model.apply, jax.jit(model.apply)):
+        np.testing.assert_allclose(apply(variables, X, T, jnp.int32(index)), expected, atol=1e-5)
+
+
+def test_a_counter_of_the_model_is_no_known_index():
+    """Its value may have changed since the call began."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, c):
+            step = self.variable("cache", "step", lambda: jnp.int32(0))
+            value = jax.lax.dynamic_slice(c, (step.value,), (1,))
+            step.value = step.value + 1
+            return LinenEmbedding(name="emb")(jnp.concatenate([value, value]))
+
+    model = jaxmp.linen.apply_policy(Model(), UNCAST)
+    variables = {**model.init(jax.random.key(0), X, T), "cache": {"step": jnp.int32(0)}}
+    out, _ = model.apply(variables, X, T, mutable=["cache"])
+    np.testing.assert_allclose(out, sinusoid(jnp.array([256.0, 256.0])), atol=1e-5)
+
+
+def test_boundaries_within_boundaries():
+    """Two modules cast one after the other; the inner root of the time step is not the model."""
+
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, c):
+            return LinenEmbedding(name="emb")(c["time"][:, None])
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x, c):
+            made = c.astype("float32") * 0 + T
+            return Inner(name="a")({"time": c}), Inner(name="b")({"time": made})
+
+    rules = [Rule("*/emb", "c=f32,o=f32"), Rule("a", "c=f16")]
+    model = linen_function(Outer(), PolicyMap(MIXED, rules))
+    for function in (model, jax.jit(model)):
+        for out in function(T):
+            np.testing.assert_allclose(out, EXACT, atol=2**-9)
+
+
+def test_several_modules_receive_the_input():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.emb = nnx.List([NNXEmbedding() for _ in range(4)])
+
+        def __call__(self, x, c):
+            return jnp.stack([emb(c[:, None]) for emb in self.emb] + [self.emb[0](c)])
+
+    model = nnx_function(Model(), PolicyMap(MIXED, [Rule("emb/*", "c=f32,o=f32")]))
+    for function in (model, jax.jit(model)):
+        np.testing.assert_allclose(function(T), np.stack([EXACT] * 5), atol=1e-5)
+
+
+def test_a_model_that_decides_by_values_keeps_what_identity_tells():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.emb = NNXEmbedding()
+
+        def __call__(self, x, c):
+            if float(c.sum()) > 0:
+                return self.emb(c), self.emb(c[:, None])
+
+    known, unknown = nnx_function(Model())(T)
+    np.testing.assert_allclose(known, EXACT, atol=1e-5)
+    np.testing.assert_allclose(unknown, sinusoid(jnp.array([256.0, 3.0])), atol=1e-5)
+
+
+def test_an_input_that_is_kept_below_a_module_that_cast_it():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, t):
+            return sinusoid(t[:, 0])
+
+    class Wrapper(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return Inner(name="inner")(args[1][:, None])
+
+    model = linen_function(Wrapper(), "bf16")
+    for function in (model, jax.jit(model)):
+        np.testing.assert_allclose(function(T), EXACT, atol=ROUNDING)
+
+
+def test_the_model_runs_once_where_no_module_asks():
+    """Ordinary models are not traced a second time."""
+    calls = []
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, c):
+            calls.append(c.dtype)
+            router = nn.Dense(3, name="router")(nn.LayerNorm()(nn.Dense(4)(x)))
+            return router, nn.Dense(2)(x)
+
+    model = jaxmp.linen.apply_policy(Model(), "bf16")
+    variables = model.init(jax.random.key(0), X, T)
+    calls.clear()
+    model.apply(variables, X, T)
+    jax.jit(model.apply)(variables, X, T)
+    assert calls == [jnp.bfloat16] * 2
+
+
+# ---------------------------------------------------------------------------
+# The audit
+# ---------------------------------------------------------------------------
+
+
+class Sines(nn.Module):
+    """Takes sines of a time step in a module below it, and of integer positions."""
+
+    @nn.compact
+    def __call__(self, x, c):
+        angles = jnp.arange(4, dtype="float32")[:, None] * jnp.ones((1, 4))
+        return LinenEmbedding(name="enc")(c[:, None]), x * jnp.cos(angles[:2]).astype(x.dtype)
+
+
+def rounded(policies, call):
+    model = jaxmp.linen.apply_policy(Sines(), policies)
+    variables = model.init(jax.random.key(0), X, T)
+    found = call(model, variables).findings
+    return [finding for finding in found if finding.kind == "rounded_input"]
+
+
+CALLS = {
+    "time": lambda m, v: jaxmp.audit(lambda b: m.apply(v, X, b["time"]), {"time": T}),
+    "c": lambda m, v: jaxmp.audit(
+        jax.grad(lambda v, x, c: m.apply(v, x, c)[0].sum().astype("float32")), v, X, T
+    ),
+    "NAME": lambda m, v: jaxmp.audit(m.apply, v, X, T),
+}
+
+
+@pytest.mark.parametrize("policies, dtype", [(MIXED, "bfloat16"), ("fp16", "float16")])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
+    found = rounded(policies, CALLS[name])
+    assert {finding.primitive for finding in found} <= {"sin", "cos"} and found
+    for finding in found:
+        assert finding.level == "fault" and finding.module == "enc"
+        assert f"is rounded to {dtype} on its way into" in finding.message
+        kept, _, computed = finding.fix.partition("; or ")
+        assert kept.startswith(f"Rule('', keep_inputs=['{name}'])")
+        rule = eval(computed.removesuffix(" for this module"), {"Rule": Rule})
+        assert rule.output_dtype.name == dtype
+    for first in (Rule("", keep_inputs=["c"]), rule):
+        fixed = PolicyMap(policies, [first, Rule("enc", keep_inputs=["v"])])
+        assert not rounded(fixed, CALLS[name])
+
+
+def test_no_report_of_activations_and_parameters():
+    def wave(params, x, t):
+        hidden = x.astype("bfloat16") @ params["params"]["w"].astype("bfloat16")
+        return jnp.sin(hidden.astype("float32") + params["params"]["w"][0]) + jnp.sin(t)[:, None]
+
+    report = jaxmp.audit(wave, {"params": {"w": jnp.ones((4, 4))}}, X, T)
+    assert "rounded_input" not in report.counts()

@@ -94,6 +94,8 @@ def _audit(
     scales = traced.scales()
     for _, var in scales:
         auditor.flow.mark(var, SCALED)
+    for label, var in traced.inputs():
+        auditor.flow.mark(var, label)
     auditor.run(traced.jaxpr, Place(), 1)
     others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
     compiled = None if target is None else compile_for(target, traced)

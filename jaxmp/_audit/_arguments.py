@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import jax.tree_util as jtu
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._labels import FloatInput
 from jaxmp._audit._places import Lines
 from jaxmp._audit._report import Finding
 from jaxmp._compat import jaxpr_body
-from jaxmp._dtypes import HALF
+from jaxmp._dtypes import FLOAT32, HALF
 from jaxmp._jaxprs import inners
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._trees import dtype_of
@@ -36,6 +38,8 @@ class Traced:
     variables: dict[int, Any]
     # (key path, array) of each result.
     results: list[tuple[Any, Any]]
+    # The names of the function's positional parameters, as far as they are known.
+    names: list[str]
 
     @property
     def jaxpr(self) -> Any:
@@ -46,6 +50,26 @@ class Traced:
         """(where it stands, its variable) of each dynamic loss scale that is an array."""
         places = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))
         return [(place, var) for place, var in places if var is not None]
+
+    def inputs(self) -> list[tuple[FloatInput, Any]]:
+        """(name and place, variable) of each FP32 argument that is no part of a model's state."""
+        found, number = [], 0
+        for path, node in jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]:
+            leaves = jtu.tree_flatten_with_path(node)[0]
+            var = self.variables.get(number)
+            keys = [_key(key) for key in path]
+            number += len(leaves)
+            if len(leaves) != 1 or leaves[0][0] or var is None or "params" in keys:
+                continue
+            if dtype_of(leaves[0][1]) == FLOAT32:
+                # The first key tells positional arguments from those by keyword.
+                name = next((key for key in reversed(keys[1:]) if isinstance(key, str)), "")
+                place = jtu.keystr(path[1:])
+                found.append((FloatInput(name or self._named(keys[1:]), place), var))
+        return found
+
+    def _named(self, keys: list[Any]) -> str:
+        return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -71,7 +95,28 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[n] for n in positions]
     closed = jax.make_jaxpr(flat)(*arrays)
     variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
-    return Traced(closed, arrays, (args, kwargs), variables, results)
+    return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn))
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _key(key: Any) -> Any:
+    """A dict's key, an attribute's name or an index, of one step of a path."""
+    return next(
+        (getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), str(key)
+    )
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node holds parameters or other state: of optax, a train state or an NNX object."""
+    modules = (cls.__module__.partition(".")[0] for cls in type(node).__mro__)
+    return any(module in ("flax", "optax", "jaxmp") for module in modules)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ from jaxmp._audit._labels import (
     WAS_HALF,
     Flow,
     Logits,
+    RoundedInput,
     WasFp8,
     attention_logits,
     attention_words,
@@ -25,7 +26,7 @@ from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, pa
 from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts
 from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_fp8, is_half
-from jaxmp._jaxprs import FORWARD, Path, inners, is_literal, sub_jaxprs
+from jaxmp._jaxprs import FORWARD, Path, inners, is_literal, module_paths_of, sub_jaxprs
 from jaxmp.fp8._eligible import why_not
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
@@ -39,6 +40,7 @@ _KERNELS = named(
     " scaled_dot scaled_matmul"
 )
 _FLOATS = CASTABLE | {FLOAT64}
+_PERIODIC = named("sin cos tan")
 _FUSED = "dot_product_attention_"
 
 
@@ -85,7 +87,8 @@ class Auditor:
                 special(self, site)
             elif name in _KERNELS or name.startswith(_FUSED):
                 self._note_kernel(site)
-            judge_half(site, self.judge, self.drafts)
+            if name not in _PERIODIC or not self._judge_rounded(site):
+                judge_half(site, self.judge, self.drafts)
             self.flow.step(equation, place.phase)
             if name == "dot_general" and place.phase == "forward":
                 self.flow.mark(equation.outvars[0], Logits(site))
@@ -278,6 +281,19 @@ class Auditor:
         flops *= site.times
         self.drafts.add("unfused_attention", site, message, fix, level=NOTE, flops=flops)
 
+    # -- inputs ------------------------------------------------------------------------------
+
+    def _judge_rounded(self, site: Site) -> bool:
+        """Whether a sine or cosine is taken of an argument that was rounded on its way."""
+        labels = self.flow.of(site.equation.invars[0])
+        rounded = [label for label in labels if isinstance(label, RoundedInput)]
+        for source, dtype in rounded if site.place.phase == FORWARD else ():
+            step = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
+            way = f"on its way into {site.name}: {step}."
+            message = f"argument {source.place} is rounded to {dtype} {way}"
+            self.drafts.add("rounded_input", site, message, _keeping(source.name, dtype, site))
+        return bool(rounded)
+
     # -- the rest ---------------------------------------------------------------------------
 
     def cast(self, site: Site) -> None:
@@ -308,6 +324,13 @@ class Auditor:
 def _is_attention(equation: Any) -> bool:
     """Whether an equation is jaxmp's own attention, whichever its implementation."""
     return str(equation.params.get("name", "")).startswith(f"{MARK}_")
+
+
+def _keeping(name: str, dtype: str, site: Site) -> str:
+    """The rules that leave an argument in FP32 where a module takes the sine of it."""
+    kept = f"Rule('', keep_inputs=[{name!r}]), with the name of the model's own argument"
+    path = module_paths_of(site.place.names)[0]
+    return f"{kept}; or Rule({path!r}, 'c=f32,o={dtype}') for this module" if path else kept
 
 
 def _wider(lhs: Any, rhs: Any) -> str:

@@ -60,6 +60,12 @@ KINDS: dict[str, Kind] = {
         " are notes",
         "take it in FP32, or under jaxmp.autocast",
     ),
+    "rounded_input": Kind(
+        FAULT,
+        "an FP32 argument is rounded to 16 bits before a sine or cosine is taken of it: a time step"
+        " of 257 becomes 256 in bfloat16",
+        "keep the argument in FP32, or compute the module in FP32: keep_inputs, compute_dtype",
+    ),
     "misaligned_matmul": Kind(
         FAULT,
         "a size of a matmul is no multiple of 16 bytes (8 numbers in 16 bits, 4 in FP32, 16 in"

@@ -23,6 +23,21 @@ class WasFp8(NamedTuple):
     name: str
 
 
+class FloatInput(NamedTuple):
+    """An FP32 argument of the program, of which elements were moved at most."""
+
+    # Its name, and where it is among the arguments.
+    name: str
+    place: str
+
+
+class RoundedInput(NamedTuple):
+    """An FP32 argument that was rounded to 16 bits, and shifted or scaled since at most."""
+
+    input: FloatInput
+    dtype: str
+
+
 class Logits(NamedTuple):
     """The result of a product, scaled, masked or biased since; attention's if a softmax follows."""
 
@@ -34,6 +49,13 @@ Labels = frozenset[Any]
 _NONE: Labels = frozenset()
 # What keeps logits logits, besides everything that the op table lets follow or promotes.
 _KEEPS = frozenset({"convert_element_type", "exp", "exp2", "stop_gradient"})
+# What keeps an argument that argument: moves, and the limits of a cast that saturates.
+_MOVES = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
+    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
+)
+# A rounded argument stays rounded by these too.
+_SCALES = _MOVES | named("mul div add sub neg")
 _BREAKS = named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
@@ -92,7 +114,7 @@ class Flow:
             return
         if phase == BACKWARD and SCALED in found:
             self.scale_used = True
-        kept = self._kept(found, name)
+        kept = self._kept(found, name) | _inputs_after(found, name)
         for var in equation.outvars:
             self._labels[var] = kept if dtype_of(var) == FLOAT32 else kept - {WAS_HALF}
 
@@ -105,6 +127,7 @@ class Flow:
         return found
 
     def _kept(self, found: Labels, name: str) -> Labels:
+        found = frozenset(x for x in found if not isinstance(x, (FloatInput, RoundedInput)))
         if name == "sub":
             # Softmax less the label: the gradient of a loss. Attention's weights are never part of
             # a difference.
@@ -122,6 +145,15 @@ class Flow:
         return found
 
 
+def _inputs_after(found: Labels, name: str) -> Labels:
+    return frozenset(
+        label
+        for label in found
+        if (isinstance(label, FloatInput) and name in _MOVES)
+        or (isinstance(label, RoundedInput) and name in _SCALES)
+    )
+
+
 def _is_logits(label: Any) -> bool:
     return isinstance(label, Logits)
 
@@ -130,6 +162,10 @@ def _after_cast(found: Labels, equation: Any) -> Labels:
     source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
     if target == FLOAT32 and is_half(source):
         return found | {WAS_HALF}
+    if source == FLOAT32 and is_half(target):
+        return frozenset(
+            RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in found
+        )
     if is_fp8(source) and not is_fp8(target):
         return found | {WasFp8(source.name)}
     return found
