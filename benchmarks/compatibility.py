@@ -1,4 +1,6 @@
-"""Models written elsewhere, unedited, under each recipe: how far from FP32, and in which dtypes.
+"""Models written elsewhere, unedited, under each recipe: how far from FP32, in which dtypes.
+
+Only the code of the models is theirs; their training scripts are not run.
 
     python benchmarks/compatibility.py                                # the installed packages'
     python benchmarks/compatibility.py --flax-examples ~/src/flax     # and the Flax repository's

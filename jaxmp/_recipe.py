@@ -94,7 +94,7 @@ class Recipe:
 
     @property
     def reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are added up over devices."""
+        """Name of the dtype in which gradients are added up over the devices of an `axis_name`."""
         return self.data.reduce_dtype
 
     @property

@@ -54,7 +54,8 @@ class RecipeData:
     master: str = "auto"
     # How a step with a non-finite gradient is left out: "auto", "select", "cond" or "none".
     skip: str = "auto"
-    # The dtypes in which gradients are added up, over microbatches and over devices.
+    # The dtypes in which gradients are added up, over microbatches and over the devices of an
+    # `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"
     # What autocast does with each operation.

@@ -24,7 +24,9 @@ _ATTENTION = (
     "# How the attention layers of Flax attend: auto takes cuDNN's fused kernel where it fits."
 )
 _FP8 = '# How modules with matmul = "fp8" are scaled.'
-_GRADIENTS = "# What gradients are added up in, over microbatches and over devices."
+_GRADIENTS = (
+    "# What gradients are added up in, over microbatches and over the devices of an axis_name."
+)
 _OPS = "# What autocast does otherwise than by its default table."
 _RULES = "# The first rule that matches a module decides alone; the rest comes from [policy]."
 
