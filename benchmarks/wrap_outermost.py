@@ -71,8 +71,8 @@ class Wrapper:
         self.depth = _Depth()
 
     def install(self) -> None:
-        for name in LINEN_METHODS:
-            setattr(nn.Module, name, self._linen_method(name, vars(nn.Module)[name]))
+        self._patch_methods(nn.Module)
+        nn.Module.__init_subclass__ = classmethod(self._subclassing(nn.Module.__init_subclass__))
         for name, position in LINEN_FUNCTIONS.items():
             setattr(nn, name, self._linen_function(getattr(nn, name), position))
         for metaclass in (type(nnx.Module), type(nnx.bridge.Module)):
@@ -90,10 +90,25 @@ class Wrapper:
         self.count += 1
         return jaxmp.linen.apply_policy(module, self.recipe)
 
+    def _patch_methods(self, cls: type) -> None:
+        for name in LINEN_METHODS:
+            if name in vars(cls):
+                setattr(cls, name, self._linen_method(name, vars(cls)[name]))
+
+    def _subclassing(self, inherited: Any) -> Callable[..., None]:
+        def wrapped(cls: type, **options: Any) -> None:
+            inherited.__func__(cls, **options)
+            # A test's class may override `init`; a class that jaxmp makes is wrapped already.
+            if "_jaxmp_class" not in vars(cls):
+                self._patch_methods(cls)
+
+        return wrapped
+
     def _linen_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_outermost():
+            # Called on a class, a method receives an argument in place of the module.
+            if not self._is_outermost() or not isinstance(module, nn.Module):
                 return method(module, *args, **kwargs)
             policied = self._wrap_linen(module)
             with _one_deeper(self.depth):
