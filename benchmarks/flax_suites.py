@@ -5,6 +5,7 @@
     python benchmarks/flax_suites.py ~/src/flax --out suites.json   # written as JSON too
     python benchmarks/flax_suites.py ~/src/flax --keep runs         # continues where it stopped
     python benchmarks/flax_suites.py ~/src/flax --recipe bf16 --crashes
+    python benchmarks/flax_suites.py --markdown suites.json         # that JSON as Markdown
 
 Use a checkout of the version of Flax that is installed: the tests come from the checkout, and Flax
 itself is the installed one. Each test file runs twice in a process of its own, unedited: first as
@@ -207,6 +208,26 @@ def show(report: dict[str, Any]) -> None:
             )
 
 
+def markdown(reports: Iterable[dict[str, Any]]) -> tuple[str, str]:
+    """Returns the tables of docs/compatibility.md: the counts, and the exceptions by name."""
+    counts = ["| JAX | Flax | tests | pass plain | pass wrapped |", "| --- " * 5 + "|"]
+    names: dict[str, None] = {}
+    for report in reports:
+        jax, flax = report["versions"]["jax"], report["versions"]["flax"]
+        for name, suite in report["suites"].items():
+            row = jax, flax, name, f"{suite['counted']:,}", f"{suite['passed']:,}"
+            counts.append(f"| {' | '.join(row)} |")
+            names |= dict.fromkeys(suite["exceptions"])
+    exceptions = ["| fails only wrapped | reason |", "| --- | --- |"]
+    exceptions += [f"| `{_short(name)}` | {EXPECTED.get(name, 'unexplained')} |" for name in names]
+    return "\n".join(counts), "\n".join(exceptions)
+
+
+def _short(name: str) -> str:
+    file, _, test = name.rpartition("/")[2].partition("::")
+    return f"{file}, {test.rpartition('::')[2]}"
+
+
 def measure(
     checkout: Path,
     suites: dict[str, tuple[str, ...]],
@@ -252,13 +273,20 @@ def run_once(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Flax's own tests with every module wrapped.")
-    parser.add_argument("checkout", type=Path, help="a checkout of the Flax repository")
+    parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of the Flax repository")
     parser.add_argument("--recipe", default="fp32", help="the recipe of every module")
     parser.add_argument("--only", default="", help="suites or files whose name contains this")
     parser.add_argument("--crashes", action="store_true", help="failed assertions do not count")
     parser.add_argument("--keep", type=Path, help="folder that keeps the outcomes of each file")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--markdown", type=Path, nargs="+", help="JSON files to print as Markdown")
     args = parser.parse_args()
+    if args.markdown:
+        reports = [json.loads(file.read_text()) for file in args.markdown]
+        print("\n\n".join(markdown(reports)))
+        return
+    if args.checkout is None:
+        parser.error("give the path of a checkout of the Flax repository")
     checkout = args.checkout.resolve()
     with tempfile.TemporaryDirectory() as temporary:
         keep = args.keep.resolve() if args.keep else Path(temporary)

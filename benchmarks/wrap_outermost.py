@@ -72,7 +72,9 @@ class Wrapper:
 
     def install(self) -> None:
         self._patch_methods(nn.Module)
-        nn.Module.__init_subclass__ = classmethod(self._subclassing(nn.Module.__init_subclass__))
+        linen_module: Any = nn.Module
+        inherited = linen_module.__init_subclass__
+        linen_module.__init_subclass__ = classmethod(self._subclassing(inherited))
         for name, position in LINEN_FUNCTIONS.items():
             setattr(nn, name, self._linen_function(getattr(nn, name), position))
         for metaclass in (type(nnx.Module), type(nnx.bridge.Module)):
