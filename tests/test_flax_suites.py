@@ -1,8 +1,14 @@
 """The comparison of Flax's own tests with and without a recipe, on a checkout of three tests."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import flax_suites
+
+ROOT = Path(__file__).parents[1]
+MEASURED = sorted((ROOT / "benchmarks/results").glob("flax_suites_*.json"))
 
 TESTS = {
     "tests/linen/tiny_test.py": """
@@ -117,3 +123,21 @@ def test_a_broken_test_file_is_named(tmp_path):
     file.write_text("import a_package_that_does_not_exist\n")
     with pytest.raises(RuntimeError, match=r"broken_test\.py"):
         flax_suites.run(tmp_path, [file], None)
+
+
+def test_outcomes_are_kept_and_used_again(tmp_path):
+    outcomes = {"tests/linen/a_test.py::test_a": {"outcome": "passed", "error": ""}}
+    for recipe in ("plain", "fp32"):
+        (tmp_path / f"linen-a_test-{recipe}.json").write_text(json.dumps(outcomes))
+    (tmp_path / "tests/linen").mkdir(parents=True)
+    (tmp_path / "tests/linen/a_test.py").write_text("raise RuntimeError('this must not run')")
+    report = flax_suites.measure(tmp_path, {"linen": ("tests/linen",)}, "fp32", tmp_path)
+    assert report["suites"]["linen"]["passed"] == 1
+
+
+def test_the_page_shows_what_was_measured_and_explains_every_exception():
+    reports = [json.loads(file.read_text()) for file in MEASURED]
+    assert reports and not [name for report in reports for name in flax_suites.unexplained(report)]
+    page = (ROOT / "docs/compatibility.md").read_text("utf-8")
+    for table in flax_suites.markdown(reports):
+        assert table in page
