@@ -6,6 +6,7 @@ Only the code of the models is theirs; their training scripts are not run.
     python benchmarks/compatibility.py --flax-examples ~/src/flax     # and the Flax repository's
     python benchmarks/compatibility.py --out table.json               # written as JSON too
     python benchmarks/compatibility.py --markdown table.json          # that JSON as Markdown
+    python benchmarks/compatibility.py --scripts ~/src --out scripts.json   # training scripts
 
 The Flax repository's graph network needs `pip install jraph`.
 
@@ -17,6 +18,11 @@ that gradient, forward pass included. The loss is the mean squared distance of t
 random numbers, scaled by 1024 under every recipe. A parameter whose FP32 gradient is smaller than
 1e-5 of the whole one has none but for rounding, as the bias of attention keys: its relative
 difference means nothing, and it is counted apart.
+
+`--scripts` takes a folder that holds checkouts named flax, nanodo, optax, ... It ports the training
+scripts in `compatibility_scripts.py` by their edits and trains each, as it comes and under each
+recipe, with the same initial parameters and the same order of data for five seeds. Every variant
+runs in a process of its own; variants that are in the file already are not run again.
 """
 
 from __future__ import annotations
@@ -27,6 +33,9 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +54,9 @@ from rich.table import Table
 
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
+from compatibility_scripts import PORTS
+from script_ports import AUTHOR as AUTHOR_BF16
+from script_ports import PLAIN, Losses, Port, compare, lines_of
 
 RECIPES = ("bf16", "fp16", "bf16_params")
 # In the place of a recipe: the model as its author wrote it.
@@ -125,7 +137,7 @@ def flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-def compare(built: Linen | Nnx, recipe: Any, reference: tuple[Any, Any]) -> dict[str, Any]:
+def differences(built: Linen | Nnx, recipe: Any, reference: tuple[Any, Any]) -> dict[str, Any]:
     """Differences of outputs and gradients to `reference`, and the dtypes of products."""
     logits, grads = run(built, recipe)
     exact, structure = jax.tree.flatten_with_path(reference[1])
@@ -151,7 +163,7 @@ def compare(built: Linen | Nnx, recipe: Any, reference: tuple[Any, Any]) -> dict
 
 def measure(model: Model, built: Linen | Nnx) -> dict[str, Any]:
     reference = run(built, AUTHOR)
-    recipes = {name: compare(built, jaxmp.load_recipe(name), reference) for name in RECIPES}
+    recipes = {name: differences(built, jaxmp.load_recipe(name), reference) for name in RECIPES}
     row = {
         "model": model.name,
         "source": model.source,
@@ -161,8 +173,8 @@ def measure(model: Model, built: Linen | Nnx) -> dict[str, Any]:
     }
     if built.typed is not None:
         typed = built._replace(module=built.typed(jnp.bfloat16))
-        row["author_bf16"] = compare(typed, AUTHOR, reference)
-        row["author_bf16_and_recipe"] = compare(typed, jaxmp.load_recipe("bf16"), reference)
+        row["author_bf16"] = differences(typed, AUTHOR, reference)
+        row["author_bf16_and_recipe"] = differences(typed, jaxmp.load_recipe("bf16"), reference)
     return row
 
 
@@ -232,15 +244,170 @@ def tables(report: dict[str, Any]) -> tuple[str, str]:
     return markdown(HEADER, map(cells, rows)), markdown(AUTHORS_HEADER, map(authors_cells, typed))
 
 
+# ---------------------------------------------------------------------------
+# Training scripts
+# ---------------------------------------------------------------------------
+
+# One core for each run, the least optimization, and no rounding left out that a program asks for.
+XLA_FLAGS = (
+    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
+    "--xla_allow_excess_precision=false --xla_force_host_platform_device_count="
+)
+
+
+def commit(folder: Path) -> str:
+    log = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs"]
+    return subprocess.check_output(log, text=True).strip()
+
+
+def train(port: Port, checkouts: Path, variant: str, seeds: int, cache: str) -> list[list[float]]:
+    """The losses of one variant of a script, from a process of its own."""
+    script = Path(__file__).with_name("compatibility_scripts.py")
+    command = [sys.executable, str(script), str(checkouts), port.name, variant, str(seeds)]
+    environment = os.environ | {
+        "XLA_FLAGS": f"{XLA_FLAGS}{port.devices}",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{port.name}, {variant}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[str, Any]:
+    """Trains what `out` does not hold yet, and writes it after each variant."""
+    report: dict[str, Any] = {
+        "command": f"compatibility.py --scripts CHECKOUTS --seeds {seeds}",
+        "versions": versions(None)
+        | {
+            name: importlib.metadata.version(name)
+            for name in ("optax", "equinox", "diffrax", "scikit-learn")
+        },
+        "device": f"CPU: {platform.machine()}, {os.cpu_count()} cores; one thread for matmuls",
+        "xla_flags": XLA_FLAGS,
+        "scripts": {},
+    }
+    if out is not None and out.exists():
+        report["scripts"] = json.loads(out.read_text())["scripts"]
+    for port in PORTS.values():
+        if only not in port.name + port.checkout or not (checkouts / port.checkout).exists():
+            continue
+        known = {"edits": port.digest, "commit": commit(checkouts / port.checkout)}
+        entry = report["scripts"].get(port.name, {})
+        if {name: entry.get(name) for name in known} != known:
+            entry = {"variants": {}}
+        report["scripts"][port.name] = (
+            entry
+            | known
+            | {
+                "source": port.source,
+                "framework": port.framework,
+                "data": port.data,
+                "lines_changed": lines_of(port, checkouts),
+            }
+        )
+        variants = report["scripts"][port.name]["variants"]
+        with tempfile.TemporaryDirectory() as cache:
+            for variant in port.variants:
+                if len(variants.get(variant, {}).get("losses", ())) < seeds:
+                    start = time.monotonic()
+                    losses = train(port, checkouts, variant, seeds, cache)
+                    variants[variant] = {
+                        "losses": losses,
+                        "seconds": round(time.monotonic() - start, 1),
+                        "jaxmp": commit(Path(__file__).parent),
+                    }
+                    rich.print(port.name, variant, losses)
+                    if out is not None:
+                        out.write_text(json.dumps(summarized(report), indent=1) + "\n")
+    return summarized(report)
+
+
+def reference_of(variants: dict[str, Any], recipe: str) -> str:
+    """The plain run of the same precision: the author's own bf16 where there is one, else FP32."""
+    return AUTHOR_BF16 if recipe.startswith("bf16") and AUTHOR_BF16 in variants else PLAIN
+
+
+def summarized(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with differences and standard errors."""
+    for entry in report["scripts"].values():
+        variants = entry["variants"]
+        for recipe in RECIPES:
+            reference = reference_of(variants, recipe)
+            if recipe not in variants or reference not in variants:
+                continue
+            variants[recipe]["reference"] = reference
+            pairs = variants[recipe]["losses"], variants[reference]["losses"]
+            for position, loss in enumerate(Losses._fields):
+                result = compare(*([run[position] for run in runs] for runs in pairs))
+                variants[recipe][loss] = result._asdict() | {"close": result.close}
+    return report
+
+
+SCRIPTS_HEADER = (
+    "script",
+    "file",
+    "framework",
+    "lines changed",
+    "loss",
+    "plain FP32",
+    "author's bf16",
+    *RECIPES,
+)
+
+
+def script_rows(report: dict[str, Any]) -> Iterator[list[str]]:
+    """Mean losses over the seeds; for recipes the mean difference and its standard error."""
+    for name, entry in report["scripts"].items():
+        variants = entry["variants"]
+        for position, loss in enumerate(Losses._fields):
+            first = position == 0
+            cells = [name, entry["source"], entry["framework"], str(entry["lines_changed"])]
+            row = cells if first else [""] * len(cells)
+            row.append({"train": "training", "heldout": "held-out"}[loss])
+            for variant in (PLAIN, AUTHOR_BF16, *RECIPES):
+                row.append(script_cell(variants.get(variant), position, loss))
+            yield row
+
+
+def script_cell(variant: dict[str, Any] | None, position: int, loss: str) -> str:
+    if variant is None:
+        return "-"
+    if loss not in variant:
+        return f"{np.mean([run[position] for run in variant['losses']]):.4g}"
+    measured = variant[loss]
+    cell = (
+        f"{measured['mean']:+.1e} ± {measured['error']:.1e} ({100 * measured['relative']:+.2f} %)"
+    )
+    return cell if measured["close"] else f"**{cell}**"
+
+
+def scripts_table(report: dict[str, Any]) -> str:
+    """The table of training scripts in docs/compatibility.md."""
+    return markdown(SCRIPTS_HEADER, script_rows(report))
+
+
+# ---------------------------------------------------------------------------
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Models written elsewhere under each recipe.")
     parser.add_argument("--flax-examples", type=Path, help="a checkout of the Flax repository")
     parser.add_argument("--only", default="", help="models whose name or source contains this")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
+    parser.add_argument("--scripts", type=Path, help="folder of checkouts: flax, nanodo, ...")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each training script")
     args = parser.parse_args()
     if args.markdown:
-        print("\n\n".join(tables(json.loads(args.markdown.read_text()))))
+        report = json.loads(args.markdown.read_text())
+        print(scripts_table(report) if "scripts" in report else "\n\n".join(tables(report)))
+        return
+    if args.scripts:
+        report = train_all(args.scripts.resolve(), args.only, args.seeds, args.out)
+        print(scripts_table(report))
         return
     makers = [(model, model.make) for model in INSTALLED]
     if args.flax_examples:

@@ -8,9 +8,7 @@ prints the losses of one variant as JSON; `compatibility.py --scripts CHECKOUTS`
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from script_ports import Edit, Losses, Port, Recorder, cycle, digits, measure, sentences
@@ -53,7 +50,7 @@ class Batches:
 def run_mnist(module: Module, author: bool) -> Losses:
     train = module("train")
     recorder = Recorder()
-    config = ml_collections.ConfigDict(
+    config = module("ml_collections").ConfigDict(
         {"learning_rate": 0.05, "momentum": 0.9, "batch_size": 16, "num_epochs": 2}
     )
     parts = slice(HELD_OUT, HELD_OUT + 640), slice(HELD_OUT)
@@ -115,7 +112,7 @@ def run_vae(module: Module, author: bool) -> Losses:
         build_train_set=lambda size, builder: (batch for (batch,) in cycle((images,), size)),
         build_test_set=lambda builder: heldout,
     )
-    config = ml_collections.ConfigDict(
+    config = module("ml_collections").ConfigDict(
         {"learning_rate": 0.001, "latents": 20, "batch_size": batch_size, "num_epochs": 1}
     )
     with (
@@ -180,7 +177,7 @@ def run_imagenet(module: Module, author: bool) -> Losses:
 
     builder = mock.MagicMock()
     builder.info.splits = {"train": SimpleNamespace(num_examples=steps * batch_size)}
-    config = ml_collections.ConfigDict(
+    config = module("ml_collections").ConfigDict(
         {
             "model": "_ResNet1",
             "dataset": "digits",
@@ -674,6 +671,12 @@ NANOLM = Port(
     },
 )
 
+# Equinox adds updates without a cast, so that parameters in 16 bits would become float32.
+APPLY = Edit(
+    r"model = eqx.apply_updates\(model, updates\)",
+    "model = eqx.combine(optax.apply_updates(params, updates), static)",
+)
+
 # ---------------------------------------------------------------------------
 # Equinox: docs/examples/score_based_diffusion.ipynb
 # ---------------------------------------------------------------------------
@@ -724,13 +727,16 @@ DIFFUSION = Port(
         "score_based_diffusion.ipynb": (
             IMPORT,
             Edit(
-                r"^def batch_loss_fn\(",
-                "@ft.partial(jaxmp.autocast, policies=recipe)\ndef batch_loss_fn(",
+                r"^    loss_fn = eqx.filter_value_and_grad\(batch_loss_fn\)$",
+                "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+                "    loss_fn = lambda params, *args: jaxmp.autocast(batch_loss_fn, recipe)"
+                "(eqx.combine(params, static), *args)\n"
+                "    scale = jaxmp.get_loss_scale(opt_state)\n"
+                "    loss_fn = jaxmp.value_and_grad(loss_fn, loss_scale=scale)",
             ),
-            Edit(
-                r"eqx.filter_value_and_grad\(batch_loss_fn\)",
-                "jaxmp.value_and_grad(batch_loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))",
-            ),
+            Edit(r"loss, grads = loss_fn\(model,", "loss, grads = loss_fn(params,"),
+            Edit(r"opt_update\(grads, opt_state\)", "opt_update(grads, opt_state, params)"),
+            APPLY,
             Edit(r"opt = optax.adabelief\(lr\)", "opt = recipe.optimizer(optax.adabelief(lr))"),
             Edit(
                 r"^    opt_state = opt.init\(.*\)$",
@@ -752,16 +758,16 @@ def run_neural_ode(module: Module, author: bool) -> Losses:
         batch_size=16,
         width_size=8,
         depth=1,
-        steps_strategy=(30, 50),
-        length_strategy=(0.1, 0.3),
+        steps_strategy=(100,),
+        length_strategy=(0.2,),
         plot=False,
         print_every=1000,
     )
     _, heldout = script.get_data(64, key=jax.random.key(99))
-    ts = ts[:30]
+    ts = ts[:20]
 
     def loss(model: Any, ys: Any) -> Any:
-        return jnp.mean((ys[:, :30] - jax.vmap(model, in_axes=(None, 0))(ts, ys[:, 0])) ** 2)
+        return jnp.mean((ys[:, :20] - jax.vmap(model, in_axes=(None, 0))(ts, ys[:, 0])) ** 2)
 
     evaluate = script.eqx.filter_jit(loss)
     return Losses(evaluate(model, ys), evaluate(model, heldout))
@@ -777,23 +783,22 @@ NEURAL_ODE = Port(
     toy={"neural_ode.ipynb": (Edit(r"^ts, ys, model = main\(\)$", ""),)},
     edits={
         "neural_ode.ipynb": (
+            IMPORT,
+            Edit(r"self.mlp\(y\)", "jaxmp.autocast(self.mlp, recipe)(y)"),
+            Edit(r"^    @eqx.filter_value_and_grad\n", ""),
             Edit(
-                r"^import jax$",
-                "import functools as ft\nimport jax\nimport jaxmp\nrecipe = jaxmp.load_recipe('{recipe}')",
-            ),
-            Edit(
-                r"^    @eqx.filter_value_and_grad$",
-                "    @ft.partial(jaxmp.autocast, policies=recipe)",
-            ),
-            Edit(
-                r"loss, grads = grad_loss\(",
-                "scale = jaxmp.get_loss_scale(opt_state)\n        loss, grads = jaxmp.value_and_grad(grad_loss, loss_scale=scale)(",
+                r"^        loss, grads = grad_loss\(model, ti, yi\)$",
+                "        params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+                "        loss_fn = lambda params: grad_loss(eqx.combine(params, static), ti, yi)\n"
+                "        scale = jaxmp.get_loss_scale(opt_state)\n"
+                "        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params)",
             ),
             Edit(r"optim = optax.adabelief\(lr\)", "optim = recipe.optimizer(optax.adabelief(lr))"),
             Edit(
-                r"optim.update\(grads, opt_state\)",
-                "optim.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))",
+                r"^        opt_state = optim.init\(.*\)$",
+                r"\g<0>\n        model = recipe.cast_params(model)",
             ),
+            Edit(r"optim.update\(grads, opt_state\)", "optim.update(grads, opt_state, params)"),
         )
     },
 )

@@ -1,8 +1,8 @@
 """Ports of training scripts written elsewhere: edits, stand-ins for input pipelines, comparison.
 
-A port keeps none of the foreign code: it has regular expressions that match a line of a script in a
-checkout, and what the line becomes. `load` copies the script's folder, applies the edits and imports
-the result, with stand-ins for packages that are not installed.
+A port keeps none of the foreign code: it has regular expressions that match a line of a script in
+a checkout, and what the line becomes. `load` copies the script's folder, applies the edits and
+imports the result, with stand-ins for packages that are not installed.
 """
 
 from __future__ import annotations
