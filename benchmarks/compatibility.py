@@ -260,20 +260,28 @@ def commit(folder: Path) -> str:
     return subprocess.check_output(log, text=True).strip()
 
 
-def train(port: Port, checkouts: Path, variant: str, seeds: int, cache: str) -> list[list[float]]:
-    """The losses of one variant of a script, from a process of its own."""
+def train(
+    port: Port, checkouts: Path, seeds: int, variants: Sequence[str]
+) -> Iterator[tuple[str, list[list[float]]]]:
+    """`(variant, losses)` of variants of a script, from a process of its own."""
     script = Path(__file__).with_name("compatibility_scripts.py")
-    command = [sys.executable, str(script), str(checkouts), port.name, variant, str(seeds)]
-    environment = os.environ | {
-        "XLA_FLAGS": f"{XLA_FLAGS}{port.devices}",
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{port.name}, {variant}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    command = [sys.executable, str(script), str(checkouts), port.name, str(seeds), *variants]
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
+        environment = os.environ | {
+            "XLA_FLAGS": f"{XLA_FLAGS}{port.devices}",
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield from json.loads(line).items()
+        if process.returncode:
+            log.seek(0)
+            print(f"{port.name} failed: {log.read()[-2000:]}", file=sys.stderr)
 
 
 def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[str, Any]:
@@ -309,19 +317,22 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
             }
         )
         variants = report["scripts"][port.name]["variants"]
-        with tempfile.TemporaryDirectory() as cache:
-            for variant in port.variants:
-                if len(variants.get(variant, {}).get("losses", ())) < seeds:
-                    start = time.monotonic()
-                    losses = train(port, checkouts, variant, seeds, cache)
-                    variants[variant] = {
-                        "losses": losses,
-                        "seconds": round(time.monotonic() - start, 1),
-                        "jaxmp": commit(Path(__file__).parent),
-                    }
-                    rich.print(port.name, variant, losses)
-                    if out is not None:
-                        out.write_text(json.dumps(summarized(report), indent=1) + "\n")
+        missing = [
+            variant
+            for variant in port.variants
+            if len(variants.get(variant, {}).get("losses", ())) < seeds
+        ]
+        start = time.monotonic()
+        for variant, losses in train(port, checkouts, seeds, missing) if missing else ():
+            variants[variant] = {
+                "losses": losses,
+                "seconds": round(time.monotonic() - start, 1),
+                "jaxmp": commit(Path(__file__).parent),
+            }
+            start = time.monotonic()
+            print(port.name, variant, losses, flush=True)
+            if out is not None:
+                out.write_text(json.dumps(summarized(report), indent=1) + "\n")
     return summarized(report)
 
 

@@ -1,8 +1,9 @@
 """Training scripts of other projects: how they are ported, and how they are run here.
 
-    python benchmarks/compatibility_scripts.py CHECKOUTS NAME VARIANT SEEDS
+    python benchmarks/compatibility_scripts.py CHECKOUTS NAME SEEDS VARIANT ...
 
-prints the losses of one variant as JSON; `compatibility.py --scripts CHECKOUTS` calls it for all.
+prints the losses of each variant as a line of JSON; `compatibility.py --scripts CHECKOUTS` calls
+it for all.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def run_mnist(module: Module, author: bool) -> Losses:
     train = module("train")
     recorder = Recorder()
     config = module("ml_collections").ConfigDict(
-        {"learning_rate": 0.05, "momentum": 0.9, "batch_size": 16, "num_epochs": 2}
+        {"learning_rate": 0.02, "momentum": 0.9, "batch_size": 16, "num_epochs": 2}
     )
-    parts = slice(HELD_OUT, HELD_OUT + 640), slice(HELD_OUT)
+    parts = slice(HELD_OUT, HELD_OUT + 480), slice(HELD_OUT)
     datasets = [Batches(28, config.batch_size, part) for part in parts]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -339,14 +340,6 @@ LM1B = Port(
                 r"models.TransformerLM\(config\)(.apply\(\{\"params\": params\}, inputs\))",
                 r"recipe.wrap(models.TransformerLM(config))\1",
             ),
-            Edit(
-                r"models.TransformerLM\(config\)(.init\()",
-                r"recipe.wrap(models.TransformerLM(config))\1",
-            ),
-            Edit(
-                r"models.TransformerLM\(config\)(.apply\(\n        \{\"params\": params, \"cache\")",
-                r"recipe.wrap(models.TransformerLM(config))\1",
-            ),
             Edit(r"models.TransformerLM\(eval_config\)", r"recipe.wrap(\g<0>)"),
             Edit(
                 r"jax.value_and_grad\(loss_fn, has_aux=True\)",
@@ -590,22 +583,14 @@ NANODO = Port(
             Edit(r"grad_fn = jax.value_and_grad\(", "grad_fn = state.value_and_grad("),
             Edit(r"grad_fn\(state.params\)", "grad_fn()"),
             Edit(
-                r"step=state.opt_state.gradient_step \+ 1",
-                "step=optax.tree.get(state.opt_state, 'gradient_step') + 1",
+                r"^  # Access to optax updates.$",
+                "  multi_steps = optax.tree.get(state.opt_state, 'MultiStepsState')",
             ),
-        ),
-        "nanodo/metrics.py": (
+            Edit(r"step=state.opt_state.gradient_step", "step=multi_steps.gradient_step"),
             Edit(
-                r"^  step = state.opt_state.gradient_step",
-                "  import optax\n  step = optax.tree.get(state.opt_state, 'gradient_step')",
-            ),
-            Edit(
-                r"acc_grads = state.opt_state.acc_grads",
-                "acc_grads = optax.tree.get(state.opt_state, 'acc_grads')",
-            ),
-            Edit(
-                r"\(state.opt_state.mini_step \+ 1\)",
-                "(optax.tree.get(state.opt_state, 'mini_step') + 1)",
+                r"get_metrics\(aux_data, c, loss, state, grads, updates\)",
+                "get_metrics(\n"
+                "      aux_data, c, loss, state.replace(opt_state=multi_steps), grads, updates)",
             ),
         ),
     },
@@ -731,8 +716,8 @@ DIFFUSION = Port(
                 "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
                 "    loss_fn = lambda params, *args: jaxmp.autocast(batch_loss_fn, recipe)"
                 "(eqx.combine(params, static), *args)\n"
-                "    scale = jaxmp.get_loss_scale(opt_state)\n"
-                "    loss_fn = jaxmp.value_and_grad(loss_fn, loss_scale=scale)",
+                "    loss_fn = jaxmp.value_and_grad("
+                "loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))",
             ),
             Edit(r"loss, grads = loss_fn\(model,", "loss, grads = loss_fn(params,"),
             Edit(r"opt_update\(grads, opt_state\)", "opt_update(grads, opt_state, params)"),
@@ -824,10 +809,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("name", choices=list(PORTS))
-    parser.add_argument("variant")
     parser.add_argument("seeds", type=int)
+    parser.add_argument("variants", nargs="+")
     args = parser.parse_args()
-    print(json.dumps(measure(PORTS[args.name], args.checkouts, args.variant, args.seeds)))
+    for variant in args.variants:
+        losses = measure(PORTS[args.name], args.checkouts, variant, args.seeds)
+        print(json.dumps({variant: losses}), flush=True)
 
 
 if __name__ == "__main__":

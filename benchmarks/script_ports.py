@@ -116,8 +116,8 @@ class Port(NamedTuple):
     @property
     def digest(self) -> str:
         """Changes if an edit does, so that a measurement of other edits is not taken for it."""
-        edits = [self.edits, self.toy, self.author]
-        text = json.dumps([e and {path: list(of) for path, of in e.items()} for e in edits])
+        edits = [self.edits, self.toy, self.author or {}]
+        text = json.dumps([{path: list(of) for path, of in e.items()} for e in edits])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
