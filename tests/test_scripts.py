@@ -1,0 +1,310 @@
+"""Ports of training scripts: the machinery of `benchmarks/script_ports.py` on scripts of our own.
+
+The scripts are written in the style of the projects that `compatibility.py --scripts` ports: an
+NNX loop with metrics and several Flax objects, a `pmap` loop in Linen with batch statistics, and a
+loop over plain functions.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import compatibility
+import jax
+import numpy as np
+import pytest
+import script_ports
+from compatibility_scripts import PORTS
+from script_ports import Edit, Losses, Port
+
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "benchmarks/results/scripts_jax_0.10.2_cpu.json"
+SEEDS = 3
+
+DATA = """
+import numpy as np
+
+def batches(count, size):
+    weights = np.random.default_rng(0).normal(size=(8, 4))
+    for _ in range(count):
+        x = np.random.normal(size=(size, 8)).astype(np.float32)
+        noise = np.random.gumbel(size=(size, 4))
+        yield {"x": x, "label": np.argmax(x @ weights + noise, axis=-1).astype(np.int32)}
+"""
+
+NNX = """
+from data import batches
+from flax import nnx
+import jax
+import optax
+import tensorflow as tf
+
+tf.random.set_seed(0)
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(rate=0.1)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x, rngs):
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x))), rngs=rngs))
+
+def loss_fn(model, batch, rngs):
+    logits = model(batch["x"], rngs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), logits
+
+@nnx.jit
+def train_step(model, optimizer, metrics, batch, rngs):
+    grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+    (loss, logits), grads = grad_fn(model, batch, rngs)
+    metrics.update(loss=loss, logits=logits, labels=batch["label"])
+    optimizer.update(model, grads)
+
+@nnx.jit
+def eval_step(model, metrics, batch):
+    loss, logits = loss_fn(model, batch, None)
+    metrics.update(loss=loss, logits=logits, labels=batch["label"])
+
+def train():
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    accuracy = nnx.metrics.Accuracy()
+    metrics = nnx.MultiMetric(accuracy=accuracy, loss=nnx.metrics.Average("loss"))
+    rngs = nnx.Rngs(0)
+    model.train()
+    for step, batch in enumerate(batches(60, 64)):
+        if step == 40:
+            metrics.reset()
+        train_step(model, optimizer, metrics, batch, rngs)
+    result = [metrics.compute()["loss"]]
+    metrics.reset()
+    model.eval()
+    for batch in batches(4, 64):
+        eval_step(model, metrics, batch)
+    return [*result, metrics.compute()["loss"]]
+"""
+
+LINEN = """
+from typing import Any
+from data import batches
+from flax import linen as nn
+from flax.training import train_state
+import jax
+import optax
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(16)(x)
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="batch")
+        return nn.Dense(4)(nn.relu(norm(x)))
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+def train_step(state, batch):
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, new = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
+        return cross_entropy(logits, batch["label"]), new
+
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, new), grads = grad_fn(state.params)
+    grads = jax.lax.pmean(grads, axis_name="batch")
+    state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+    return state, jax.lax.pmean(loss, axis_name="batch")
+
+def eval_step(state, batch):
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = state.apply_fn(variables, batch["x"], train=False)
+    return jax.lax.pmean(cross_entropy(logits, batch["label"]), axis_name="batch")
+
+def train():
+    model = Model()
+    example = next(batches(1, 2))["x"]
+    variables = model.init(jax.random.key(0), example, train=False)
+    tx = optax.adam(1e-2)
+    state = TrainState.create(apply_fn=model.apply, tx=tx, **variables)
+    devices = dict(axis_name="batch", in_axes=(None, 0), devices=jax.devices()[:2])
+    p_train_step = jax.pmap(train_step, out_axes=(None, 0), **devices)
+    p_eval_step = jax.pmap(eval_step, **devices)
+    shard = lambda batch: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    losses = []
+    for batch in batches(60, 64):
+        state, loss = p_train_step(state, shard(batch))
+        losses.append(loss[0])
+    heldout = [p_eval_step(state, shard(batch))[0] for batch in batches(4, 64)]
+    return sum(losses[-20:]) / 20, sum(heldout) / 4
+"""
+
+FUNCTIONS = """
+from data import batches
+import jax
+import jax.numpy as jnp
+import optax
+
+def init(key):
+    keys = jax.random.split(key)
+    w1, w2 = jax.random.normal(keys[0], (8, 16)) / 3, jax.random.normal(keys[1], (16, 4)) / 4
+    return {"w1": w1, "b1": jnp.zeros((1, 16)), "w2": w2, "b2": jnp.zeros((1, 4))}
+
+def loss_fn(params, batch):
+    hidden = jax.nn.gelu(batch["x"] @ params["w1"] + params["b1"])
+    logits = hidden @ params["w2"] + params["b2"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+def train():
+    params = init(jax.random.PRNGKey(0))
+    tx = optax.adam(1e-2)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for batch in batches(60, 64):
+        params, opt_state, loss = step(params, opt_state, batch)
+        losses.append(loss)
+    evaluate = jax.jit(loss_fn)
+    heldout = [evaluate(params, batch) for batch in batches(4, 64)]
+    return sum(losses[-20:]) / 20, sum(heldout) / 4
+"""
+
+IMPORT = Edit(r"^import jax$", "import jax\nimport jaxmp\nrecipe = jaxmp.load_recipe('{recipe}')")
+
+SCRIPTS = {
+    "nnx": (
+        NNX,
+        (
+            IMPORT,
+            Edit(r"nnx.value_and_grad\(loss_fn", "optimizer.value_and_grad(loss_fn"),
+            Edit(r"model = (Model\(nnx.Rngs\(0\)\))", r"model = recipe.wrap(\1)"),
+            Edit(
+                r"nnx.Optimizer\(model, (optax.adam\(1e-2\)), wrt=nnx.Param\)",
+                r"jaxmp.nnx.Optimizer(model, recipe.optimizer(\1), wrt=nnx.Param)",
+            ),
+        ),
+    ),
+    "linen": (
+        LINEN,
+        (
+            IMPORT,
+            Edit(r"TrainState\(train_state.TrainState\)", "TrainState(jaxmp.TrainState)"),
+            Edit(r"jax.value_and_grad\(loss_fn", "state.value_and_grad(loss_fn"),
+            Edit(r"grad_fn\(state.params\)", "grad_fn()"),
+            Edit(r"^    grads = jax.lax.pmean.*\n", ""),
+            Edit(r"model = Model\(\)", "model = recipe.wrap(Model())"),
+            Edit(r"tx = (optax.adam\(1e-2\))", r"tx = recipe.optimizer(\1, axis_name='batch')"),
+        ),
+    ),
+    "functions": (
+        FUNCTIONS,
+        (
+            IMPORT,
+            Edit(r"tx = (optax.adam\(1e-2\))", r"tx = recipe.optimizer(\1)"),
+            Edit(
+                r"^    opt_state = tx.init\(params\)$",
+                r"\g<0>\n    params = recipe.cast_params(params)",
+            ),
+            Edit(
+                r"jax.value_and_grad\(loss_fn\)",
+                "jaxmp.value_and_grad(\n"
+                "            jaxmp.autocast(loss_fn, recipe), "
+                "loss_scale=jaxmp.get_loss_scale(opt_state))",
+            ),
+        ),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def authors_promotion():
+    """Scripts rely on JAX's own promotion of dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def port(tmp_path):
+    """Makes a checkout with one of the scripts, and its port."""
+
+    def make(name):
+        text, edits = SCRIPTS[name]
+        (tmp_path / "ours").mkdir()
+        (tmp_path / "ours/data.py").write_text(DATA)
+        (tmp_path / "ours/script.py").write_text(text)
+        return Port(
+            name=name,
+            checkout="ours",
+            folder=".",
+            edits={"script.py": edits},
+            run=lambda module, author: Losses(*module("script").train()),
+            framework=name,
+            data="random",
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ported_scripts_train_as_the_originals_do(port, tmp_path, name):
+    ported = port(name)
+    plain = script_ports.measure(ported, tmp_path, "plain", SEEDS)
+    assert script_ports.lines_of(ported, tmp_path) <= 10
+    assert max(losses.heldout for losses in plain) < 1.1 < np.log(4)
+    for recipe in ("fp16", "bf16_params"):
+        measured = script_ports.measure(ported, tmp_path, recipe, SEEDS)
+        assert measured != plain
+        for loss in Losses._fields:
+            ours, theirs = ([getattr(run, loss) for run in runs] for runs in (measured, plain))
+            assert script_ports.compare(ours, theirs).close, (recipe, loss, ours, theirs)
+
+
+def test_an_edit_must_match_one_place():
+    with pytest.raises(ValueError, match="matches 2 places"):
+        script_ports.edit("a = 1\na = 1\n", [Edit("^a", "b")])
+    with pytest.raises(ValueError, match="matches 0 places"):
+        script_ports.edit("a = 1\n", [Edit("^c", "b")])
+
+
+def test_lines_changed_counts_a_line_in_place_of_another_once():
+    old = "a\nb\nc\nd\n"
+    assert script_ports.lines_changed(old, old) == 0
+    assert script_ports.lines_changed(old, "a\nB\nc\nd\n") == 1
+    assert script_ports.lines_changed(old, "a\nB\nB2\nc\n") == 3
+    assert script_ports.lines_changed(old, "new\n" + old) == 1
+
+
+def test_a_notebook_is_its_code_without_magic_lines(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["# title"]},
+        {"cell_type": "code", "source": ["%%time\n", "x = 1\n", "!pip install y"]},
+        {"cell_type": "code", "source": ["z = 2"]},
+    ]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    code = script_ports.source_of(tmp_path / "n.ipynb")
+    assert re.sub(r"\n+", "\n", code).strip() == "x = 1\nz = 2"
+
+
+def test_a_difference_is_close_within_two_standard_errors_or_half_a_percent():
+    assert script_ports.compare([1.0, 2.0, 3.0], [1.1, 1.9, 3.05]).close
+    assert script_ports.compare([1.001, 2.001, 3.001], [1.0, 2.0, 3.0]).close
+    assert not script_ports.compare([1.1, 2.1, 3.1], [1.0, 2.0, 3.0]).close
+
+
+def test_the_page_shows_the_scripts_as_measured():
+    report = json.loads(MEASURED.read_text())
+    assert compatibility.scripts_table(report) in (ROOT / "docs/compatibility.md").read_text()
+    for name, entry in report["scripts"].items():
+        assert entry["edits"] == PORTS[name].digest
+        assert set(entry["variants"]) == set(PORTS[name].variants)
+        assert {len(variant["losses"]) for variant in entry["variants"].values()} == {5}
