@@ -576,8 +576,15 @@ def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
 def _check_differentiable(index: int, arg: Any) -> None:
     params, _ = _trees.split_overwritten(arg)
     for names, leaf in _trees.leaves_with_path(params):
+        where = "".join(f"[{name!r}]" for name in names)
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
+            raise JaxmpError(
+                f"Argument {index}{where} is a {type(leaf).__name__}, which is not an array and "
+                "has no gradient. Differentiate the arrays of an Equinox module alone: "
+                "params, static = eqx.partition(model, eqx.is_inexact_array), then "
+                "jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)."
+            )
         if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
-            where = "".join(f"[{name!r}]" for name in names)
             raise JaxmpError(
                 f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
                 "has no gradient. Pass it as another argument, or leave it out of argnums."

@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jmp
@@ -460,3 +461,20 @@ def test_arguments_that_are_no_arrays_pass_through_microbatches():
 def test_accumulating_in_eight_bits_is_refused():
     with pytest.raises(jaxmp.JaxmpError, match="16 bits or more"):
         jaxmp.grad(lambda w: w, accumulate_dtype="float8_e4m3fn")
+
+
+def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
+    model = eqx.nn.MLP(2, "scalar", 4, depth=1, key=jax.random.key(0))
+    x = jnp.ones(2)
+
+    def loss_fn(model):
+        return model(x) ** 2
+
+    with pytest.raises(jaxmp.JaxmpError, match=r"Argument 0.*activation.*not an array") as raised:
+        jaxmp.value_and_grad(loss_fn)(model)
+    assert "eqx.partition(model, eqx.is_inexact_array)" in str(raised.value)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    loss, grads = jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)
+    expected = eqx.filter_value_and_grad(loss_fn)(model)
+    assert loss == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, expected[1])
