@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._flax import Stated
 from jaxmp._boundary import cast_like, cast_tree, make_plan
 from jaxmp._compat import context, current_context
@@ -466,7 +467,8 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
-    return AttentionFunction(Stated(implementation, is_causal, local_window_size, padding_mask))
+    asked = check_implementation(implementation)
+    return AttentionFunction(Stated(asked, is_causal, local_window_size, padding_mask))
 
 
 # The arguments of each public function behind the model, here and in `jaxmp.nnx`.

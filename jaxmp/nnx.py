@@ -15,6 +15,7 @@ from flax import linen, nnx
 from jax.core import Tracer
 
 from jaxmp import _compat, _gradients, _nnx_calls, _trees, optim
+from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import DynamicLossScale
@@ -130,7 +131,8 @@ def attention_fn(
       >>> layer(jnp.ones((1, 4, 8))).shape
       (1, 4, 8)
     """
-    return AttentionFunction(Stated(implementation, is_causal, local_window_size, padding_mask))
+    asked = check_implementation(implementation)
+    return AttentionFunction(Stated(asked, is_causal, local_window_size, padding_mask))
 
 
 def module_paths(model: nnx.Module) -> dict[str, type | None]:
