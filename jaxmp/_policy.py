@@ -156,6 +156,11 @@ class Policy:
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
 
 
+def without_inputs(policy: Policy) -> Policy:
+    """Returns a policy without its `keep_inputs`, which is long: for titles and error messages."""
+    return dataclasses.replace(policy, keep_inputs=())
+
+
 def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any]:
     """Checks and canonicalises some of a Policy's fields; `within` is quoted in messages."""
     return {name: _canonical_field(name, value, within) for name, value in fields.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmp import _toml
 from jaxmp._dtypes import canonical_dtype
 from jaxmp._ops import OpTable
-from jaxmp._policy import get_policy
+from jaxmp._policy import get_policy, without_inputs
 from jaxmp._recipe_fp8 import read_fp8
 from jaxmp._recipe_names import recipe_names, shipped
 from jaxmp._recipe_scale import (
@@ -284,9 +284,9 @@ def _unknown_name(text: str) -> RecipeError:
 
 
 def _from_policies(policies: PolicyMap) -> RecipeData:
-    rules = len(policies.rules)
+    rules, default = len(policies.rules), without_inputs(policies.default)
     data = RecipeData(
-        name=str(policies.default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
+        name=str(default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
         summary="made from policies",
         policies=policies,
         loss_scale=LossScaleData(kind=automatic_kind(policies)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
@@ -20,7 +19,7 @@ from jaxmp._compat import unchecked_cuda
 from jaxmp._dtypes import is_half
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._ops import CATEGORIES, OpTable
-from jaxmp._policy import Policy
+from jaxmp._policy import Policy, without_inputs
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp.errors import AuditFailed, JaxmpError, RuleError, missing_dependency
@@ -107,7 +106,7 @@ def _recipes() -> None:
         recipe = load_recipe(name)
         kind = recipe.data.loss_scale.kind
         # `show` lists the arguments that are kept.
-        policy = _policy_words(dataclasses.replace(recipe.policies.default, keep_inputs=()))
+        policy = _policy_words(without_inputs(recipe.policies.default))
         table.add_row(_text(name, "bold"), policy, kind, _text(recipe.summary))
     _console().print(table)
 
@@ -380,7 +379,11 @@ def _optimizer_rows(recipe: Recipe) -> _Rows:
         ),
         ("skip", f"{recipe.skip}: {_SKIP[recipe.skip]}"),
         ("microbatches", f"gradients are added up in {recipe.accumulate_dtype}"),
-        ("devices", f"gradients are added up in {recipe.reduce_dtype}"),
+        (
+            "devices",
+            f"gradients are averaged in {recipe.reduce_dtype} over the optimizer's axis_name"
+            " (pmap, vmap, shard_map); under jit with shardings XLA chooses the dtype",
+        ),
     ]
 
 

@@ -43,7 +43,7 @@ def test_each_reason():
     policies = PolicyMap(MIXED, [Rule("head", "c=f32", why="the loss reads it")])
     explanation = explain_autocast(fn, policies)(W, X)
     assert [(row.path, row.dtype, row.reason) for row in explanation.rows] == [
-        ("body", "bfloat16", f"default policy {policies.default}"),
+        ("body", "bfloat16", f"default policy {MIXED}"),
         ("head", "float32", "Rule('head', compute_dtype='float32', why='the loss reads it')"),
         ("", "float32", "inside jaxmp.full_precision()"),
         ("", "float32", "its author asked for precision=HIGHEST"),

@@ -17,6 +17,7 @@ from jaxmp._audit._program import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._inputs import inputs_text
 from jaxmp._jaxprs import Path
+from jaxmp._policy import without_inputs
 from jaxmp._rules import Rule
 
 _EMULATED = (
@@ -65,7 +66,7 @@ def make_report(
         aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
-        policies="" if policies is None else str(policies.default),
+        policies="" if policies is None else str(without_inputs(policies.default)),
         equations=auditor.equations,
         **{"notes": tuple(notes), **gpu},
     )

@@ -11,7 +11,7 @@ from jaxmp._autocast._equations import SCATTERS
 from jaxmp._dtypes import FLOAT32, bits, is_half
 from jaxmp._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._ops import OpTable
-from jaxmp._policy import Policy
+from jaxmp._policy import Policy, without_inputs
 from jaxmp._rules import PolicyMap, Rule, check_module_dtypes
 from jaxmp.errors import CompositionError, RuleError
 from jaxmp.fp8._recipes import Scaling, as_recipe
@@ -116,7 +116,8 @@ class Rules:
     def why(self, names: tuple[str, ...]) -> str:
         """Names the rule that decides below the scopes `names`, or the default policy."""
         _, rule = self._deciding(names)
-        return f"default policy {self.policies.default}" if rule is None else repr(rule)
+        default = without_inputs(self.policies.default)
+        return f"default policy {default}" if rule is None else repr(rule)
 
     def _deciding(self, names: tuple[str, ...]) -> tuple[str, Rule | None]:
         """The module path that scopes stand for, and the rule that decides for it."""
