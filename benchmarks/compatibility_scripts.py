@@ -98,7 +98,7 @@ def run_vae(module: Module, author: bool) -> Losses:
     train = module("train")
     images = (digits(28)[0].reshape(-1, 784) > 0.5).astype(np.float32)
     heldout, images = images[:HELD_OUT], images[HELD_OUT:]
-    steps, batch_size, losses = 40, 32, []
+    steps, batch_size, losses = 24, 32, []
     original = train.eval_f
 
     def eval_f(params: Any, batch: Any, *args: Any) -> Any:
@@ -284,7 +284,7 @@ def run_lm1b(module: Module, author: bool) -> Losses:
         {
             "per_device_batch_size": 16,
             "sampling_top_k": 4,
-            "num_train_steps": 80,
+            "num_train_steps": 60,
             "num_eval_steps": 8,
             "learning_rate": 0.02,
             "warmup_steps": 10,
@@ -296,7 +296,7 @@ def run_lm1b(module: Module, author: bool) -> Losses:
             "emb_dim": 32,
             "mlp_dim": 64,
             "num_heads": 2,
-            "eval_every_steps": 60,
+            "eval_every_steps": 40,
             "use_bfloat16": author,
             "save_checkpoints": False,
             "restore_checkpoints": False,
@@ -307,7 +307,7 @@ def run_lm1b(module: Module, author: bool) -> Losses:
         for _ in range(count):
             yield {"inputs": sentences(16, 24, 64, first=3).view(Tensor)}
 
-    datasets = batches(80), list(batches(8)), None, Tokens()
+    datasets = batches(60), list(batches(8)), None, Tokens()
     with (
         mock.patch.object(train.input_pipeline, "get_datasets", lambda **kwargs: datasets),
         mock.patch.object(
@@ -364,7 +364,7 @@ def run_seq2seq(module: Module, author: bool) -> Losses:
     recorder = Recorder()
     flags = train.FLAGS
     if not flags.is_parsed():
-        flags(["train", "--batch_size=32", "--hidden_size=32", "--num_train_steps=121"])
+        flags(["train", "--batch_size=32", "--hidden_size=32", "--num_train_steps=81"])
         flags.decode_frequency = 10
     with mock.patch.object(train.metric_writers, "create_default_writer", lambda folder: recorder):
         state = train.train_and_evaluate("unused")
@@ -450,7 +450,7 @@ def run_ppo(module: Module, author: bool) -> Losses:
     config = module("configs.default").get_config()
     config.update(
         {
-            "total_frames": 4 * 16 * 10,
+            "total_frames": 4 * 16 * 8,
             "learning_rate": 1e-3,
             "batch_size": 32,
             "num_agents": 4,
@@ -630,7 +630,7 @@ NANOLM = Port(
     toy={
         "nanolm.ipynb": (
             Edit(r"^BATCH_SIZE = \d+", "BATCH_SIZE = 16"),
-            Edit(r"^N_ITERATIONS = \d+_\d+", "N_ITERATIONS = 100"),
+            Edit(r"^N_ITERATIONS = \d+_\d+", "N_ITERATIONS = 80"),
             Edit(r"^BLOCK_SIZE = \d+", "BLOCK_SIZE = 32"),
             Edit(r"^NUM_LAYERS = \d+", "NUM_LAYERS = 1"),
             Edit(r"^EMBED_SIZE = \d+", "EMBED_SIZE = 32"),
@@ -687,7 +687,7 @@ def run_diffusion(module: Module, author: bool) -> Losses:
             mix_patch_size=16,
             mix_hidden_size=32,
             num_blocks=1,
-            num_steps=150,
+            num_steps=100,
             lr=3e-3,
             batch_size=32,
             dt0=2.5,
@@ -743,7 +743,7 @@ def run_neural_ode(module: Module, author: bool) -> Losses:
         batch_size=16,
         width_size=8,
         depth=1,
-        steps_strategy=(100,),
+        steps_strategy=(60,),
         length_strategy=(0.2,),
         plot=False,
         print_every=1000,

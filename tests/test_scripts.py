@@ -73,8 +73,8 @@ def train():
     metrics = nnx.MultiMetric(accuracy=accuracy, loss=nnx.metrics.Average("loss"))
     rngs = nnx.Rngs(0)
     model.train()
-    for step, batch in enumerate(batches(50, 128)):
-        if step == 30:
+    for step, batch in enumerate(batches(40, 128)):
+        if step == 20:
             metrics.reset()
         train_step(model, optimizer, metrics, batch, rngs)
     result = [metrics.compute()["loss"]]
@@ -136,7 +136,7 @@ def train():
     state = TrainState.create(apply_fn=apply_fn, tx=tx, **variables)
     shard = lambda batch: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
     losses = []
-    for batch in batches(50, 128):
+    for batch in batches(40, 128):
         state, loss = p_train_step(state, shard(batch))
         losses.append(loss[0])
     heldout = [p_eval_step(state, shard(batch))[0] for batch in batches(4, 128)]
@@ -174,7 +174,7 @@ def train():
     params = init(jax.random.PRNGKey(0))
     opt_state = tx.init(params)
     losses = []
-    for batch in batches(50, 128):
+    for batch in batches(40, 128):
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(loss)
     heldout = [evaluate(params, batch) for batch in batches(4, 128)]
@@ -256,7 +256,7 @@ def port(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["nnx", "functions"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_ported_scripts_train_as_the_originals_do(port, tmp_path, name):
     ported = port(name)
     plain = script_ports.measure(ported, tmp_path, "plain", SEEDS)
