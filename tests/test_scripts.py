@@ -7,14 +7,19 @@ loop over plain functions.
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import compatibility
 import script_ports
+from compatibility_scripts import PORTS
 from script_ports import Edit, Losses, Port
 
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "benchmarks/results/scripts_jax_0.10.2_cpu.json"
 SEEDS = 3
 
 DATA = """
@@ -299,3 +304,12 @@ def test_a_difference_is_close_within_two_standard_errors_or_half_a_percent():
     assert script_ports.compare([1.0, 2.0, 3.0], [1.1, 1.9, 3.05]).close
     assert script_ports.compare([1.001, 2.001, 3.001], [1.0, 2.0, 3.0]).close
     assert not script_ports.compare([1.1, 2.1, 3.1], [1.0, 2.0, 3.0]).close
+
+
+def test_the_page_shows_the_scripts_as_measured():
+    report = json.loads(MEASURED.read_text())
+    assert compatibility.scripts_table(report) in (ROOT / "docs/compatibility.md").read_text()
+    for name, entry in report["scripts"].items():
+        assert entry["edits"] == PORTS[name].digest
+        assert set(entry["variants"]) == set(PORTS[name].variants)
+        assert {len(variant["losses"]) for variant in entry["variants"].values()} == {5}
