@@ -715,7 +715,7 @@ DIFFUSION = Port(
                 r"^    loss_fn = eqx.filter_value_and_grad\(batch_loss_fn\)$",
                 "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
                 "    loss_fn = lambda params, *args: jaxmp.autocast(batch_loss_fn, recipe)"
-                "(eqx.combine(params, static), *args)\n"
+                "(eqx.combine(jaxmp.get_policy('float32').cast_to_compute(params), static), *args)\n"
                 "    loss_fn = jaxmp.value_and_grad("
                 "loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))",
             ),
