@@ -86,8 +86,8 @@ class Port(NamedTuple):
     framework: Linen, NNX or functions.
     data: what the script is trained on here.
     toy: edits for a small configuration, made in every variant and not counted.
-    author: edits that turn the author's own bf16 switch on where no argument does; None for a
-      script that has no such switch.
+    author: edits that turn the author's own bf16 switch on where no argument does, or that set
+      `dtype` in each layer by hand where there is no switch; None for neither.
     devices: how many CPU devices the script gets.
     absent: further packages that are replaced by stand-ins.
     """
@@ -113,11 +113,10 @@ class Port(NamedTuple):
     def variants(self) -> tuple[str, ...]:
         return (PLAIN, *(AUTHOR for _ in [self.author] if self.author is not None), *RECIPES)
 
-    @property
-    def digest(self) -> str:
-        """Changes if an edit does, so that a measurement of other edits is not taken for it."""
-        edits = [self.edits, self.toy, self.author or {}]
-        text = json.dumps([{path: list(of) for path, of in e.items()} for e in edits])
+    def digest(self, variant: str) -> str:
+        """Changes if an edit of a variant does, so that its measurement is not taken for another."""
+        own = {PLAIN: {}, AUTHOR: self.author or {}}.get(variant, self.edits)
+        text = json.dumps([{path: list(of) for path, of in e.items()} for e in (self.toy, own)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
