@@ -302,30 +302,30 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
     for port in PORTS.values():
         if only not in port.name + port.checkout or not (checkouts / port.checkout).exists():
             continue
-        known = {"edits": port.digest, "commit": commit(checkouts / port.checkout)}
-        entry = report["scripts"].get(port.name, {})
-        if {name: entry.get(name) for name in known} != known:
-            entry = {"variants": {}}
-        report["scripts"][port.name] = (
-            entry
-            | known
-            | {
-                "source": port.source,
-                "framework": port.framework,
-                "data": port.data,
-                "lines_changed": lines_of(port, checkouts),
-            }
-        )
-        variants = report["scripts"][port.name]["variants"]
+        entry = {
+            "source": port.source,
+            "commit": commit(checkouts / port.checkout),
+            "framework": port.framework,
+            "data": port.data,
+            "lines_changed": lines_of(port, checkouts),
+        }
+        before = report["scripts"].get(port.name, {})
+        same = before.get("commit") == entry["commit"]
+        entry["variants"] = before["variants"] if same else {}
+        report["scripts"][port.name] = entry
+        variants = entry["variants"]
         missing = [
             variant
             for variant in port.variants
-            if len(variants.get(variant, {}).get("losses", ())) < seeds
+            if variant not in variants
+            or len(variants[variant]["losses"]) < seeds
+            or variants[variant]["edits"] != port.digest(variant)
         ]
         start = time.monotonic()
         for variant, losses in train(port, checkouts, seeds, missing) if missing else ():
             variants[variant] = {
                 "losses": losses,
+                "edits": port.digest(variant),
                 "seconds": round(time.monotonic() - start, 1),
                 "jaxmp": commit(Path(__file__).parent),
             }

@@ -72,6 +72,12 @@ MNIST = Port(
     framework="NNX",
     data=DIGITS,
     run=run_mnist,
+    author={
+        "train.py": tuple(
+            Edit(rf"(self.{name} = .*), rngs=rngs\)$", r"\1, rngs=rngs, dtype=jax.numpy.bfloat16)")
+            for name in ("conv1", "conv2", "linear1", "linear2")
+        )
+    },
     absent=("orbax.export",),
     edits={
         "train.py": (
@@ -714,8 +720,8 @@ DIFFUSION = Port(
             Edit(
                 r"^    loss_fn = eqx.filter_value_and_grad\(batch_loss_fn\)$",
                 "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
-                "    loss_fn = lambda params, *args: jaxmp.autocast(batch_loss_fn, recipe)"
-                "(eqx.combine(jaxmp.get_policy('float32').cast_to_compute(params), static), *args)\n"
+                "    loss_fn = lambda params, *args: jaxmp.autocast(batch_loss_fn, recipe)("
+                "eqx.combine(jaxmp.get_policy('float32').cast_to_compute(params), static), *args)\n"
                 "    loss_fn = jaxmp.value_and_grad("
                 "loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))",
             ),

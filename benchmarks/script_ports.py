@@ -114,7 +114,7 @@ class Port(NamedTuple):
         return (PLAIN, *(AUTHOR for _ in [self.author] if self.author is not None), *RECIPES)
 
     def digest(self, variant: str) -> str:
-        """Changes if an edit of a variant does, so that its measurement is not taken for another."""
+        """Identifies the edits of a variant, so that a measurement of other edits is not taken."""
         own = {PLAIN: {}, AUTHOR: self.author or {}}.get(variant, self.edits)
         text = json.dumps([{path: list(of) for path, of in e.items()} for e in (self.toy, own)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
