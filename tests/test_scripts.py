@@ -20,7 +20,7 @@ from script_ports import Edit, Losses, Port
 
 ROOT = Path(__file__).parent.parent
 MEASURED = ROOT / "benchmarks/results/scripts_jax_0.10.2_cpu.json"
-SEEDS = 3
+SEEDS = 2
 
 DATA = """
 import numpy as np
@@ -266,7 +266,7 @@ def test_ported_scripts_train_as_the_originals_do(port, tmp_path, name):
     ported = port(name)
     plain = script_ports.measure(ported, tmp_path, "plain", SEEDS)
     assert script_ports.lines_of(ported, tmp_path) <= 10
-    assert max(losses.heldout for losses in plain) < 1.1 < np.log(4)
+    assert max(losses.heldout for losses in plain) < 1.1  # chance: log(4) = 1.39
     measured = script_ports.measure(ported, tmp_path, RECIPES[name], SEEDS)
     assert measured != plain
     for loss in Losses._fields:
