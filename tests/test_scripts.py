@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import compatibility
