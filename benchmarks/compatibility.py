@@ -55,8 +55,7 @@ from rich.table import Table
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
 from compatibility_scripts import PORTS
-from script_ports import AUTHOR as AUTHOR_BF16
-from script_ports import PLAIN, Losses, Port, compare, lines_of
+from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 
 RECIPES = ("bf16", "fp16", "bf16_params")
 # In the place of a recipe: the model as its author wrote it.
@@ -337,8 +336,9 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
 
 
 def reference_of(variants: dict[str, Any], recipe: str) -> str:
-    """The plain run of the same precision: the author's own bf16 where there is one, else FP32."""
-    return AUTHOR_BF16 if recipe.startswith("bf16") and AUTHOR_BF16 in variants else PLAIN
+    """The plain run of the same precision: the author's in 16 bits if there is one, else FP32."""
+    author = AUTHOR_FP16 if recipe == "fp16" else AUTHOR_BF16
+    return author if author in variants else PLAIN
 
 
 def summarized(report: dict[str, Any]) -> dict[str, Any]:

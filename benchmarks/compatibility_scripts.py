@@ -21,7 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from script_ports import Edit, Losses, Port, Recorder, cycle, digits, measure, sentences
+from script_ports import (
+    AUTHOR_BF16,
+    AUTHOR_FP16,
+    Edit,
+    Losses,
+    Port,
+    Recorder,
+    cycle,
+    digits,
+    measure,
+    sentences,
+)
 
 Module = Callable[..., Any]
 HELD_OUT = 357  # of the 1,797 digits
@@ -65,6 +76,16 @@ def run_mnist(module: Module, author: bool) -> Losses:
     return Losses(recorder.mean("train_loss", 1), recorder.mean("test_loss", 1))
 
 
+def typed_mnist(dtype: str) -> dict[str, tuple[Edit, ...]]:
+    """Sets Flax's `dtype` argument in the layers with matmuls; the script has no switch."""
+    return {
+        "train.py": tuple(
+            Edit(rf"(self.{name} = .*), rngs=rngs\)$", rf"\1, rngs=rngs, dtype=jax.numpy.{dtype})")
+            for name in ("conv1", "conv2", "linear1", "linear2")
+        )
+    }
+
+
 MNIST = Port(
     name="MNIST CNN",
     checkout="flax",
@@ -72,12 +93,7 @@ MNIST = Port(
     framework="NNX",
     data=DIGITS,
     run=run_mnist,
-    author={
-        "train.py": tuple(
-            Edit(rf"(self.{name} = .*), rngs=rngs\)$", r"\1, rngs=rngs, dtype=jax.numpy.bfloat16)")
-            for name in ("conv1", "conv2", "linear1", "linear2")
-        )
-    },
+    author={AUTHOR_BF16: typed_mnist("bfloat16"), AUTHOR_FP16: typed_mnist("float16")},
     absent=("orbax.export",),
     edits={
         "train.py": (
@@ -224,7 +240,7 @@ IMAGENET = Port(
     run=run_imagenet,
     devices=2,
     toy={"train.py": (Edit(r"image_size = 224", "image_size = 32"),)},
-    author={"train.py": (Edit(r"(model_dtype = )jnp.float16", r"\1jnp.bfloat16"),)},
+    author={AUTHOR_BF16: {"train.py": (Edit(r"(model_dtype = )jnp.float16", r"\1jnp.bfloat16"),)}},
     edits={
         "train.py": (
             IMPORT,
@@ -331,7 +347,7 @@ LM1B = Port(
     framework="Linen",
     data=MARKOV,
     run=run_lm1b,
-    author={},
+    author={AUTHOR_BF16: {}},
     edits={
         "train.py": (
             Edit(
@@ -565,7 +581,7 @@ NANODO = Port(
     framework="Linen",
     data=MARKOV,
     run=run_nanodo,
-    author={},
+    author={AUTHOR_BF16: {}},
     # A mask of floats is an error in today's JAX.
     toy={"nanodo/evaluate.py": (Edit(r"mask=weights_BxL", "mask=weights_BxL > 0"),)},
     edits={

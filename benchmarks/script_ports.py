@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 RECIPES = ("bf16", "fp16", "bf16_params")
-PLAIN, AUTHOR = "plain", "author_bf16"
+PLAIN, AUTHOR_BF16, AUTHOR_FP16 = "plain", "author_bf16", "author_fp16"
 # Packages for input pipelines and logging, in whose place `load` puts stand-ins.
 ABSENT = (
     "clu",
@@ -86,8 +86,8 @@ class Port(NamedTuple):
     framework: Linen, NNX or functions.
     data: what the script is trained on here.
     toy: edits for a small configuration, made in every variant and not counted.
-    author: edits that turn the author's own bf16 switch on where no argument does, or that set
-      `dtype` in each layer by hand where there is no switch; None for neither.
+    author: variants in 16 bits without jaxmp -> their edits. They turn the author's own switch on
+      where no argument does, or set `dtype` in each layer where there is no switch.
     devices: how many CPU devices the script gets.
     absent: further packages that are replaced by stand-ins.
     """
@@ -100,7 +100,7 @@ class Port(NamedTuple):
     framework: str
     data: str
     toy: Edits = types.MappingProxyType({})
-    author: Edits | None = None
+    author: Mapping[str, Edits] = types.MappingProxyType({})
     devices: int = 1
     absent: Sequence[str] = ()
 
@@ -111,11 +111,14 @@ class Port(NamedTuple):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        return (PLAIN, *(AUTHOR for _ in [self.author] if self.author is not None), *RECIPES)
+        return (PLAIN, *self.author, *RECIPES)
+
+    def edits_of(self, variant: str) -> Edits:
+        return {PLAIN: {}, **self.author}.get(variant, self.edits)
 
     def digest(self, variant: str) -> str:
         """Identifies the edits of a variant, so that a measurement of other edits is not taken."""
-        own = {PLAIN: {}, AUTHOR: self.author or {}}.get(variant, self.edits)
+        own = self.edits_of(variant)
         text = json.dumps([{path: list(of) for path, of in e.items()} for e in (self.toy, own)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -155,14 +158,10 @@ def ported(port: Port, checkouts: Path, variant: str) -> dict[str, tuple[str, st
     """`(before, after)` of each edited file, by its path in the folder of the script."""
     root = checkouts / port.checkout / port.folder
     files = {}
-    for path in {**port.toy, **port.edits, **(port.author or {})}:
+    edits = port.edits_of(variant)
+    for path in {**port.toy, **edits}:
         before = edit(source_of(root / path), port.toy.get(path, ()))
-        after = before
-        if variant == AUTHOR:
-            after = edit(before, (port.author or {}).get(path, ()))
-        elif variant != PLAIN:
-            after = edit(before, port.edits.get(path, ()), variant)
-        files[path] = (before, after)
+        files[path] = before, edit(before, edits.get(path, ()), variant)
     return files
 
 
@@ -293,7 +292,7 @@ def measure(port: Port, checkouts: Path, variant: str, seeds: int) -> list[Losse
     with load(port, checkouts, variant) as module:
         for seed in range(seeds):
             with seeded(seed), contextlib.redirect_stdout(sys.stderr):
-                losses.append(Losses(*map(float, port.run(module, variant == AUTHOR))))
+                losses.append(Losses(*map(float, port.run(module, variant == AUTHOR_BF16))))
     return losses
 
 
