@@ -3,6 +3,7 @@
 #   make demo                 train one model in four precisions; table and loss curves in demo_out/
 #   make test                 the fast tests; make test-slow the rest, make test-all both
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
+#   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
 #   make lint                 ruff and pyright
 
 VENV   ?= .venv
@@ -21,7 +22,12 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)$(EXTRA:%=-%)
 PIN    := $(if $(filter latest,$(JAX)),jax,jax==$(JAX) jaxlib==$(JAX))
 
-.PHONY: env demo test test-slow test-all lint format clean
+# The extras for users, whose lowest versions are tested together.
+LOWEST := flax cli examples
+COMMA  := ,
+SPACE  := $(subst ,, )
+
+.PHONY: env demo test test-slow test-all test-lowest lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -38,6 +44,15 @@ test-slow: $(STAMP)/dev
 
 test-all: $(STAMP)/dev
 	$(PYTEST) $(ARGS)
+
+# Imports, the command and a short training with the lowest versions that pyproject.toml allows.
+test-lowest: | $(BIN)/python
+	pins=$$($(BIN)/python .ci/lowest.py $(LOWEST)) && \
+	$(BIN)/python -m pip install --quiet --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
+	$(BIN)/python -c "import jaxmp, jaxmp.cli, jaxmp.fp8, jaxmp.linen, jaxmp.losses, jaxmp.nnx"
+	$(BIN)/jaxmp show bf16 >/dev/null
+	$(BIN)/jaxmp audit examples/train_lm.py:make_step --recipe bf16 >/dev/null
+	$(BIN)/python examples/five_lines.py
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .
