@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 Names = tuple[str | int, ...]
 
@@ -79,11 +80,9 @@ class Arguments(NamedTuple):
 
 
 # Their methods, such as `init` and `apply`, are called on models and not inside them.
-_BASES = frozenset(
-    {
-        *("builtins", "abc", "typing"),
-        *("flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object"),
-    }
+_BASES: tuple[Any, ...] = (object, abc.ABC, Generic, Protocol)
+_BASE_MODULES = frozenset(
+    {"flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object"}
 )
 
 
@@ -92,7 +91,7 @@ def methods_of(cls: type) -> dict[str, Arguments]:
     """The methods of a module class and their arguments, Flax's own base classes left out."""
     found: dict[str, Arguments] = {}
     for base in reversed(cls.__mro__):
-        if base.__module__ in _BASES:
+        if base in _BASES or base.__module__ in _BASE_MODULES:
             continue
         for name, member in vars(base).items():
             dunder = name.startswith("__") and name != "__call__"
