@@ -137,7 +137,7 @@ def test_files(checkout: Path, folders: Iterable[str]) -> Iterator[Path]:
 
 
 def is_crash(error: str) -> bool:
-    """Whether the first line of a traceback's message names another type than AssertionError."""
+    """True if the first line of a traceback's message names a type other than AssertionError."""
     return not error.lstrip().startswith(("AssertionError", "assert ", "Failed:"))
 
 

@@ -68,7 +68,7 @@ Edits = Mapping[str, Sequence[Edit]]
 
 
 class Losses(NamedTuple):
-    """What one run of a script ends with."""
+    """The final losses of one run of a script."""
 
     train: float
     heldout: float

@@ -74,7 +74,7 @@ class Write:
 
     @property
     def is_restorable(self) -> bool:
-        """Whether a skipped step undoes it: not RNG state, not what has another shape now."""
+        """True if a skipped step undoes this write: not for RNG state or a changed shape."""
         kept = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
         return not isinstance(self.slot.variable, kept) and _described(self.before) == _described(
             self.after
@@ -87,7 +87,7 @@ def _described(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values consist of the same array objects."""
+    """Returns True if two values consist of the same array objects."""
     ones, others = jax.tree.leaves(one), jax.tree.leaves(other)
     return len(ones) == len(others) and all(a is b for a, b in zip(ones, others, strict=True))
 
@@ -136,7 +136,7 @@ def continued(write: Write, earlier: Write) -> Write:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Ref:
-    """The place of a Flax object in a tree of arguments or results."""
+    """Marks the position of a Flax object in a tree of arguments or results."""
 
     index: int
 
@@ -244,7 +244,7 @@ class Gradient:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Any, list[Write]]:
-        """What `value_and_grad` returns, and all that `fn` wrote into Flax objects."""
+        """Returns the result of `value_and_grad` and all that `fn` wrote into Flax objects."""
         args, kwargs = _by_position(self.fn, args, kwargs)
         with nnx.update_context(_TAG):
             return _Call(self, args, kwargs, options).run()
@@ -575,7 +575,7 @@ def _is_sown(leaf: Any) -> bool:
 
 
 def _is_carried(leaf: Any) -> bool:
-    """Whether microbatches pass it on: arrays that are neither sown nor differentiated."""
+    """Returns True for arrays that each microbatch passes to the next: not sown, not differentiated."""
     arrays = jax.tree.leaves(_value(leaf))
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
 

@@ -89,7 +89,7 @@ class _Probe:
 
 
 class _Reached(BaseException):
-    """Ends a trace. No `Exception`, which a model might catch."""
+    """Ends a trace. It is not an `Exception`, so the handlers of a model do not catch it."""
 
 
 class _Thread(threading.local):
@@ -122,7 +122,7 @@ def boundary_of(
     Args:
       incoming: `(args, kwargs)` before the cast.
       cast: the same after it.
-      is_leaf: what is no pytree of arrays.
+      is_leaf: returns True for values that are not pytrees of arrays.
       rerun: (leaves, positions of arrays among them, tree structure) -> how to call it again.
     """
     if _thread.probe is not None:
@@ -156,7 +156,7 @@ def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, i
         bits, and to those in `keep_inputs`.
       path, method: where it is, and which method is called.
       args, kwargs: what it is called with.
-      is_leaf: what is no pytree of arrays.
+      is_leaf: returns True for values that are not pytrees of arrays.
     """
     if not _thread.boundaries and _thread.probe is None:
         return args, kwargs
@@ -223,7 +223,7 @@ def _unchanged(leaf: Any, level: int) -> Any:
 
 
 def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
-    """Whether a value may hold nothing but elements of a boundary's cast inputs; cheap to ask."""
+    """Returns a cheap guess: False if a value has elements that no cast input of a boundary has."""
     casts = [underlying(cast) for cast, _ in boundary.originals.values()]
     value = underlying(leaf)
     if isinstance(value, Tracer):
@@ -245,7 +245,7 @@ def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
 
 
 def _traced(boundary: Boundary, key: Any, count: int) -> _Trace | None:
-    """What a module receives, as equations of the inputs; None if it cannot be traced alone."""
+    """Traces what a module receives as equations of the inputs; None if that is not possible."""
     if boundary.probed and boundary.traces is None:
         # More than one module asks: one trace to the end serves all that are still to come.
         boundary.traces = _probe(boundary, None)

@@ -55,7 +55,7 @@ class AutocastDecision:
 
     @property
     def is_low(self) -> bool:
-        """Whether both operands are floating and take 16 bits or fewer."""
+        """True if both operands are floating-point and have at most 16 bits."""
         dtypes = [jnp.dtype(name) for name in self.dtype.split(" x ")]
         return all(jnp.issubdtype(d, jnp.floating) and bits(d) <= 16 for d in dtypes)
 
@@ -143,7 +143,7 @@ class Record:
 
     @contextlib.contextmanager
     def inside(self, equation: Any) -> Iterator[None]:
-        """What is recorded in this block is inside of `equation`."""
+        """Records the matmuls of this block as part of `equation`."""
         before = self._around, self._times, self._phase
         name = equation.primitive.name
         if name == "while":

@@ -32,7 +32,7 @@ def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
     """Checks the arguments of the public function `name`, and returns the rules they make.
 
     Raises:
-      PolicyError: if `fn` is no function, or the policies make no sense.
+      PolicyError: if `fn` is not a function, or the policies are not valid.
       RuleError, CompositionError, OpError: as `autocast`.
     """
     if not callable(fn):
@@ -45,7 +45,7 @@ def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Traces `fn` for some arguments; leaves that are no arrays are passed to it as they are."""
+    """Traces `fn` for some arguments; leaves that are not arrays are passed unchanged."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
     static_out: dict[str, Any] = {}
