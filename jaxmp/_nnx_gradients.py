@@ -575,7 +575,7 @@ def _is_sown(leaf: Any) -> bool:
 
 
 def _is_carried(leaf: Any) -> bool:
-    """Returns True for arrays that each microbatch passes to the next: not sown, not differentiated."""
+    """Returns True for arrays that each microbatch passes on: not sown, not differentiated."""
     arrays = jax.tree.leaves(_value(leaf))
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
 
