@@ -93,6 +93,21 @@ def test_a_clean_step_has_no_fault(framework, recipe):
     assert set(report.matmul_flops) == {(wanted, wanted)}
 
 
+def test_share_of_flops_in_low_precision():
+    """FP8 counts as low precision; mixed operands run in the wider dtype and do not."""
+
+    def fn(x, wide, narrow):
+        mixed = lax.dot(x, wide)
+        fp8 = lax.dot(narrow, narrow, preferred_element_type=jnp.float32)
+        return x @ x, wide @ wide, mixed, fp8
+
+    args = X, shape(16, 16, dtype=jnp.float32), shape(16, 16, dtype=jnp.float8_e4m3fn)
+    assert audit(fn, *args).low_precision_share == 0.5
+    assert audit(lambda x: x + 1, X).low_precision_share == 0
+    assert audit_small("linen").low_precision_share == 1
+    assert audit_small("linen", "fp32").low_precision_share == 0
+
+
 def test_flops_of_a_transformer_step():
     """Counted by hand: 2 FLOPs per weight and token, attention's two products, backward twice."""
     report = audit_small("linen")

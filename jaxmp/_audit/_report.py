@@ -18,6 +18,8 @@ from jaxmp.errors import AuditError, AuditFailed, did_you_mean
 
 # Findings that an error lists.
 _LISTED = 20
+# Operand dtypes of more than 16 bits.
+_WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
 # ---------------------------------------------------------------------------
 # Rows
@@ -175,6 +177,21 @@ class AuditReport:
     def flops(self) -> int:
         """The FLOPs of all matmuls and convolutions."""
         return sum(row.flops for row in self.matmuls)
+
+    @property
+    def low_precision_share(self) -> float:
+        """The share of matmul FLOPs with both operands in 16 bits or fewer, from 0 to 1.
+
+        Without floating-point matmuls it is 0.
+
+        Example:
+          >>> x = jnp.ones((8, 8))
+          >>> report = audit(lambda x, y: (x @ x, y @ y), x, x.astype(jnp.bfloat16))
+          >>> report.low_precision_share
+          0.5
+        """
+        narrow = (row.flops for row in self.matmuls if {row.lhs, row.rhs}.isdisjoint(_WIDE))
+        return sum(narrow) / max(self.flops, 1)
 
     @property
     def cast_bytes(self) -> int:
