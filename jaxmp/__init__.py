@@ -35,6 +35,7 @@ from jaxmp._policy import get_policy as get_policy
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._rules import Explanation as Explanation
 from jaxmp._rules import PolicyMap as PolicyMap
 from jaxmp._rules import Rule as Rule
 from jaxmp._trees import all_finite as all_finite

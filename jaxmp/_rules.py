@@ -403,7 +403,12 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `PolicyMap.explain` found: a row per path, and the rules that decided nothing."""
+    """Decision for each module path of a model, as `PolicyMap.explain` returns it.
+
+    Attributes:
+      rows: a `Decision` for each path: its policy, and the index and reason of the deciding rule.
+      unused: the rules that decide for no path.
+    """
 
     rows: tuple[Decision, ...]
     unused: tuple[Rule, ...]

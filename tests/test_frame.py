@@ -95,6 +95,8 @@ def test_wheel_ships_code_policies_and_license(wheel):
     assert {f"jaxmp/policies/{file.name}" for file in (ROOT / "policies").iterdir()} <= names
     sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "jaxmp").rglob("*.py")}
     assert sources <= names
+    # Type checkers read the annotations of an installed package only if it contains this file.
+    assert "jaxmp/py.typed" in names
     assert f"jaxmp-{jaxmp.__version__}.dist-info/licenses/LICENSE" in names
     strays = {name for name in names if not name.startswith(("jaxmp/", "jaxmp-"))}
     assert strays == set()

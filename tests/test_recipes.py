@@ -20,11 +20,15 @@ import pytest
 from flax import nnx
 
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._ops import CATEGORIES
 from jaxmp._policy import Policy, get_policy
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._recipe_data import as_policy_map
+from jaxmp._recipe_fp8 import frozen
+from jaxmp._recipe_schema import RULE, TABLES, TOP
 from jaxmp._rules import PolicyMap, Rule
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
+from jaxmp.fp8._recipes import KINDS
 
 ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32"]
 ALL += ["fp8", "fp8_delayed", "fp8_rowwise", "tf32"]
@@ -831,3 +835,61 @@ def test_optimizer_trains(name):
     updates, _ = tx.update({"w": jnp.ones(2)}, state, stored)
     with jax.numpy_dtype_promotion("standard"):  # optax adds FP32 updates to 16-bit parameters
         assert optax.apply_updates(stored, updates)["w"].tolist() == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------------------
+# policies/README.md
+# ---------------------------------------------------------------------------
+
+README = (Path(__file__).parents[1] / "policies" / "README.md").read_text(encoding="utf-8")
+
+
+def documented_keys(text, heading):
+    """The keys in the first column of the tables below a heading."""
+    section = re.search(rf"^### {re.escape(heading)}.*?(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\|([^|]*)\|", section[0], re.MULTILINE) if section else []
+    return {key for cell in cells for key in re.findall(r'`"?([^`"]+)"?`', cell)}
+
+
+def undocumented(text):
+    """`(table, key)` for each key of the schema that `text` leaves out."""
+    tables = {**TABLES, "ops": dict.fromkeys(CATEGORIES)}
+    keys = {f"`[{table}]`": list(fields) for table, fields in tables.items()}
+    keys["At the top"] = list(TOP)
+    keys["`[[rules]]`"] = [key for key in RULE if key not in TABLES["policy"]]
+    return [
+        (heading, key)
+        for heading, names in keys.items()
+        for key in names
+        if key not in documented_keys(text, heading)
+    ]
+
+
+def test_the_readme_documents_every_key():
+    assert undocumented(README) == []
+    assert "the keys of `[policy]`" in README  # [[rules]] has them, too
+
+
+def test_the_test_of_the_readme_can_fail():
+    without_key = README.replace("| `margin` |", "| margin |")
+    assert undocumented(without_key) == [("`[fp8]`", "margin")]
+    without_table = README.replace("### `[fp8]`", "### fp8")
+    assert ("`[fp8]`", "scaling") in undocumented(without_table)
+
+
+def test_the_readme_documents_no_key_of_fp8_that_does_not_exist():
+    assert documented_keys(README, "`[fp8]`") == set(TABLES["fp8"])
+
+
+def test_the_readme_gives_the_defaults_of_fp8():
+    section = README.split("### `[fp8]`")[1].split("###")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", section, re.MULTILINE))
+    # The defaults of these depend on the scaling; their rows say how.
+    defaults = {name: text for name, text in rows.items() if name not in ("dgrad", "wgrad")}
+    del defaults["power_of_two"]
+    assert len(defaults) == len(TABLES["fp8"]) - 3
+    read = tomllib.loads("\n".join(f"{key} = {text.strip('`')}" for key, text in defaults.items()))
+    for cls in KINDS.values():
+        known = {"scaling": "current", **vars(cls())}
+        given = {key: frozen(value) for key, value in read.items() if key in known}
+        assert given == {key: known[key] for key in given}

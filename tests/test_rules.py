@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxmp
 from jaxmp._policy import Policy
 from jaxmp._rules import PolicyMap, Rule, compile_pattern
 from jaxmp.errors import PolicyError, RuleError
@@ -391,3 +392,7 @@ def test_a_rule_for_fp32_is_no_rule_for_fp8():
     policies = PolicyMap("p=f32,c=bf16,matmul=fp8", rules)
     found = {path: policies.resolve(path).matmul for path in ("island", "both", "wide", "other")}
     assert found == {"island": "default", "both": "fp8", "wide": "fp8", "other": "fp8"}
+
+
+def test_an_explanation_is_a_public_type():
+    assert isinstance(PolicyMap("bf16").explain(["dense"]), jaxmp.Explanation)
