@@ -13,7 +13,9 @@ from jaxmp import optim as optim
 from jaxmp._attention import AttentionChoice as AttentionChoice
 from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention import explain_attention as explain_attention
+from jaxmp._audit import AuditDiff as AuditDiff
 from jaxmp._audit import AuditReport as AuditReport
+from jaxmp._audit import Finding as Finding
 from jaxmp._audit import audit as audit
 from jaxmp._autocast import AutocastDecision as AutocastDecision
 from jaxmp._autocast import AutocastExplanation as AutocastExplanation

@@ -940,6 +940,11 @@ def test_every_kind_is_explained():
         assert words.meaning and words.fix and words.level in ("fault", "note")
 
 
+def test_the_types_of_results_are_public(faulty):
+    assert type(faulty.findings[0]) is jaxmp.Finding
+    assert type(faulty.diff(faulty)) is jaxmp.AuditDiff
+
+
 def test_json_round_trip(faulty):
     again = jaxmp.AuditReport.from_json(faulty.to_json())
     assert again == faulty and str(again) == str(faulty)
@@ -975,7 +980,7 @@ def test_a_notebook_gets_a_fragment_that_brings_its_style(faulty):
 
 def test_numbers_line_up_and_paths_may_break(faulty):
     report = jaxmp.AuditReport(
-        findings=(jaxmp._audit.Finding(kind="half_exp", module="encoder/block_0/mlp"),),
+        findings=(jaxmp.Finding(kind="half_exp", module="encoder/block_0/mlp"),),
         matmuls=faulty.matmuls,
     )
     page = report.to_html()
@@ -989,7 +994,7 @@ def test_numbers_line_up_and_paths_may_break(faulty):
 
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
-    finding = jaxmp._audit.Finding(kind="half_exp", module=name, message=name, fix=name)
+    finding = jaxmp.Finding(kind="half_exp", module=name, message=name, fix=name)
     report = jaxmp.AuditReport(findings=(finding,))
     assert "<script>" not in report.to_html() and "<script>" not in report.to_markdown()
     assert "\x1b" not in str(report) + report.to_html() + report.to_markdown()
@@ -1029,7 +1034,7 @@ def test_a_baseline_allows_what_was_there(faulty, tmp_path):
 
 
 def test_a_long_list_is_cut():
-    findings = tuple(jaxmp._audit.Finding(kind="half_exp", line=n) for n in range(30))
+    findings = tuple(jaxmp.Finding(kind="half_exp", line=n) for n in range(30))
     with pytest.raises(jaxmp.AuditFailed, match=r"and 10 more$"):
         jaxmp.AuditReport(findings=findings).check()
 
@@ -1154,7 +1159,7 @@ def test_the_commands_errors(run, arguments, message):
 def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
     console = Console(width=160, record=True, file=io.StringIO())
     name = "[bold red]x\x1b[2J"
-    planted = jaxmp._audit.Finding(kind="half_exp", module=name, message=name)
+    planted = jaxmp.Finding(kind="half_exp", module=name, message=name)
     for report in (faulty, faulty.diff(jaxmp.AuditReport(findings=(planted,)))):
         console.print(report)
     text = console.export_text()

@@ -28,19 +28,27 @@ _WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One place where a program does not do in a dtype what it should.
+    """Result of one check of an audit, at one source line of the audited program.
+
+    `AuditReport.findings` has them; `docs/audit.md` lists every `kind` with its meaning.
 
     Args:
-      kind: what is wrong, such as "fp32_matmul".
-      level: "fault" or "note".
+      kind: the check that failed, such as "fp32_matmul".
+      level: "fault" if it should be fixed, "note" if it is only worth knowing.
       module: the module path; "" is the root, or code outside of every module.
-      primitive: the operation, as a jaxpr prints it; "" where it is about an argument or a rule.
-      file: the user's file; "" where it is not known.
-      line: the line in it; 0 where it is not known.
-      message: what was found.
-      fix: what to do about it, as code where code will do.
-      count: how many operations at this place.
-      flops: the matmul FLOPs that they take, loops included.
+      primitive: the operation, as a jaxpr prints it; "" for a finding about an argument or a rule.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`; 0 if it is not known.
+      message: the defect and its consequence.
+      fix: the remedy, as code where possible.
+      count: number of operations that the finding covers.
+      flops: FLOPs of the matmuls among them in one step, iterations of loops included.
+
+    Example:
+      >>> x = jnp.ones((8, 8), jnp.bfloat16)
+      >>> (finding,) = audit(lambda x: jax.nn.softmax(x), x).faults
+      >>> finding.kind, finding.level
+      ('half_softmax', 'fault')
     """
 
     kind: str
@@ -56,7 +64,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """`model.py:12`; "" where it is not known."""
+        """The source line as `model.py:12`; "" if it is not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
@@ -391,11 +399,17 @@ def _counted(findings: Iterable[Finding], kinds: frozenset[str] | None) -> Count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditDiff:
-    """What changed from one report to another; prints as a table.
+    """Differences between two audits, such as those before and after a change; prints as a table.
 
     Args:
       before: the earlier report.
-      after: the later one.
+      after: the later report.
+
+    Example:
+      >>> x = jnp.ones((8, 8), jnp.bfloat16)
+      >>> change = audit(lambda x: x @ x, x).diff(audit(lambda x: jax.nn.softmax(x @ x), x))
+      >>> [finding.kind for finding in change.added], change.removed
+      (['half_softmax'], ())
     """
 
     before: AuditReport
