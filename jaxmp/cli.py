@@ -165,6 +165,9 @@ def _audit(
     baseline: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON; fail on more faults than it has.")
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print notes, modules, casts, alignment and rules too.")
+    ] = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page.")] = None,
     markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all numbers.")] = None,
@@ -176,8 +179,13 @@ def _audit(
         report = _run(
             f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
         )
-    _console().print(report)
-    views = {html: report.to_html, markdown: report.to_markdown, json: report.to_json}
+    # Code is not wrapped, so that it can be pasted.
+    _console().print(report.to_rich(full=full), soft_wrap=True)
+    views = {
+        html: lambda: report.to_html(full=full),
+        markdown: lambda: report.to_markdown(full=full),
+        json: report.to_json,
+    }
     for file, view in views.items():
         if file is not None:
             _write(file, view())

@@ -74,7 +74,7 @@ def make_report(
 
 def _gpu_words(compiled: Compiled) -> str:
     cards = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
-    return cards if compiled.is_real else f"{cards}, which is not there"
+    return cards if compiled.is_real else f"{cards} (no such GPU on this machine)"
 
 
 def _finding(draft: Draft, root: Path, total: int) -> Finding:

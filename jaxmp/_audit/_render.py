@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import html
 import re
-import textwrap
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from jaxmp._audit._sections import Section
+from jaxmp._audit._sections import Fix, Section
 
-_WIDEST = 60  # characters of a column of plain text
+WIDTH = 80  # characters of a line of plain text
+# A column of text that has more is not made narrower than this; else each row is a list.
+_NARROWEST = 14
+_GAP = "  "
+
+
+class Line(NamedTuple):
+    """One line of a report, and its role: "title", "good", "bad", "head", "code" or ""."""
+
+    text: str
+    role: str = ""
 
 
 def printable(text: str) -> str:
@@ -22,34 +32,120 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def plain_text(sections: Iterable[Section]) -> str:
-    """Aligned columns; long cells wrap."""
-    parts = []
+def plain_text(sections: Iterable[Section], width: int = WIDTH) -> str:
+    """Aligned columns; long cells wrap, code does not."""
+    return "\n".join(line.text for line in text_lines(sections, width))
+
+
+def text_lines(sections: Iterable[Section], width: int = WIDTH) -> list[Line]:
+    """The lines of a report in a terminal of so many characters."""
+    lines: list[Line] = []
     for section in sections:
-        lines = [printable(section.title)]
-        lines += textwrap.wrap(printable(section.text), 100)
-        parts.append("\n".join(lines + _text_table(section)))
-    return "\n\n".join(parts)
+        lines += [Line("")] if lines else []
+        lines.append(Line(printable(section.title), section.mood or "title"))
+        lines += map(Line, _wrapped(section.text, width))
+        lines += _text_table(section, width - len(_GAP)) if section.rows else []
+        for fix in section.fixes:
+            lines += _text_fix(fix, width)
+    return lines
 
 
-def _text_table(section: Section) -> list[str]:
-    if not section.rows:
-        return []
-    table = [section.columns, *section.rows]
-    wrapped = [[textwrap.wrap(printable(cell), _WIDEST) or [""] for cell in row] for row in table]
-    widths = [max(len(line) for row in wrapped for line in row[n]) for n in range(len(table[0]))]
-    lines = [line for row in wrapped for line in _text_row(row, widths)]
-    rule = "  ".join("-" * width for width in widths)
-    return [f"  {line}".rstrip() for line in (lines[0], rule, *lines[1:])]
+def _text_table(section: Section, width: int) -> list[Line]:
+    cells = [[printable(cell) for cell in row] for row in (section.columns, *section.rows)]
+    numeric = _numeric(section)
+    widths = _widths(cells, numeric, width)
+    if widths is None:
+        return _text_records(section, width)
+    wrapped = [
+        [_wrapped(cell, w) or [""] for cell, w in zip(row, widths, strict=True)] for row in cells
+    ]
+    head, *rows = ([_GAP + line for line in _text_row(row, widths, numeric)] for row in wrapped)
+    rule = _GAP + _GAP.join("-" * width for width in widths)
+    return [
+        *(Line(line, "head") for line in (*head, rule)),
+        *(Line(n) for row in rows for n in row),
+    ]
 
 
-def _text_row(cells: list[list[str]], widths: list[int]) -> list[str]:
+def _text_row(cells: list[list[str]], widths: list[int], numeric: list[bool]) -> list[str]:
     height = max(map(len, cells))
     columns = [
-        [*(line.ljust(width) for line in cell), *[" " * width] * (height - len(cell))]
-        for cell, width in zip(cells, widths, strict=True)
+        [line.rjust(width) if right else line.ljust(width) for line in cell]
+        + [" " * width] * (height - len(cell))
+        for cell, width, right in zip(cells, widths, numeric, strict=True)
     ]
-    return ["  ".join(parts) for parts in zip(*columns, strict=True)]
+    return [_GAP.join(parts).rstrip() for parts in zip(*columns, strict=True)]
+
+
+def _widths(cells: list[list[str]], numeric: list[bool], width: int) -> list[int] | None:
+    """Widths of the columns of a table: the widest columns of text give way.
+
+    Returns:
+      None if the table does not fit.
+    """
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # Of the first column only paths may wrap, at their slashes.
+    fixed = [right or w <= _NARROWEST for right, w in zip(numeric, widths, strict=True)]
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+        free = [n for n, w in enumerate(widths) if not fixed[n] and w > _NARROWEST]
+        if not free:
+            return None
+        widths[max(free, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _text_records(section: Section, width: int) -> list[Line]:
+    """A table that is too wide for the terminal, as a list of names and values for each row."""
+    label = max(map(len, section.columns))
+    lines: list[Line] = []
+    for row in section.rows:
+        lines += [Line("")] if lines else []
+        for name, cell in zip(section.columns, row, strict=True):
+            texts = _wrapped(cell, max(width - label - len(_GAP), _NARROWEST)) or [""]
+            names = [name, *[""] * (len(texts) - 1)]
+            pairs = zip(names, texts, strict=True)
+            lines += [Line(f"{_GAP}{n.ljust(label)}{_GAP}{text}".rstrip()) for n, text in pairs]
+    return lines
+
+
+def _text_fix(fix: Fix, width: int) -> list[Line]:
+    """The numbers of the rows, and their remedy; code keeps its lines, to be pasted."""
+    head = _wrapped(f"{fix.title}:", width - len(_GAP))
+    lines = [Line(_GAP + line) for line in head]
+    for code, text in fix.parts:
+        if code:
+            lines += [Line(" " * 8 + printable(line), "code") for line in text.splitlines()]
+        else:
+            lines += [Line(" " * 4 + line) for line in _wrapped(text, width - 4)]
+    first_is_code = fix.parts[0][0]
+    if len(head) == 1 and not first_is_code and len(head[0]) + len(lines[1].text) < width:
+        # The first sentence starts beside the number.
+        lines[:2] = [Line(f"{_GAP}{head[0]} {lines[1].text.lstrip()}")]
+    return lines
+
+
+# Where a long word may be broken.
+_WORD_PARTS = re.compile(r".+?[/.,_=:)\]-]+|.+")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken at blanks; long words at their punctuation."""
+    lines, line, width = [], "", max(width, 1)
+    for word in printable(text).split():
+        if line and len(line) + 1 + len(word) <= width:
+            line = f"{line} {word}"
+            continue
+        lines += [line] if line else []
+        line = ""
+        for part in _WORD_PARTS.findall(word) if len(word) > width else [word]:
+            if line and len(line) + len(part) > width:
+                lines.append(line)
+                line = ""
+            line += part
+            while len(line) > width:
+                lines.append(line[:width])
+                line = line[width:]
+    return [*lines, line] if line else lines
 
 
 # ---------------------------------------------------------------------------
@@ -69,6 +165,9 @@ def markdown(sections: Iterable[Section]) -> str:
             rows = [map(_markdown_cell, section.columns), rules]
             rows += [map(_markdown_cell, row) for row in section.rows]
             parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        for fix in section.fixes:
+            parts.append(f"**{_markdown_cell(fix.title)}**")
+            parts += [_markdown_code(t) if code else _markdown_cell(t) for code, t in fix.parts]
     return "\n\n".join(parts) + "\n"
 
 
@@ -77,6 +176,13 @@ def _markdown_cell(text: str) -> str:
     for char in "\\|`*_[]~":
         escaped = escaped.replace(char, f"\\{char}")
     return escaped
+
+
+def _markdown_code(text: str) -> str:
+    lines = [printable(line) for line in text.splitlines()]
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([f"{fence}python", *lines, fence])
 
 
 # ---------------------------------------------------------------------------
@@ -108,7 +214,11 @@ _STYLE = """
   overflow-wrap: break-word; }
 .jaxmp .number { text-align: right; white-space: nowrap; min-width: 0;
   font-variant-numeric: tabular-nums; }
-.jaxmp td:first-child { font-family: ui-monospace, monospace; font-size: .93em; }
+.jaxmp td:first-child, .jaxmp pre { font-family: ui-monospace, monospace; font-size: .93em; }
+.jaxmp .fix { display: flex; gap: .8rem; margin: .5rem 0; } .jaxmp .fix p { margin: 0 0 .3rem; }
+.jaxmp .fix > div { min-width: 0; }
+.jaxmp pre { margin: 0 0 .3rem; padding: .4rem .7rem; border: 1px solid var(--rule);
+  border-radius: 4px; overflow-x: auto; color: inherit; background: none; }
 .jaxmp tr > :last-child { padding-right: 0; }
 @media print {
   .jaxmp { --ink: #000; --soft: #444; --rule: #bbb; --page: #fff; max-width: none; padding: 0;
@@ -145,7 +255,22 @@ def _html_section(section: Section) -> str:
     level = "h1" if section.mood else "h2"
     mood = f' class="{section.mood}"' if section.mood else ""
     text = f"<p>{_html(section.text)}</p>" if section.text else ""
-    return f"<{level}{mood}>{_html(section.title)}</{level}>{text}{_html_table(section)}"
+    fixes = "".join(map(_html_fix, section.fixes))
+    return f"<{level}{mood}>{_html(section.title)}</{level}>{text}{_html_table(section)}{fixes}"
+
+
+def _html_fix(fix: Fix) -> str:
+    parts = [
+        f"<pre><code>{html.escape(_printable_lines(text))}</code></pre>"
+        if code
+        else f"<p>{_html(text)}</p>"
+        for code, text in fix.parts
+    ]
+    return f'<div class="fix"><b>{_html(fix.title)}</b><div>{"".join(parts)}</div></div>'
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def _html_table(section: Section) -> str:
@@ -175,7 +300,7 @@ def _html(text: str) -> str:
 # Columns
 # ---------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"[-+]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)|%)?")
+_NUMBER = re.compile(r"[-+<>]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)|%| [a-z]+)?")
 
 
 def _numeric(section: Section) -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._kinds import FAULT, KINDS
-from jaxmp._audit._render import html_fragment, html_page, markdown, plain_text
+from jaxmp._audit._render import WIDTH, html_fragment, html_page, markdown, plain_text
 from jaxmp._audit._sections import difference_sections, report_sections
 from jaxmp.errors import AuditError, AuditFailed, did_you_mean
 
@@ -40,7 +40,8 @@ class Finding:
       file: path of the user's source file; "" if it is not known.
       line: line number in `file`; 0 if it is not known.
       message: the defect and its consequence.
-      fix: the remedy, as code where possible.
+      fix: the remedy: a sentence, then its code in lines that are indented by four spaces; or one
+        statement of code.
       count: number of operations that the finding covers.
       flops: FLOPs of the matmuls among them in one step, iterations of loops included.
 
@@ -125,23 +126,25 @@ class ModuleRow:
 class AuditReport:
     """What runs in which dtype, and what is wrong with it. Frozen; made of plain data.
 
-    Prints as a table; also renders itself under rich and in notebooks.
+    Prints the verdict, the faults with their fixes, the matmuls and the memory;
+    `report.to_text(full=True)` has all else. Also renders itself under rich and in notebooks.
 
     Args:
+      policies: the default policy, as a string; "" without policies.
+      equations: number of operations of the program.
+      gpu: the GPUs that it was compiled for; "" without `target`. Without it `gemms`, `memory`,
+        `attention` and `collectives` are empty.
       findings: faults first, then by FLOPs.
       matmuls: FLOPs per module, pass and operand dtypes.
-      casts: bytes per module, pass and dtypes.
+      gemms: the matmuls of the GPU and their dtypes.
+      memory: bytes on each device, and the bytes that the update moves.
       aligned: (multiple, FLOPs whose sizes are all multiples of it).
-      modules: which policy and rule decided each module; empty without policies.
-      rules: each rule, and what it decided; empty without policies.
-      notes: what was not counted, and why.
-      policies: the default policy, as a string; "" without policies.
-      equations: how many operations the program has.
-      gpu: the cards that it was compiled for; "" without `target`, and then all below is empty.
-      gemms: what the GPU multiplies in which dtypes.
+      modules: the policy and the rule of each module; empty without policies.
+      casts: bytes per module, pass and dtypes.
       attention: the fused attention kernels.
-      collectives: what devices send one another.
-      memory: bytes on each device, and what the update moves.
+      collectives: the arrays that devices send each other.
+      rules: each rule and the modules that it applies to; empty without policies.
+      notes: the parts of the program that were not counted, and why.
 
     Example:
       >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
@@ -149,20 +152,20 @@ class AuditReport:
       ({('float32', 'float32'): 1024}, True)
     """
 
-    findings: tuple[Finding, ...] = ()
-    matmuls: tuple[MatmulRow, ...] = ()
-    casts: tuple[CastRow, ...] = ()
-    aligned: tuple[tuple[int, int], ...] = ()
-    modules: tuple[ModuleRow, ...] = ()
-    rules: tuple[RuleRow, ...] = ()
-    notes: tuple[str, ...] = ()
     policies: str = ""
     equations: int = 0
     gpu: str = ""
+    findings: tuple[Finding, ...] = ()
+    matmuls: tuple[MatmulRow, ...] = ()
     gemms: tuple[GemmRow, ...] = ()
+    memory: MemoryRow | None = None
+    aligned: tuple[tuple[int, int], ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    casts: tuple[CastRow, ...] = ()
     attention: tuple[AttentionRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
-    memory: MemoryRow | None = None
+    rules: tuple[RuleRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
     # -- numbers ----------------------------------------------------------------------------
 
@@ -277,29 +280,64 @@ class AuditReport:
     # -- views ------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return plain_text(report_sections(self))
+        return self.to_text()
 
     def __repr__(self) -> str:
         found = ", ".join(f"{kind}: {count}" for kind, count in self.counts().items()) or "ok"
         return f"<AuditReport of {self.equations} equations; {found}>"
 
-    def to_markdown(self) -> str:
-        """The report as Markdown tables."""
-        return markdown(report_sections(self))
+    def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
+        """Returns the report as plain text, as `print(report)` does.
 
-    def to_html(self) -> str:
-        """The report as one HTML page that needs nothing else."""
-        return html_page(report_sections(self))
+        Args:
+          full: False: the verdict, the faults with their fixes, the matmuls and the memory. True:
+            also notes, modules, casts, alignment, collectives and rules.
+          width: characters of a line; only code may be longer.
+
+        Example:
+          >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
+          >>> print(report.to_text().splitlines()[0])
+          Precision audit: ok
+        """
+        return plain_text(report_sections(self, full), width)
+
+    def to_markdown(self, *, full: bool = False) -> str:
+        """Returns the report as Markdown.
+
+        Args:
+          full: as in `to_text`.
+        """
+        return markdown(report_sections(self, full))
+
+    def to_html(self, *, full: bool = False) -> str:
+        """Returns the report as one HTML page without scripts or links.
+
+        Args:
+          full: as in `to_text`.
+        """
+        return html_page(report_sections(self, full))
+
+    def to_rich(self, *, full: bool = False) -> Any:
+        """Returns an object that rich prints in colour, in the width of its console.
+
+        Args:
+          full: as in `to_text`.
+
+        Raises:
+          MissingDependencyError: if rich is not installed.
+        """
+        return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
 
     def __rich__(self) -> Any:
-        return importlib.import_module("jaxmp._audit._rich").renderable(self)
+        return self.to_rich()
 
     def _repr_html_(self) -> str:
         return html_fragment(report_sections(self))
 
     def to_json(self) -> str:
-        """All of the report as JSON; `AuditReport.from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        """Returns the whole report as JSON; `AuditReport.from_json` reads it."""
+        summary = {name: getattr(self, name) for name in _SUMMARY}
+        return json.dumps(summary | dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> AuditReport:
@@ -313,6 +351,8 @@ class AuditReport:
         """
         try:
             fields = json.loads(text)
+            for name in _SUMMARY:
+                fields.pop(name, None)
             rows = {name: tuple(_row(name, row) for row in fields.pop(name)) for name in _ROWS}
             aligned = tuple((int(m), int(flops)) for m, flops in fields.pop("aligned"))
             memory = fields.pop("memory")
@@ -329,6 +369,9 @@ class AuditReport:
                 "    pathlib.Path('audit.json').write_text(report.to_json())"
             ) from None
 
+
+# Properties at the top of the JSON text.
+_SUMMARY = ("ok", "low_precision_share")
 
 _ROWS: Mapping[str, Any] = {
     "findings": Finding,
@@ -442,7 +485,8 @@ class AuditDiff:
         return plain_text(difference_sections(self))
 
     def __rich__(self) -> Any:
-        return importlib.import_module("jaxmp._audit._rich").renderable(self)
+        rich = importlib.import_module("jaxmp._audit._rich")
+        return rich.Renderable(difference_sections(self))
 
     def _repr_html_(self) -> str:
         return html_fragment(difference_sections(self))

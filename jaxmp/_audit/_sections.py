@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -11,46 +13,68 @@ from jaxmp._audit._kinds import NOTE
 _PHASES = ("forward", "backward", "recompute")
 # Rows that a table of modules shows; the rest is added up in one more.
 _LONGEST = 40
+# Rows of the table of faults in the short report.
+_MOST_FAULTS = 20
+
+
+class Fix(NamedTuple):
+    """The remedy of one or more rows of the table of faults."""
+
+    title: str
+    # (is code, text): sentences and code in turn; code keeps its lines.
+    parts: tuple[tuple[bool, str], ...]
 
 
 class Section(NamedTuple):
-    """A title, a sentence, and a table."""
+    """A title, a sentence, a table, and remedies."""
 
     title: str
     text: str = ""
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
-    # "good" or "bad" where the section is a verdict.
+    fixes: tuple[Fix, ...] = ()
+    # "good" or "bad" if the section is the verdict.
     mood: str = ""
 
 
-def report_sections(report: Any) -> list[Section]:
-    """The sections of an `AuditReport`; those with nothing to say are left out."""
+def report_sections(report: Any, full: bool = False) -> list[Section]:
+    """The sections of an `AuditReport`; empty ones are omitted.
+
+    Args:
+      report: the report.
+      full: False: verdict, faults with their fixes, matmuls and memory; True: all else too.
+    """
+    groups = _alike(report.faults)
     sections = [
-        _verdict(report),
-        Section("Faults", "", _FINDING_COLUMNS, _finding_rows(report.faults)),
+        _verdict(report, len(groups)),
+        *_faults(groups, None if full else _MOST_FAULTS),
         _matmuls(report),
-        _alignment(report),
-        _modules(report),
-        _casts(report),
         _gemms(report),
-        _gemm_lines(report),
-        _attention(report),
-        _collectives(report),
         _memory(report),
-        _rules(report),
-        _notes(report),
-        _uncounted(report),
     ]
-    return [section for section in sections if section.text or section.rows]
+    if full:
+        sections += [
+            *_notes(report),
+            _alignment(report),
+            _modules(report),
+            _casts(report),
+            _gemm_lines(report),
+            _attention(report),
+            _collectives(report),
+            _rules(report),
+            _uncounted(report),
+        ]
+    else:
+        sections.append(_more(report))
+    return [section for section in sections if section.text or section.rows or section.fixes]
 
 
 def difference_sections(diff: Any) -> list[Section]:
     """The sections of an `AuditDiff`."""
     sections = [
         Section("What changed", "" if _changed(diff) else "nothing"),
-        Section("New findings", "", _FINDING_COLUMNS, _finding_rows(diff.added)),
-        Section("Findings that are gone", "", _FINDING_COLUMNS, _finding_rows(diff.removed)),
+        *_finding_sections("New findings", _alike(diff.added)),
+        *_finding_sections("Findings that are gone", _alike(diff.removed))[:1],
         Section(
             "Matmul FLOPs",
             "",
@@ -59,7 +83,7 @@ def difference_sections(diff: Any) -> list[Section]:
         ),
         Section("Casts", _signed(diff.cast_bytes, bytes_words) if diff.cast_bytes else ""),
     ]
-    return [section for section in sections if section.text or section.rows]
+    return [section for section in sections if section.text or section.rows or section.fixes]
 
 
 def _changed(diff: Any) -> bool:
@@ -75,48 +99,108 @@ def _signed(value: int, words: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _verdict(report: Any) -> Section:
-    judged = f" against {report.policies}" if report.policies else ""
-    size = f"{report.equations:,} operations, {flops_words(report.flops)} in matmuls"
-    size += f"; compiled for {report.gpu}" if report.gpu else ""
-    if report.ok:
-        return Section("Precision audit: ok", f"No fault{judged}; {size}.", mood="good")
-    counts = ", ".join(f"{kind} {count}" for kind, count in report.counts().items())
-    text = f"Judged{judged or ' without policies'}: {counts}; {size}."
-    return Section("Precision audit: faults", text, mood="bad")
+def _verdict(report: Any, faults: int) -> Section:
+    against = (
+        f"Checked against {report.policies}" if report.policies else "Checked without policies"
+    )
+    size = f"{against}: {report.equations:,} operations"
+    size += f", compiled for {report.gpu}." if report.gpu else "."
+    share = "The program has no floating-point matmuls."
+    if report.flops:
+        share = f"{share_words(report.low_precision_share)} of the matmul FLOPs"
+        share += f" ({flops_words(report.flops)}) run in 16 bits or FP8."
+    title = f"Precision audit: {counted(faults, 'fault') if faults else 'ok'}"
+    return Section(title, f"{share} {size}", mood="bad" if faults else "good")
 
 
-_FINDING_COLUMNS = ("kind", "module", "line", "what", "fix")
+# -- findings -------------------------------------------------------------------------------
 
 
-def _notes(report: Any) -> Section:
-    """A row for each kind of note and its fix."""
-    alike: dict[Any, list[Any]] = {}
-    for finding in report.findings:
-        if finding.level == NOTE:
-            alike.setdefault((finding.kind, finding.fix), []).append(finding)
-    rows = tuple(_finding_row(group) for group in alike.values())
-    return Section("Notes: no faults, worth knowing", "", _FINDING_COLUMNS, rows)
-
-
-def _finding_rows(findings: Any) -> tuple[tuple[str, ...], ...]:
-    """A row for each finding; modules that differ in a number alone share one."""
-    alike: dict[Any, list[Any]] = {}
+def _alike(findings: Any) -> list[list[Any]]:
+    """Groups findings that share one row: their modules differ in a number alone."""
+    groups: dict[Any, list[Any]] = {}
     for finding in findings:
         key = finding.kind, _numberless(finding.module), finding.file, finding.line, finding.fix
-        alike.setdefault(key, []).append(finding)
-    return tuple(_finding_row(group) for group in alike.values())
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
+def _faults(groups: list[list[Any]], most: int | None) -> list[Section]:
+    left_out = len(groups[most:]) if most else 0
+    text = f"The first {most}; --full prints {left_out} more." if left_out else ""
+    return _finding_sections("Faults", groups[:most], text)
+
+
+def _notes(report: Any) -> list[Section]:
+    """The notes, grouped by check and fix."""
+    groups: dict[Any, list[Any]] = {}
+    for finding in report.findings:
+        if finding.level == NOTE:
+            groups.setdefault((finding.kind, finding.fix), []).append(finding)
+    return _finding_sections("Notes: no faults, worth knowing", list(groups.values()))
+
+
+def _finding_sections(title: str, groups: list[list[Any]], text: str = "") -> list[Section]:
+    """A numbered table of findings, and below it the remedy of each."""
+    rows = tuple((str(n), *_finding_row(group)) for n, group in enumerate(groups, start=1))
+    numbers: dict[str, list[str]] = {}
+    for number, *_ in rows:
+        numbers.setdefault(groups[int(number) - 1][0].fix, []).append(number)
+    fixes = tuple(Fix(", ".join(of), fix_parts(fix)) for fix, of in numbers.items() if fix)
+    return [
+        Section(title, text, ("#", "check", "where", "what"), rows),
+        Section("Fixes" if title == "Faults" else "What to do", fixes=fixes),
+    ]
 
 
 def _finding_row(group: list[Any]) -> tuple[str, ...]:
     first, count = group[0], sum(finding.count for finding in group)
-    where = _together(sorted({finding.module for finding in group}))
-    # What is about an argument has its number in the message.
-    times = f" ({count} operations)" if count > 1 and first.primitive else ""
-    what = first.message + times
+    module = _together(sorted({finding.module for finding in group}))
+    # The message of a finding about an argument contains its number.
+    times = f" ({counted(count, 'operation')})" if count > 1 and first.primitive else ""
     lines = len({(finding.file, finding.line) for finding in group})
-    place = first.place + (f" and {lines - 1} more" if lines > 1 else "")
-    return first.kind, where, place, what, first.fix
+    place = first.place + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
+    where = f"{module}, {place}" if place else module
+    return first.kind, where, first.message + times
+
+
+_INDENT = "    "
+
+
+def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:
+    """Splits a fix into sentences and code: lines with an indent of four, or a whole statement."""
+    if _is_code(fix):
+        return ((True, fix),)
+    parts: list[tuple[bool, list[str]]] = []
+    for line in fix.splitlines():
+        code = line.startswith(_INDENT) or (not line.strip() and bool(parts) and parts[-1][0])
+        if not parts or parts[-1][0] != code:
+            parts.append((code, []))
+        parts[-1][1].append(line)
+    return tuple(
+        (code, textwrap.dedent("\n".join(lines)).rstrip() if code else " ".join(lines))
+        for code, lines in parts
+    )
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return bool(text.strip())
+
+
+def _more(report: Any) -> Section:
+    """The number of notes, and how to print what is left out."""
+    notes: Counter[str] = Counter()
+    for finding in report.findings:
+        if finding.level == NOTE:
+            notes[finding.kind] += 1
+    words = ", ".join(f"{kind} ({counted(n, 'place')})" for kind, n in notes.items())
+    more = "--full, or report.to_text(full=True), prints"
+    more += f" the notes ({words}), and" if notes else ""
+    return Section("More", f"{more} modules, casts, alignment and rules.")
 
 
 def _numberless(module: str) -> str:
@@ -150,17 +234,17 @@ def _matmuls(report: Any) -> Section:
 
 def _alignment(report: Any) -> Section:
     rows = tuple(
-        (str(multiple), flops_words(flops), _share(flops, report.flops))
+        (f"{multiple} elements", flops_words(flops), _share(flops, report.flops))
         for multiple, flops in report.aligned
         if report.flops
     )
     columns = ("all sizes multiples of", "FLOPs", "share")
-    return Section("Alignment of the widths that stand last in memory", "", columns, rows)
+    return Section("Matmul alignment (innermost dimensions)", "", columns, rows)
 
 
 def _modules(report: Any) -> Section:
     """A row for each module with matmuls; modules that differ in a number alone share one."""
-    decided = {row.module: (row.policy, row.rule) for row in report.modules}
+    rules = {row.module: row.rule for row in report.modules}
     casts: Counter[str] = Counter()
     for row in report.casts:
         casts[row.module] += row.bytes
@@ -170,7 +254,7 @@ def _modules(report: Any) -> Section:
     alike: dict[Any, list[str]] = {}
     for (module,) in report.flops_by("module"):
         words = ", ".join(sorted(dtypes[module]))
-        alike.setdefault((_numberless(module), words, decided.get(module)), []).append(module)
+        alike.setdefault((_numberless(module), words, rules.get(module)), []).append(module)
     flops = report.flops_by("module")
     rows = [
         (
@@ -178,12 +262,13 @@ def _modules(report: Any) -> Section:
             flops_words(sum(flops[module,] for module in modules)),
             words,
             _bytes_or_none(sum(casts[module] for module in modules)),
-            *(decision or ()),
+            rule or "",
         )
-        for (_, words, decision), modules in alike.items()
+        for (_, words, rule), modules in alike.items()
     ]
-    columns = ("module", "FLOPs", "operands", "casts", "policy", "decided by")
-    columns = columns if report.policies else columns[:-2]
+    columns = ("module", "FLOPs", "operands", "casts", "rule")
+    if not any(rule for *_, rule in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Section("Matmuls by module", _left_out(rows), columns, tuple(rows[:_LONGEST]))
 
 
@@ -202,7 +287,10 @@ def _casts(report: Any) -> Section:
         key = (f"{row.source} -> {row.target}", row.phase)
         sums[key] += row.bytes
         counts[key] += row.count
-    rows = tuple((*key, str(counts[key]), bytes_words(sums[key])) for key, _ in sums.most_common())
+    rows = tuple(
+        (*key, counted(counts[key], "cast"), bytes_words(sums[key]))
+        for key, _ in sums.most_common()
+    )
     return Section(
         "Casts, before the compiler fuses them", "", ("cast", "pass", "count", "bytes"), rows
     )
@@ -220,7 +308,7 @@ def _gemms(report: Any) -> Section:
         counts[key] += row.count
     whole = sum(flops.values())
     rows = tuple(
-        (*key, str(counts[key]), flops_words(value), _share(value, whole))
+        (*key, counted(counts[key], "kernel"), flops_words(value), _share(value, whole))
         for key, value in flops.most_common()
     )
     columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
@@ -249,9 +337,17 @@ def _gemm_lines(report: Any) -> Section:
 
 
 def _attention(report: Any) -> Section:
+    alike: dict[Any, list[Any]] = {}
+    for row in report.attention:
+        key = _numberless(row.module), row.place, row.phase, row.kernel, row.dtype
+        alike.setdefault(key, []).append(row)
     rows = tuple(
-        (module_words(row.module), row.place, row.phase, row.kernel, row.dtype, str(row.count))
-        for row in report.attention
+        (
+            _together(sorted({row.module for row in group})),
+            *key[1:],
+            counted(sum(row.count for row in group), "kernel"),
+        )
+        for key, group in alike.items()
     )
     columns = ("module", "line", "pass", "kernel", "dtype", "count")
     text = "none" if report.gpu and not rows else ""
@@ -264,7 +360,7 @@ def _collectives(report: Any) -> Section:
             row.operation,
             row.dtype,
             bytes_words(row.bytes),
-            str(row.count),
+            counted(row.count, "array"),
             row.phase,
             module_words(row.module),
             row.place,
@@ -284,7 +380,7 @@ def _memory(report: Any) -> Section:
         ("results", bytes_words(memory.outputs)),
         ("of these in the memory of arguments", bytes_words(memory.aliased)),
         ("temporary", bytes_words(memory.temporary)),
-        ("fused kernels", f"{memory.fusions:,}"),
+        ("fused kernels", counted(memory.fusions, "kernel")),
     ]
     if memory.update_bytes and memory.parameters:
         moved = memory.update_bytes / memory.parameters
@@ -320,6 +416,11 @@ def module_words(module: str) -> str:
     return module or "(root)"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 cast`, `2 casts`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def flops_words(flops: float) -> str:
     """`1.5 GFLOP`."""
     return f"{_scaled(flops)}FLOP"
@@ -339,7 +440,16 @@ def _scaled(value: float) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else ""
+    return share_words(part / whole) if whole else ""
+
+
+def share_words(share: float) -> str:
+    """`12.5%`; neither all nor nothing is the result of rounding."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= share < 1:
+        return ">99.9%"
+    return f"{share:.1%}"
 
 
 def _left_out(rows: list[Any]) -> str:

@@ -1,0 +1,357 @@
+"""The report of an audit as people see it: short by default, readable in 80 columns, with units."""
+
+import dataclasses
+import functools
+import io
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rich.console import Console
+
+import jaxmp
+from byte_gpt import GPT
+from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
+from jaxmp._audit._render import text_lines
+from jaxmp._audit._report import CastRow, MatmulRow, ModuleRow, RuleRow
+from jaxmp._audit._sections import fix_parts, report_sections
+from relaxed import relaxed
+from train_lm import cross_entropy
+
+LAYERS = [f"decoder/layer_{n}/attention/query_projection" for n in range(12)]
+LONG_CODE = (
+    "recipe = recipe.replace(rules=[Rule('**/query_projection', 'c=f32')] + " + "x" * 60 + ")"
+)
+FAULTS = (
+    *(
+        jaxmp.Finding(
+            kind="misaligned_matmul",
+            module=layer,
+            primitive="dot_general",
+            file="transformer_model.py",
+            line=123,
+            message="the width 500 is no multiple of 8 elements, so that the matmul is padded.",
+            fix="Round the width up:\n    nn.Dense(504)",
+            flops=10**9,
+        )
+        for layer in LAYERS
+    ),
+    jaxmp.Finding(
+        kind="silent_promotion",
+        module="head",
+        primitive="mul",
+        file="transformer_model.py",
+        line=77,
+        message="bfloat16 meets an FP32 constant of " + "a_very_long_name_" * 5,
+        fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
+    ),
+    jaxmp.Finding(
+        kind="unused_loss_scale",
+        message="the dynamic loss scale at [0].loss_scale is not used.",
+        fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
+    ),
+)
+NOTES = (
+    jaxmp.Finding(
+        kind="half_reduction", level="note", primitive="add", message="a sum", fix="add in FP32"
+    ),
+)
+ROW = {"phase": "forward", "lhs": "bfloat16", "rhs": "bfloat16"}
+REPORT = jaxmp.AuditReport(
+    policies="p=f32,c=bf16,o=f32",
+    equations=12345,
+    gpu="NVIDIA H200 141GB HBM3e (no such GPU on this machine)",
+    findings=(*FAULTS, *NOTES),
+    matmuls=tuple(
+        MatmulRow(module=layer, phase=phase, lhs=dtype, rhs=dtype, flops=flops, count=3)
+        for layer in LAYERS
+        for phase, dtype, flops in [
+            ("forward", "bfloat16", 7 * 10**9),
+            ("recompute", "bfloat16", 7 * 10**9),
+            ("backward", "float32", 10**4),
+        ]
+    ),
+    gemms=tuple(
+        GemmRow(module=n, out="float32", kernel="cublas", was_fp8="", flops=10**9, count=2, **ROW)
+        for n in LAYERS
+    ),
+    memory=MemoryRow(
+        arguments=10**9,
+        outputs=10**9,
+        aliased=10**9,
+        temporary=3 * 10**8,
+        fusions=224,
+        parameters=10**6,
+        update_bytes=26 * 10**6,
+        update_floor=26 * 10**6,
+    ),
+    aligned=((8, 10**9), (64, 10**8)),
+    modules=(ModuleRow(module=LAYERS[0], policy="p=f32,c=f32,o=f32", rule="'**/query*': c=f32"),),
+    casts=(
+        CastRow(
+            module="head", phase="forward", source="float32", target="bfloat16", bytes=99, count=1
+        ),
+    ),
+    attention=(
+        AttentionRow(
+            module="a",
+            phase="forward",
+            kernel="__cudnn$fmha",
+            dtype="bfloat16",
+            shape=(1,),
+            count=2,
+        ),
+    ),
+    collectives=tuple(
+        CollectiveRow(
+            module=layer,
+            phase="backward",
+            operation="reduce-scatter",
+            dtype="float32",
+            bytes=4 * 10**6,
+            count=12,
+            file="transformer_model.py",
+            line=5,
+        )
+        for layer in LAYERS
+    ),
+    rules=(RuleRow(rule="'**/router/**': c=f32", why="why", modules=(), required=False),),
+    notes=("pallas_call at model.py:3",),
+)
+SHORT = [
+    "Precision audit",
+    "Faults",
+    "Fixes",
+    "Matmuls by operand dtype",
+    "Matmuls as the GPU",
+    "Memory",
+]
+FULL = [*SHORT, "Notes", "What to do", "Matmul alignment", "Matmuls by module", "Casts"]
+FULL += ["Matmuls of the GPU by module", "Fused attention", "Collectives", "Rules", "Not counted"]
+WIDTHS = [60, 80, 100, 140]
+HEALTHY = dataclasses.replace(REPORT, findings=())
+
+
+def printed_by_rich(report, width, **options):
+    console = Console(width=width, file=io.StringIO())
+    console.print(report, **options)
+    return console.file.getvalue()
+
+
+# ---------------------------------------------------------------------------
+# What is shown, in which order
+# ---------------------------------------------------------------------------
+
+VIEWS = {
+    "text": lambda report, full: report.to_text(full=full),
+    "markdown": lambda report, full: report.to_markdown(full=full).replace("\\", ""),
+    "html": lambda report, full: re.sub(
+        r"<wbr>|(?s:<style>.*</style>)", "", report.to_html(full=full)
+    ),
+    "rich": lambda report, full: printed_by_rich(report.to_rich(full=full), 80),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("full", "titles"), [(False, [*SHORT, "More"]), (True, FULL)])
+def test_every_view_has_the_sections_in_one_order(view, full, titles):
+    text = VIEWS[view](REPORT, full)
+    starts = [text.index(title) for title in titles]
+    assert starts == sorted(starts)
+    assert ("never fired" in text) == full
+    assert ("Matmul alignment" in text) == full
+
+
+def test_the_short_report_is_the_default():
+    assert str(REPORT) == REPORT.to_text() == REPORT.to_text(full=False, width=80)
+    assert REPORT.to_html() == REPORT.to_html(full=False) != REPORT.to_html(full=True)
+    assert printed_by_rich(REPORT, 200) == printed_by_rich(REPORT.to_rich(), 200)
+
+
+def test_the_verdict_is_first():
+    lines = str(REPORT).splitlines()
+    assert lines[0] == "Precision audit: 3 faults"
+    assert lines[1].startswith(">99.9% of the matmul FLOPs (168 GFLOP) run in 16 bits or FP8.")
+    assert str(HEALTHY).startswith("Precision audit: ok\n")
+    assert "no floating-point matmuls" in str(jaxmp.AuditReport())
+    one = dataclasses.replace(REPORT, findings=FAULTS[-1:])
+    assert str(one).startswith("Precision audit: 1 fault\n")
+
+
+def test_the_short_report_counts_the_notes():
+    assert "the notes (half_reduction (1 place))" in " ".join(str(REPORT).split())
+    assert "the notes" not in str(HEALTHY)
+
+
+def test_json_has_everything_after_a_summary():
+    fields = json.loads(REPORT.to_json())
+    assert list(fields)[:2] == ["ok", "low_precision_share"] and fields["ok"] is False
+    assert {field.name for field in dataclasses.fields(REPORT)} < set(fields)
+    order = [key for key in fields if key in ("findings", "matmuls", "gemms", "memory", "casts")]
+    assert order == ["findings", "matmuls", "gemms", "memory", "casts"]
+    assert jaxmp.AuditReport.from_json(REPORT.to_json()) == REPORT
+    old = {key: value for key, value in fields.items() if key not in ("ok", "low_precision_share")}
+    assert jaxmp.AuditReport.from_json(json.dumps(old)) == REPORT
+
+
+def test_a_long_list_of_faults_is_cut_in_the_short_report():
+    many = tuple(
+        jaxmp.Finding(kind="half_exp", file="a.py", line=line, message="m", fix="take it in FP32")
+        for line in range(1, 31)
+    )
+    report = jaxmp.AuditReport(findings=many)
+    assert str(report).startswith("Precision audit: 30 faults\n")
+    assert "The first 20; --full prints 10 more." in str(report)
+    assert "a.py:20" in str(report) and "a.py:21" not in str(report)
+    assert "a.py:30" in report.to_text(full=True)
+    # One remedy serves all rows.
+    assert str(report).count("take it in FP32") == 1
+
+
+# ---------------------------------------------------------------------------
+# Fixes
+# ---------------------------------------------------------------------------
+
+
+def test_fixes_are_code_below_the_table():
+    for width in WIDTHS:
+        text = REPORT.to_text(width=width)
+        table, fixes = text[text.index("\nFaults") : text.index("\nMatmuls")].split("\nFixes\n")
+        assert "nn.Dense(504)" not in table and "Rule(" not in table
+        # Code is never wrapped, and keeps the indent of its own lines.
+        lines = fixes.splitlines()
+        assert f"            {LONG_CODE}" in lines and "        if True:" in lines
+        assert "        nn.Dense(504)" in lines
+        assert "        loss, grads = state.value_and_grad(loss_fn)(batch)" in lines
+    assert "  1: Round the width up:" in fixes and "or cast the operand." in fixes
+
+
+def test_other_views_mark_code_as_code():
+    markdown, page = REPORT.to_markdown(), REPORT.to_html()
+    assert f"```python\nif True:\n    {LONG_CODE}\n```" in markdown
+    assert "<pre><code>nn.Dense(504)</code></pre>" in page
+    assert LONG_CODE.replace("'", "&#x27;") in page
+    # The command prints without wrapping what a rich console would wrap.
+    assert LONG_CODE in printed_by_rich(REPORT.to_rich(), 80, soft_wrap=True)
+
+
+@pytest.mark.parametrize(
+    ("fix", "parts"),
+    [
+        ("cast the operand", [(False, "cast the operand")]),
+        ("x = f(y)", [(True, "x = f(y)")]),
+        ("a\nb:\n    x = 1\n\n    y = 2", [(False, "a b:"), (True, "x = 1\n\ny = 2")]),
+        (
+            "a:\n    x = 1\nor:\n    y",
+            [(False, "a:"), (True, "x = 1"), (False, "or:"), (True, "y")],
+        ),
+        ("", []),
+    ],
+)
+def test_a_fix_is_sentences_and_code(fix, parts):
+    assert list(fix_parts(fix)) == parts
+
+
+def test_code_in_markdown_cannot_end_its_block():
+    finding = jaxmp.Finding(kind="half_exp", message="m", fix="a:\n    ```\n    <b>\x1b[31m")
+    report = jaxmp.AuditReport(findings=(finding,))
+    assert "````python\n```\n<b>\\x1b[31m\n````" in report.to_markdown()
+    assert "&lt;b&gt;" in report.to_html() and "<b>\\x1b" not in report.to_html()
+
+
+# ---------------------------------------------------------------------------
+# Readable at any width
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("full", [False, True])
+def test_lines_fit_and_no_column_is_squeezed(width, full):
+    for line in text_lines(report_sections(REPORT, full), width):
+        assert len(line.text) <= width or line.role == "code", line.text
+        assert line.text == line.text.rstrip()
+    text = REPORT.to_text(full=full, width=width)
+    for section in report_sections(REPORT, full):
+        lines = text[text.index(f"{section.title}\n") :].split("\n\n")[0].splitlines()
+        dashes = next((line.split() for line in lines if line.startswith("  -")), [])
+        for width_, *cells in zip(map(len, dashes), section.columns, *section.rows, strict=False):
+            assert width_ >= min(14, max(map(len, cells)))
+
+
+def test_nothing_wraps_where_there_is_room():
+    text = REPORT.to_text(width=300)
+    assert (
+        "decoder/layer_*/attention/query_projection (12 modules), transformer_model.py:123  "
+        in text
+    )
+
+
+def test_a_table_that_does_not_fit_is_a_list():
+    text = REPORT.to_text(full=True, width=60)
+    below = text[text.index("\nCollectives") :].splitlines()[2:6]
+    assert below[0].split() == ["collective", "reduce-scatter"]
+    assert below[2].split() == ["bytes", "4", "MB"]
+
+
+def test_rich_prints_the_lines_of_the_text():
+    for width in WIDTHS:
+        shown = printed_by_rich(REPORT.to_rich(full=True), width, soft_wrap=True)
+        assert [line.rstrip() for line in shown.splitlines()] == REPORT.to_text(
+            full=True, width=width
+        ).splitlines()
+
+
+def test_every_number_has_a_unit():
+    for section in report_sections(REPORT, full=True):
+        for row in section.rows:
+            cells = zip(section.columns, row, strict=True)
+            bare = [
+                cell for column, cell in cells if column != "#" and re.fullmatch(r"[\d.,]+", cell)
+            ]
+            assert not bare, (section.title, bare)
+    text = REPORT.to_text(full=True)
+    for unit in ("12,345 operations", "12 GFLOP", "224 kernels", "1 cast", "8 elements", "1 GB"):
+        assert unit in text
+
+
+def test_shares_are_not_rounded_to_all_or_nothing():
+    text = str(REPORT)
+    assert re.search(r"bfloat16 x bfloat16 .* >99\.9%", text)
+    assert re.search(r"float32 x float32 .* <0\.1%", text)
+
+
+# ---------------------------------------------------------------------------
+# A model of 124 million parameters
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt_124m():
+    """(train step, state, tokens) of a 12-layer GPT of GPT-2's width, as shapes."""
+    recipe = jaxmp.load_recipe("bf16")
+    model = recipe.wrap(GPT(layers=12, width=768, heads=12, max_length=1024))
+    tx = recipe.optimizer(relaxed(optax.adamw(3e-4)))
+    tokens = jax.ShapeDtypeStruct((8, 1025), jnp.int32)
+
+    def first_state():
+        params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params, tokens):
+        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, tokens):
+        loss, grads = state.value_and_grad(loss_fn)(tokens)
+        return state.apply_gradients(grads=grads), loss
+
+    return train_step, jax.eval_shape(first_state), tokens
+
+
+def test_a_healthy_audit_fits_one_screen(gpt_124m):
+    report = jaxmp.audit(*gpt_124m, policies="bf16")
+    lines = str(report).splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 80
