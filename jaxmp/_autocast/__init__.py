@@ -1,14 +1,13 @@
-"""autocast: runs a traced function again, each operation in the dtype that suits it.
+"""Automatic mixed precision: traces a function and runs each operation in a dtype chosen for it.
 
-The rules per operation stand in the op table; here is how they are carried out:
+The op table assigns a category to each operation. The interpreter applies it with these rules:
 
-* a value that no operation has computed yet (an argument, a constant, what is merely reshaped from
-  one) has no say in the dtype of a sum: it is cast to that of the other operand. Otherwise every
-  bias would turn its layer's result into FP32;
-* neither has a scalar beside an array, as in torch;
-* what only FP32 operations read is not rounded on the way to them: in `exp(x - max)` and
-  `sum((x - y) * z)` the arithmetic between is FP32 too;
-* one cast per value and target dtype in each jaxpr.
+* Arguments, constants and reshapes of them are weakly typed: in a binary operation they take the
+  dtype of the other operand. Otherwise, an FP32 bias would promote the 16-bit output of its layer.
+* Scalars next to arrays are also weakly typed, as in torch.
+* An intermediate value that only FP32 operations consume is not rounded to 16 bits: in
+  `exp(x - max)` and `sum((x - y) * z)` the subtraction and the multiplication run in FP32 too.
+* Each value is cast at most once to each dtype within a jaxpr.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from jaxmp._autocast._trace import rules_for, trace
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """What is traced in this block computes in FP32 under `autocast`, whatever the policies say.
+    """Makes the operations traced in a `with` block compute in FP32 under `autocast`.
 
-    It is a name scope, so it holds in the backward pass too, and costs nothing without `autocast`.
+    It overrides all policies. It is implemented as a name scope, so it also applies to the backward
+    pass of these operations, and it has no effect without `autocast`.
 
     Example:
       >>> def f(x):
@@ -46,42 +46,44 @@ def full_precision() -> Iterator[None]:
 
 
 def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Callable[..., Any]:
-    """`fn` with each operation in the dtype that suits it; the results keep their dtypes.
+    """Returns `fn` with each operation in a dtype chosen for it; the results keep their dtypes.
 
-    Matrix products and convolutions run in the compute dtype of the module they belong to, sums,
-    exponentials and their like in FP32, the rest in what reaches it. This needs no Flax: any JAX
-    function will do, and code that asks for a dtype by name is reached too. Composes with `jit`,
-    `grad`, `vmap`, `scan`, `checkpoint` and `shard_map`, in any order.
+    Matmuls and convolutions run in the compute dtype of their module. Reductions, exponentials and
+    other operations that lose accuracy in 16 bits run in FP32. All other operations run in the
+    dtype of their operands. `fn` can be any JAX function, with or without Flax; code that sets
+    dtypes explicitly is covered too. Composes with `jit`, `grad`, `vmap`, `scan`, `checkpoint` and
+    `shard_map`, in any order.
 
-    Outside of `jit`, every call traces `fn` again, because what it closes over may have changed:
-    put `jax.jit` around the outermost function. A `custom_vjp` function and its rules run in the
-    dtypes in which they were traced. `explain_autocast` lists every matmul, its dtype and why.
+    Apply `jax.jit` to the outermost function. Outside `jit`, each call traces `fn` again, because
+    values in its closure may have changed. A `custom_vjp` function and its rules run in the dtypes
+    in which they were traced. `explain_autocast` lists every matmul with its dtype and the reason.
 
-    Where the policies say `matmul = "fp8"`, each `dot_general` without batch dimensions becomes
-    `fp8.dot_general`: three products in FP8 under `jax.grad(autocast(fn, ...))`. Of its operands
-    the kernel is the one that nothing has computed, such as an argument; the second where that
-    tells nothing. `fp8.explain` lists the products, and why some stay in 16 bits.
+    If a policy sets `matmul = "fp8"`, each `dot_general` without batch dimensions becomes an
+    `fp8.dot_general`, which runs three matmuls in FP8 under `jax.grad(autocast(fn, ...))`. If
+    exactly one operand is not the result of a computation, such as an argument, it is the kernel;
+    otherwise the second operand is. `fp8.explain` lists these matmuls, and why some stay in 16
+    bits.
 
     Args:
-      fn: a pure function of arrays, in pytrees; arguments that are no arrays are handed through.
+      fn: a pure function of pytrees of arrays. Arguments that are not arrays are passed unchanged.
       policies: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Rules
-        match the path of name scopes, such as Flax modules leave. `param_dtype` says nothing here.
-      ops: changes to the recipe's op table, such as `{"exp": "low"}`; None: none.
+        match the paths of name scopes, such as those of Flax modules. `param_dtype` has no effect.
+      ops: changes to the op table of the recipe, such as `{"exp": "low"}`; None for no changes.
 
     Returns:
-      A function of the same arguments. Its results have the dtypes that `fn` gives them, or the
+      A function of the same arguments. Its results have the same dtypes as those of `fn`, or the
       output dtype of a rule for the root, `Rule("", "o=bf16")`.
 
     Raises:
-      RuleError: if a required rule names a module type, which a traced function does not know; from
-        the returned function, if a required rule matches none of the scopes of `fn`.
-      PolicyError: if `fn` is no function; if a policy names a float8 dtype, or makes no sense.
-      CompositionError: if FP8 products are to be scaled with a state, as by `fp8.DelayedScaling`;
-        from the returned function, on a GPU without FP8 products.
+      RuleError: if a required rule names a module type, because a traced function contains no
+        module types; from the returned function, if a required rule matches no scope of `fn`.
+      PolicyError: if `fn` is not a function; if a policy names a float8 dtype or is not valid.
+      CompositionError: if the FP8 scaling is stateful, as `fp8.DelayedScaling` is; from the
+        returned function, on a GPU without FP8 matmuls.
       OpError: if `ops` names an operation or a category that does not exist.
 
-    The idea of one list of operations per dtype is that of torch.autocast and TensorFlow's
-    auto_mixed_precision; the lists are jaxmp's own.
+    The method, one list of operations per dtype, is that of torch.autocast and TensorFlow's
+    auto_mixed_precision; the contents of the lists differ.
 
     Example:
       >>> def loss(w, x):
@@ -104,11 +106,11 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
 def explain_autocast(
     fn: Callable[..., Any], policies: Any, *, ops: Any = None
 ) -> Callable[..., AutocastExplanation]:
-    """Lists each matmul and convolution that `autocast` finds, its dtype, and the reason.
+    """Lists each matmul and convolution of a function under `autocast`, its dtype and the reason.
 
-    Nothing is computed. Explain the function that you would give to `autocast`: `loss_fn` for
-    `jax.grad(autocast(loss_fn, ...))`, whose backward matmuls run in the dtypes of the forward
-    ones, and `jax.grad(loss_fn)` for `autocast(jax.grad(loss_fn), ...)`.
+    The function is traced, not executed. Pass the function that you would pass to `autocast`:
+    `loss_fn` for `jax.grad(autocast(loss_fn, ...))`, whose backward matmuls run in the dtypes of
+    the forward ones, and `jax.grad(loss_fn)` for `autocast(jax.grad(loss_fn), ...)`.
 
     Args:
       fn: a pure function of arrays, as for `autocast`.
@@ -117,7 +119,8 @@ def explain_autocast(
 
     Returns:
       A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`. It returns an
-      `AutocastExplanation`: `.rows`, `.share` of the FLOPs in 16 bits; `str()` prints a table.
+      `AutocastExplanation`: its `rows`, and the `share` of the FLOPs that runs in 16 bits or FP8;
+      `str()` formats it as a table.
 
     Raises:
       PolicyError, RuleError, CompositionError, OpError: as `autocast`.

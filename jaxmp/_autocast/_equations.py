@@ -1,4 +1,4 @@
-"""Equations run again: operands in other dtypes, source lines and scopes as they were."""
+"""Binds recorded equations again with other operand dtypes, keeping source lines and scopes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jax.extend import source_info_util
 
 from jaxmp._autocast._values import is_castable_aval
 
-# These hold a jaxpr of two scalars, in the recorded dtype: JAX's own function makes it anew.
+# These primitives contain a jaxpr of two scalars in the recorded dtype. For another dtype, JAX's
+# public function builds a new one.
 SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": lax.scatter_sub,
@@ -23,7 +24,7 @@ _OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mod
 
 
 def bind(equation: Any, arrays: list[Any], **changes: Any) -> Any:
-    """The equation's result for other operands, and with changed parameters."""
+    """Returns the result of an equation for other operands, and with changed parameters."""
     primitive, params = equation.primitive, {**equation.params, **changes}
     scatter = SCATTERS.get(primitive.name)
     if scatter is not None and arrays[0].dtype != equation.invars[0].aval.dtype:
@@ -35,7 +36,7 @@ def bind(equation: Any, arrays: list[Any], **changes: Any) -> Any:
 
 @contextlib.contextmanager
 def as_recorded(equation: Any) -> Iterator[None]:
-    """Source line, name scopes, mesh and the like of the equation that is run again."""
+    """Runs a block with the source line, scopes and context (such as the mesh) of an equation."""
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
@@ -43,7 +44,7 @@ def as_recorded(equation: Any) -> Iterator[None]:
 
 
 def is_product(equation: Any) -> bool:
-    """Whether an equation is a `dot_general` that sums over something, of operands to cast."""
+    """Returns True for a `dot_general` of castable operands that contracts a dimension."""
     return (
         equation.primitive.name == "dot_general"
         and bool(equation.params["dimension_numbers"][0][0])
@@ -52,7 +53,7 @@ def is_product(equation: Any) -> bool:
 
 
 def asks_for_highest(params: Any) -> bool:
-    """Whether a product's author wants all digits of FP32."""
+    """Returns True if the parameters of a matmul contain `precision=HIGHEST` for an operand."""
     precision = params.get("precision")
     precision = precision if isinstance(precision, tuple) else (precision,)
     return lax.Precision.HIGHEST in precision

@@ -1,4 +1,4 @@
-"""A traced function run again, each operation in the dtype that suits it."""
+"""Interpreter that runs a traced function with each operation in the dtype chosen for it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from jaxmp.fp8._dot_general import dot_general
 
 
 class Interpreter:
-    """Runs one function again.
+    """Interpreter of one traced function.
 
     Args:
-      rules: what policies and op table say.
-      in_custom_vjp: whether the function was traced inside of a rule of a `custom_vjp`, so that the
-        tracebacks of all its equations say so.
-      record: what an explanation collects; None: nothing.
+      rules: the policies and the op table.
+      in_custom_vjp: True if the whole function was traced inside a rule of a `custom_vjp`. Then the
+        tracebacks of all its equations contain that rule, and do not identify inner rules.
+      record: collects the decisions for an explanation; None to collect none.
     """
 
     def __init__(
@@ -53,16 +53,29 @@ class Interpreter:
         self.rules = rules
         self.in_custom_vjp = in_custom_vjp
         self.record = record
-        # Sub-jaxprs that were run before with the same dtypes; JAX shares equal ones.
+        # Cache of retraced sub-jaxprs, as JAX shares equal ones between calls: (id, dtypes, ...)
+        # -> (jaxpr, its result). It also stores the jaxpr, so that its id is not reused.
         self.inner: dict[Any, tuple[Any, tuple[Any, list[Standing]]]] = {}
-        # Who reads what in each jaxpr, by its id; the jaxpr is kept beside it, and so its id.
+        # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.readers: dict[int, tuple[Any, Readers]] = {}
-        # Likewise the scopes in each.
+        # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
+        # Scopes of all equations, for `Rules.check_required`.
         self.seen: set[tuple[str, ...]] = set()
 
     def function(self, closed: Any, args: list[Any]) -> list[Any]:
-        """A whole function: results in their recorded dtypes, or in that of a rule for the root."""
+        """Runs the whole function.
+
+        Args:
+          closed: its jaxpr.
+          args: arrays, one for each input variable.
+
+        Returns:
+          The results in their recorded dtypes, or in the output dtype of a rule for the root.
+
+        Raises:
+          RuleError: if a required rule matches no scope of the function.
+        """
         jaxpr, consts = jaxpr_body(closed)
         outs = self.run(closed, consts, [Value(arg, Standing.NEUTRAL) for arg in args], ())
         self.rules.check_required(self.seen)
@@ -77,7 +90,14 @@ class Interpreter:
     def run(
         self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
     ) -> list[Value]:
-        """The results of one jaxpr, in whatever dtypes they come out."""
+        """Runs one jaxpr; its results may have other dtypes than the recorded ones.
+
+        Args:
+          jaxpr: open or closed.
+          consts: values of its constant variables.
+          args: values of its input variables.
+          outer: name scopes of the equation that contains the jaxpr.
+        """
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.readers:
             self.readers[id(body)] = body, Readers(body, self.category)
@@ -94,18 +114,20 @@ class Interpreter:
         return [scope.read(var) for var in body.outvars]
 
     def is_as_written(self, equation: Any) -> bool:
-        """Whether a rule of a `custom_vjp` made an equation, which then runs as it was recorded.
+        """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
 
-        The forward pass of an outer loop holds a `custom_vjp_call`, which is opaque; the two passes
-        must agree.
+        Differentiation replaces a `custom_vjp_call` by the equations of its rules. Within a loop,
+        the forward pass may still contain the `custom_vjp_call`, which is opaque. The two passes
+        must agree on the dtypes, so the equations of the rules are not cast either.
         """
         return not self.in_custom_vjp and is_in_custom_vjp(equation.source_info)
 
     def category(self, equation: Any) -> str:
-        """The category of an equation in the op table."""
+        """Returns the op-table category of an equation."""
         return "opaque" if self.is_as_written(equation) else self.rules.category(equation)
 
     def equation(self, equation: Any, scope: Scope, names: tuple[str, ...]) -> list[Value]:
+        """Runs one equation, located at the scopes `names`, in the dtype of its category."""
         values = list(map(scope.read, equation.invars))
         if self.is_as_written(equation):
             return as_recorded_dtypes(self, equation, scope, values, names)
@@ -116,7 +138,7 @@ class Interpreter:
         if self.record is not None:
             self._explain(self.record, equation, values, names)
         floating = [value for value in values if value.castable]
-        # What is made of integers has no say: a mask that is multiplied with, say.
+        # Results of integer operations, such as a mask to multiply with, are weakly typed.
         standing = max((value.standing for value in floating), default=Standing.CONSTANT)
         if not floating:
             return wrap(equation, bind(equation, [v.array for v in values]), standing)
@@ -144,7 +166,7 @@ class Interpreter:
         return wrap(equation, out, standing)
 
     def _leads_to_fp32(self, equation: Any, scope: Scope) -> bool:
-        """Whether a result in 16 bits would be cast up again by all that read it."""
+        """Returns True for arithmetic whose result would be cast up again by all its consumers."""
         arithmetic = equation.primitive.name in ARITHMETIC
         return arithmetic and scope.readers.only_fp32_later(equation.outvars[0])
 
@@ -164,7 +186,16 @@ class Interpreter:
         region: Region,
         names: tuple[str, ...],
     ) -> Any:
-        """An operation in the compute dtype, or in FP8, unless its author asked for more."""
+        """Runs a matmul or convolution in the compute dtype or in FP8.
+
+        FP32 operands with `precision=HIGHEST` keep their recorded dtypes. The dtype of the result
+        is the first of these that applies:
+
+        1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
+        2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
+        3. the output dtype of the deciding rule, if it is wider than the compute dtype;
+        4. the compute dtype.
+        """
         params = equation.params
         recorded = [v.aval.dtype for v in equation.invars if is_castable_aval(v.aval)]
         highest = asks_for_highest(params) and not is_half(recorded[0])
@@ -205,7 +236,7 @@ class Interpreter:
         names: tuple[str, ...],
         highest: bool,
     ) -> Callable[..., Any] | None:
-        """What takes the place of a product that runs in FP8."""
+        """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8."""
         if not region.fp8 or not is_product(equation):
             return None
         assert self.rules.fp8 is not None
@@ -218,7 +249,7 @@ class Interpreter:
         return dot_general(self.rules.fp8, kernel="rhs" if kernel else "lhs")
 
     def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None:
-        """Puts the products inside an equation that is left alone on record."""
+        """Records the matmuls inside an equation that runs in its recorded dtypes."""
         if self.record is not None:
             self.record.as_recorded(equation, names, IN_RULE)
         region = self.rules.region((*names, IN_CUSTOM_VJP))
@@ -233,26 +264,30 @@ class Interpreter:
                 decide_product(self.rules.fp8, path, shapes, params, 1, region.why_not_fp8)
 
     def _only_fp32_reads(self, equation: Any, scope: Scope) -> bool:
-        """Whether an FP32 result would be cast to 16 bits and back for nothing."""
+        """Returns True if the recorded result is FP32 and only FP32 operations consume it.
+
+        Rounding it to 16 bits would lose precision without benefit.
+        """
         var = equation.outvars[0]
         return var.aval.dtype == FLOAT32 and scope.readers.only_fp32(var)
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
     def regions(self, jaxpr: Any, names: tuple[str, ...]) -> tuple[Region, ...]:
-        """What holds at each scope of a jaxpr below `names`: all that the way there says to it.
+        """Returns the resolved policy of each scope in a jaxpr that is called at `names`.
 
-        A function that several layers call stays one function where the same holds for them.
+        They are part of the cache key of `retraced`: layers that call the same function share one
+        retraced jaxpr if their resolved policies are equal.
         """
         if not self.rules.by_path:
             return (self.rules.region(names),)
         inside = [(*names, *scope) for scope in self.scopes(jaxpr)]
-        # A jaxpr that is not run again has been seen at this place too.
+        # Recorded here, since a jaxpr from the cache is not run again at these scopes.
         self.seen.update(inside)
         return tuple(map(self.rules.region, inside))
 
     def scopes(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
-        """The scopes of a jaxpr's equations at any depth, each once; () is always one."""
+        """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
             found: dict[tuple[str, ...], None] = {(): None}
@@ -271,14 +306,23 @@ class Interpreter:
         names: tuple[str, ...],
         outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
     ) -> tuple[Any, list[Standing]]:
-        """A sub-jaxpr for operands in the dtypes they have now, and the standing of each result.
+        """Retraces a sub-jaxpr for the current dtypes of its operands.
 
-        `outputs(arrays, recorded avals)` has the last word on the dtypes of the results.
+        Args:
+          jaxpr: open or closed.
+          values: its operands.
+          names: the scopes of the equation that contains it.
+          outputs: (results, recorded types) -> results, such as a cast to the recorded dtypes; None
+            to keep the dtypes of the results.
+
+        Returns:
+          The new jaxpr, in the same form (open or closed), and the `Standing` of each result.
         """
         body, consts = jaxpr_body(jaxpr)
         avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        # A record of FP8 products has a row for each call; an explanation counts each call.
+        # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
+        # they do not share retraced jaxprs.
         place = object() if self.record is not None else names if is_recording() else None
         key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), place
         if key not in self.inner:
@@ -292,7 +336,6 @@ class Interpreter:
                 results = [out.array for out in outs]
                 return outputs(results, [var.aval for var in body.outvars]) if outputs else results
 
-            # The jaxpr is kept beside what was made of it, so that its id stays its own.
             self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), standings)
         return self.inner[key][1]
 

@@ -1,4 +1,8 @@
-"""Equations that hold jaxprs: control flow, calls, custom derivatives."""
+"""Rules for equations that contain jaxprs: control flow, calls, custom derivatives.
+
+Each rule runs one equation. It retraces the inner jaxprs for the current dtypes of the operands and
+returns the results as values.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from jaxmp._trees import cast, is_castable
 
 
 class Runner(Protocol):
-    """What equations ask of the interpreter that came to them."""
+    """Interface of the interpreter that the rules use; see `Interpreter` for its methods."""
 
     rules: Rules
 
@@ -40,7 +44,7 @@ class Runner(Protocol):
 def _call(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """jit, checkpoint and their like: the same equation around the jaxpr that was run again."""
+    """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
     jaxpr, standings = runner.retraced(equation.params["jaxpr"], values, names)
     outs = equation.primitive.bind(
         *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
@@ -51,7 +55,7 @@ def _call(
 def _scan(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """The carry keeps its dtypes; constants and what is scanned over come as they are."""
+    """Runs a `scan`: the carry has its recorded dtypes, the other operands their current dtypes."""
     params = equation.params
     consts, carried = scan_counts(params)
     carry = slice(consts, consts + carried)
@@ -73,7 +77,7 @@ def _scan(
 def _while(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """The state keeps its dtypes."""
+    """Runs a `while` loop; the loop state keeps its recorded dtypes."""
     params = equation.params
     cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [var.aval for var in equation.invars]
@@ -91,7 +95,7 @@ def _while(
 def _cond(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """Branches must agree on the dtypes of their results: on the recorded ones."""
+    """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
     branches = tuple(
         runner.retraced(branch, values[1:], names, _cast_all)[0]
         for branch in equation.params["branches"]
@@ -112,10 +116,10 @@ def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
 def _custom_jvp(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """The function and its rule, both in the dtypes that reach them."""
+    """Runs a `custom_jvp` function and its rule, both in the current dtypes of their operands."""
     params = equation.params
     if runner.rules.fp8 is not None:
-        # The rule's products are transposed, which an FP8 product cannot be.
+        # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
         names = (*names, IN_CUSTOM_JVP)
     jaxpr, standings = runner.retraced(params["call_jaxpr"], values, names)
     avals = [var.aval for var in equation.invars]
@@ -152,14 +156,14 @@ def _rule_jaxpr(
     """Traces a `custom_jvp` rule in the recorded dtypes.
 
     Args:
-      rule: takes primals, then tangents, and returns the same.
+      rule: (primals, then tangents) -> (primal results, then tangent results).
       avals: the recorded types of the primals.
-      zeros: for each tangent, True if the rule receives a symbolic zero in its place.
-      symbolic_zeros: whether the rule was defined with `symbolic_zeros=True`.
+      zeros: for each tangent, True if the rule receives a symbolic zero.
+      symbolic_zeros: True if the rule was defined with `symbolic_zeros=True`.
 
     Returns:
-      The jaxpr of primals and nonzero tangents; for each result, True if its tangent is a symbolic
-      zero and so no result of the jaxpr.
+      The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
+      each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
     """
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     zeros_out: list[bool] = []
@@ -183,7 +187,7 @@ def _rule_jaxpr(
 
 
 def _moves(aval: Any) -> bool:
-    """Whether there are derivatives with respect to a value."""
+    """Returns True if a value of this type can have a nonzero tangent: floating or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -195,7 +199,7 @@ def _instantiate(out: Any) -> Any:
 def as_recorded_dtypes(
     runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
 ) -> list[Value]:
-    """Runs an equation in its recorded dtypes, and changes nothing inside of it."""
+    """Runs an equation in its recorded dtypes, without changes to its inner jaxprs."""
     runner.record_opaque(equation, names)
     return wrap(equation, bind(equation, in_recorded_dtypes(equation, scope, values)))
 

@@ -18,10 +18,11 @@ from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._dtypes import FLOAT32, bits, is_half
 from jaxmp._jaxprs import FORWARD, inners, phase_of
 
-# The most rows that `str()` prints.
+# Maximum number of rows that `str()` prints.
 _LISTED = 60
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
-# Programs of blocks of the operands: the sizes inside are not those of the whole product.
+# Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
+# FLOPs of the whole matmul.
 _KERNELS = ("pallas_call", "mpmd_map", "tpu_custom_call", "mosaic_gpu_p")
 
 
@@ -30,16 +31,16 @@ class AutocastDecision:
     """One matmul or convolution of a function under autocast.
 
     Args:
-      path: the name scopes around it, joined by "/"; "" outside of all scopes.
-      phase: "forward", or the pass of a gradient that the function takes: "backward", "recompute".
+      path: its name scopes, joined by "/"; "" outside all scopes.
+      phase: "forward", or, if the function computes a gradient, "backward" or "recompute".
       primitive: the operation, as a jaxpr prints it.
-      shapes: of the two operands.
-      dtype: in which it runs: "bfloat16", or "int8 x float32" where the operands differ.
+      shapes: shapes of the two operands.
+      dtype: dtype of the operands, such as "bfloat16", or "int8 x float32" if they differ.
       reason: why it runs in that dtype.
-      file: the user's file; "" where it is not known.
-      line: the line in it; 0 where it is not known.
-      flops: floating-point operations of all its runs.
-      count: how often it runs; a loop that ends by a test counts once.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`; 0 if it is not known.
+      flops: floating-point operations of all executions.
+      count: number of executions; the body of a while loop counts once.
     """
 
     path: str
@@ -60,7 +61,7 @@ class AutocastDecision:
         return all(jnp.issubdtype(d, jnp.floating) and bits(d) <= 16 for d in dtypes)
 
     def cells(self) -> tuple[str, ...]:
-        """The columns of a printed row."""
+        """Returns the columns of a printed row."""
         times = f"{self.count} x " if self.count > 1 else ""
         shapes = " and ".join("[" + ", ".join(map(str, shape)) + "]" for shape in self.shapes)
         where = self.path or "(no scope)"
@@ -74,8 +75,8 @@ class AutocastExplanation:
     """The matmuls and convolutions of a function under autocast; `str()` prints a table.
 
     Args:
-      rows: in the order in which the function runs them; equal ones share a row.
-      notes: what the counts leave out.
+      rows: in the order of execution; equal decisions share a row.
+      notes: operations for which the counts are incomplete or approximate.
     """
 
     rows: tuple[AutocastDecision, ...] = ()
@@ -83,17 +84,17 @@ class AutocastExplanation:
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of all matmuls and convolutions."""
+        """FLOPs of all matmuls and convolutions."""
         return sum(row.flops for row in self.rows)
 
     @property
     def low_flops(self) -> int:
-        """Those that run in 16 bits, or in FP8."""
+        """FLOPs of the matmuls and convolutions that run in 16 bits or FP8."""
         return sum(row.flops for row in self.rows if row.is_low)
 
     @property
     def share(self) -> float:
-        """The share of the FLOPs that runs in 16 bits or in FP8; 0.0 without any FLOPs."""
+        """Share of the FLOPs that runs in 16 bits or FP8, from 0 to 1; 0.0 without any FLOPs."""
         return self.low_flops / self.flops if self.flops else 0.0
 
     def __str__(self) -> str:
@@ -122,19 +123,20 @@ def _notes(notes: tuple[str, ...]) -> list[str]:
 
 
 class Record:
-    """Collects decisions while the interpreter runs a function again."""
+    """Collector of decisions while the interpreter runs a function."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._rows: dict[AutocastDecision, list[int]] = {}
         self._notes: dict[str, None] = {}
         self._lines = Lines()
-        # Of the equations that are being entered, the innermost first; how often they run.
+        # Enclosing equations, the innermost first.
         self._around: tuple[Any, ...] = ()
+        # Number of executions, and pass, of the innermost enclosing equation.
         self._times, self._phase = 1, FORWARD
 
     def explanation(self) -> AutocastExplanation:
-        """All that was recorded."""
+        """Returns an explanation of all recorded decisions."""
         rows = (
             dataclasses.replace(row, flops=flops, count=count)
             for row, (flops, count) in self._rows.items()
@@ -179,14 +181,14 @@ class Record:
         category: str,
         in_fp8: Any,
     ) -> None:
-        """Records an equation if it is a matmul, or holds matmuls.
+        """Records an equation if it is a matmul or contains matmuls.
 
         Args:
-          equation: that is about to run.
+          equation: the equation that is about to run.
           values: its operands.
-          names: the scopes around it.
-          category: what the op table says of it.
-          in_fp8: what takes the place of a matmul that runs in FP8; None if it does not.
+          names: its name scopes.
+          category: its category in the op table.
+          in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
         """
         name = equation.primitive.name
         if name not in PRODUCTS:
@@ -211,7 +213,10 @@ class Record:
     def _decision(
         self, equation: Any, values: list[Value], names: tuple[str, ...], category: str, in_fp8: Any
     ) -> tuple[Any, str]:
-        """The dtype of a matmul's floating operands, None for the recorded ones; and why."""
+        """Returns the dtype of a matmul's floating operands and the reason.
+
+        The dtype is None if the operands keep their recorded dtypes.
+        """
         name = equation.primitive.name
         region = self.rules.region(names)
         edited = f"the op table: {name} = {category!r}"

@@ -1,4 +1,4 @@
-"""What policies and op table say to each place of a traced function."""
+"""Resolves the policy and the op category of each equation from its name scopes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxmp._rules import PolicyMap, Rule, check_module_dtypes
 from jaxmp.errors import CompositionError, RuleError
 from jaxmp.fp8._recipes import Scaling, as_recipe
 
-# Names among the scopes of an equation that are no module's.
+# Names that mark scopes. They are not parts of module paths.
 FULL_PRECISION = "jaxmp_full_precision"
 _IN_BACKWARD = "jaxmp_backward"
 IN_CUSTOM_JVP = "jaxmp_custom_jvp"
 IN_CUSTOM_VJP = "jaxmp_custom_vjp"
-# Which of them keep products out of FP8 -> why.
+# Mark -> why matmuls in such a scope do not run in FP8.
 _NOT_FP8 = {
     _IN_BACKWARD: (
         "a product of the backward pass, whose gradient cannot be told from its other operand: "
@@ -35,28 +35,36 @@ _MARKS = {FULL_PRECISION, *_NOT_FP8}
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What holds for one equation by the place it comes from."""
+    """Resolved policy of a scope."""
 
     policy: Policy
+    # True inside `full_precision()`.
     full: bool
-    # Where the deciding rule asks for an output wider than the compute dtype: that dtype.
+    # Output dtype of the deciding rule (not at the root), if wider than the compute dtype; or None.
     wide: np.dtype | None
-    # Whether products run in FP8; and what keeps them from it all the same.
+    # True if the policy sets `matmul = "fp8"`.
     fp8: bool
+    # Why matmuls do not run in FP8 although the policy sets it; "" if they do.
     why_not_fp8: str
 
     @property
     def dtype(self) -> np.dtype:
+        """Compute dtype; FP32 inside `full_precision()`."""
         return FLOAT32 if self.full else self.policy.compute_dtype
 
     @property
     def is_full(self) -> bool:
-        """Whether everything computes in FP32."""
+        """True if the scope computes in FP32 or wider, so that all operations do."""
         return not is_half(self.dtype)
 
 
 class Rules:
-    """Policies and op table, and the region of every path that was asked for."""
+    """Policies and op table, with a cache of the resolved policy of each scope.
+
+    Raises:
+      RuleError: if a required rule names a module type.
+      CompositionError: if the FP8 scaling is stateful.
+    """
 
     def __init__(self, policies: PolicyMap, ops: OpTable) -> None:
         check_module_dtypes(policies)
@@ -66,7 +74,7 @@ class Rules:
                     f"{rule!r}: autocast sees name scopes and no module types. Name the module by "
                     "its path, or let the rule match nothing: required=False."
                 )
-        # How FP8 products are scaled; None where there are none.
+        # Scaling of FP8 matmuls; None if no policy sets `matmul = "fp8"`.
         self.fp8: Scaling | None = (
             _stateless(as_recipe(policies.fp8)) if policies.names_fp8 else None
         )
@@ -76,10 +84,14 @@ class Rules:
         self._categories: dict[str, str] = {}
 
     def category(self, equation: Any) -> str:
-        """What the op table says of an equation; a jaxpr within was traced for its dtypes."""
+        """Returns the op-table category of an equation.
+
+        Equations with inner jaxprs are "opaque", since these were traced for the recorded dtypes.
+        The interpreter handles control flow and calls separately.
+        """
         name = equation.primitive.name
         if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
-            return "widest"  # an outer product: nothing is summed, and positions keep their digits
+            return "widest"  # an outer product: nothing is summed; rotary angles need FP32
         if name == "mul" and equation.invars[0] is equation.invars[1]:
             name = "square"
         if name == "scatter" and equation.params["update_jaxpr"] is not None:
@@ -92,7 +104,7 @@ class Rules:
         return found
 
     def check_required(self, seen: set[tuple[str, ...]]) -> None:
-        """Refuses required rules that match none of the scopes that a function has."""
+        """Raises RuleError if a required rule matches none of the scopes `seen`."""
         paths = {path for names in seen for path in module_paths_of(_without_marks(names))}
         parts = [path.split("/") for path in paths]
         known = {"/".join(names[:length]) for names in parts for length in range(len(names) + 1)}
@@ -107,20 +119,24 @@ class Rules:
             ) from None
 
     def region(self, names: tuple[str, ...]) -> Region:
-        """What holds below the scopes `names`."""
+        """Returns the resolved policy of the scopes `names`."""
         found = self._regions.get(names)
         if found is None:
             found = self._regions[names] = self._find_region(names)
         return found
 
     def why(self, names: tuple[str, ...]) -> str:
-        """Names the rule that decides below the scopes `names`, or the default policy."""
+        """Returns the rule that decides at the scopes `names`, or the default policy, as text."""
         _, rule = self._deciding(names)
         default = without_inputs(self.policies.default)
         return f"default policy {default}" if rule is None else repr(rule)
 
     def _deciding(self, names: tuple[str, ...]) -> tuple[str, Rule | None]:
-        """The module path that scopes stand for, and the rule that decides for it."""
+        """Returns the module path of scopes, and the rule that decides for it, or None.
+
+        The scopes may include the root's own name or not: the first candidate path with a deciding
+        rule is used, and the path below the root if there is none.
+        """
         paths = module_paths_of(_without_marks(names))
         rules = ((path, self.policies.deciding_rule(path)) for path in paths)
         return next(((path, rule) for path, rule in rules if rule is not None), (paths[0], None))
@@ -153,12 +169,19 @@ def _without_marks(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_phase(names: tuple[str, ...], stack: str) -> tuple[str, ...]:
-    """Scopes with a mark in a backward pass, and without in what that computes again."""
+    """Returns scopes with the backward-pass mark if a name stack is in a backward pass.
+
+    The mark is removed for equations that the backward pass recomputes.
+
+    Args:
+      names: scopes of an equation; they have the mark if an enclosing equation has it.
+      stack: the equation's name stack.
+    """
     outside = tuple(name for name in names if name != _IN_BACKWARD)
     before = BACKWARD if outside != names else ""
     return (*outside, _IN_BACKWARD) if phase_of(stack, before) == BACKWARD else outside
 
 
 def path_of(names: tuple[str, ...]) -> str:
-    """The module path that scopes name."""
+    """Returns scopes joined by "/", without marks."""
     return "/".join(_without_marks(names))

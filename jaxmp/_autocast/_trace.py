@@ -17,19 +17,19 @@ from jaxmp.errors import PolicyError
 
 
 class Traced(NamedTuple):
-    """A traced function, and how its results are put together."""
+    """Traced function and the assembly of its results."""
 
     closed: Any
-    # The leaves of the arguments that are arrays, in the dtypes in which they were traced.
+    # Leaves of the arguments that are arrays, in the dtypes in which they were traced.
     arrays: list[Any]
-    # The arrays that the jaxpr returns -> the results of the function.
+    # Arrays that the jaxpr returns -> results of the function.
     results: Callable[[list[Any]], Any]
-    # Whether the function was traced inside of a rule of a `custom_vjp`.
+    # True if the function was traced inside a rule of a `custom_vjp`.
     in_custom_vjp: bool
 
 
 def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
-    """Checks the arguments of the public function `name`, and returns the rules they make.
+    """Checks the arguments of the public function `name` and returns them as `Rules`.
 
     Raises:
       PolicyError: if `fn` is not a function, or the policies are not valid.

@@ -1,4 +1,4 @@
-"""Values of a traced function, how much say their dtypes have, and the casts made of them."""
+"""Values of a traced function, their promotion priority, and their casts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from jaxmp._trees import cast, clamped_cast, is_castable, saturating_cast
 
 
 class Standing(enum.IntEnum):
-    """Whether a value's dtype has a say in that of a result."""
+    """Promotion priority of a value: COMPUTED arrays determine the dtype of a binary operation.
 
-    CONSTANT = 0  # made of literals and integers alone
-    NEUTRAL = 1  # an argument, or merely reshaped from one
+    The result of an operation has the largest priority of its operands, or COMPUTED.
+    """
+
+    CONSTANT = 0  # made of literals and integers alone; weakly typed
+    NEUTRAL = 1  # an argument, or the result of data movement on one; weakly typed
     COMPUTED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """An array, and what it is made of."""
+    """Array with its promotion priority."""
 
     array: Any
     standing: Standing = Standing.COMPUTED
-    # Of a constant whose entries are all one number: that number, of no dimensions.
+    # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
 
     @property
@@ -45,7 +48,10 @@ class Value:
 
 
 def _to_half(value: Value, dtype: Any) -> Any:
-    """A cast in which a finite constant stays finite: the FP32 minimum that stands for a mask."""
+    """Casts a value; a finite constant stays finite in 16 bits.
+
+    For example, the most negative FP32 number, which masks logits, is -inf in float16.
+    """
     array = value.array
     if value.standing is not Standing.CONSTANT or not is_half(dtype):
         return cast(array, dtype)
@@ -56,7 +62,7 @@ def _to_half(value: Value, dtype: Any) -> Any:
 
 
 class Scope:
-    """The variables of one jaxpr, and the casts that were made of them."""
+    """Environment of one jaxpr: the values of its variables, and a cache of their casts."""
 
     def __init__(self, jaxpr: Any, consts: Any, args: list[Value], readers: Readers) -> None:
         self.values = {
@@ -71,13 +77,13 @@ class Scope:
         return _literal(var) if is_literal(var) else self.values[var]
 
     def cast(self, value: Value, dtype: Any) -> Any:
-        """The array of a value in `dtype`; anything but a floating array as it is."""
+        """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
         if not value.castable or value.dtype == dtype:
             return value.array
         key = id(value.array), np.dtype(dtype)
         if key not in self.casts:
-            # The value is kept beside its cast, so that its id stays its own. The scope tells an
-            # audit that this is no promotion that nobody asked for.
+            # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
+            # audit does not report it as implicit promotion.
             with jax.named_scope(AUTOCAST):
                 self.casts[key] = value.array, _to_half(value, dtype)
         return self.casts[key][1]
@@ -90,7 +96,7 @@ def _literal(var: Any) -> Value:
     return Value(number, Standing.CONSTANT, None if number.ndim else number)
 
 
-# What an operation on one constant makes of its only number.
+# Primitive -> its effect on the element of a constant with equal elements.
 _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(
         ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose"),
@@ -102,7 +108,10 @@ _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def scalar_of(equation: Any, values: list[Value]) -> np.ndarray | None:
-    """The only number of a constant that an equation made of one, if it is known."""
+    """Returns the common element of an equation's result, if its operand is such a constant.
+
+    None if the operand's elements are not known to be equal, or the primitive is not listed.
+    """
     number = values[0].scalar
     if number is None or number.dtype != FLOAT32:
         return None
@@ -111,40 +120,48 @@ def scalar_of(equation: Any, values: list[Value]) -> np.ndarray | None:
 
 
 def wrap(equation: Any, outs: Any, standing: Standing = Standing.COMPUTED) -> list[Value]:
-    """What binding an equation's primitive gave, as values."""
+    """Returns the results of an equation's primitive as values."""
     outs = outs if equation.primitive.multiple_results else [outs]
     return [Value(out, standing) for out in outs]
 
 
 def in_recorded_dtypes(equation: Any, scope: Scope, values: list[Value]) -> list[Any]:
-    """Operands in the dtypes in which the equation was traced."""
+    """Returns the operands of an equation in the dtypes in which it was traced."""
     pairs = zip(equation.invars, values, strict=True)
     return [to_aval(scope, value, var.aval) for var, value in pairs]
 
 
 def to_aval(scope: Scope, value: Value, aval: Any) -> Any:
-    """A value's array in the dtype of a type that was traced."""
+    """Returns the array of a value in the dtype of `aval`, the recorded type."""
     return scope.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
 
 
 def with_dtype(aval: Any, value: Value) -> Any:
-    """The type of a sub-jaxpr's operand, in the dtype that reaches it now."""
+    """Returns the recorded type `aval` with the current dtype of `value`."""
     return aval.update(dtype=value.dtype) if is_castable_aval(aval) else aval
 
 
 def is_castable_aval(aval: Any) -> bool:
-    """Whether a type is that of an array which policies cast."""
+    """Returns True for the types of arrays that policies cast."""
     return hasattr(aval, "dtype") and hasattr(aval, "shape") and is_castable(aval)
 
 
 def _widest(values: list[Value]) -> np.dtype:
-    """Of 16 and 32-bit dtypes; FP32 holds what float16 and bfloat16 hold."""
+    """Returns the common dtype of 16 and 32-bit values; FP32 for float16 with bfloat16."""
     dtypes = {np.dtype(value.dtype) for value in values}
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
 def common_dtype(values: list[Value]) -> Any:
-    """The dtype in which operands meet."""
+    """Returns the dtype to which an operation of category "widest" casts its operands.
+
+    It is the widest dtype of the first of these groups that is not empty:
+
+    1. computed arrays with dimensions;
+    2. all arrays with dimensions;
+    3. computed scalars;
+    4. all scalars.
+    """
     floating = [value for value in values if value.castable]
     voting = [value for value in floating if value.standing is Standing.COMPUTED]
     arrays = [value for value in voting if jnp.ndim(value.array) > 0]
