@@ -1,6 +1,7 @@
-"""Optimized HLO programs, read from XLA's text: instructions, who calls what, how often.
+"""Parser of optimized HLO programs: instructions, calls between computations, loop counts.
 
-The text is the only form that XLA gives of a program compiled for a device that is not there.
+It reads XLA's text format, which is the only form in which XLA returns a program that was compiled
+for a device that is not present on this machine.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _BITS = re.compile(r"(\d+)")
 
 
 class Shape(NamedTuple):
-    """One array: XLA's name of its dtype, and its sizes."""
+    """Shape of one array: XLA's name of its dtype, and its sizes."""
 
     type: str
     sizes: tuple[int, ...]
 
     @property
     def dtype(self) -> str:
-        """NumPy's name: `bfloat16`, `float8_e4m3fn`, `int32`."""
+        """NumPy's name of the dtype, such as `bfloat16`, `float8_e4m3fn` or `int32`."""
         if self.type.startswith(("f8", "f4", "f6")):
             return f"float{self.type[1]}_{self.type[2:]}"
         if self.type in _NAMES:
@@ -49,7 +50,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory; 4-bit types are packed."""
+        """Size in memory; 4-bit types are packed."""
         if self.type == "pred":
             return self.elements
         found = _BITS.search(self.type)
@@ -57,7 +58,7 @@ class Shape(NamedTuple):
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays of a type, tuples flattened."""
+    """Returns the shapes of the arrays in an HLO type; tuples are flattened."""
     found = _SHAPE.findall(text)
     return tuple(
         Shape(name, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()))
@@ -77,40 +78,40 @@ _CONFIG = re.compile(r"backend_config=(?=\{)")
 
 
 class Instruction(NamedTuple):
-    """One line of a computation."""
+    """Instruction of a computation: one line of text."""
 
     name: str
     opcode: str
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
-    # Everything after the operands: attributes, metadata, the backend's configuration.
+    # Text after the operands: attributes, metadata, backend configuration.
     rest: str
     is_root: bool
 
     def attribute(self, key: str) -> str:
-        """The value of `key=...`, without braces, quotes or `%`; "" if there is none."""
+        """Returns the value of `key=...` without braces, quotes or `%`; "" if it is missing."""
         found = re.search(rf"[ ,]{key}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.rest)
         return found[1].strip('{}"%') if found else ""
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """The value of `key={0,1}`."""
+        """Returns the integers in the value of `key={0,1}`."""
         return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
 
     @property
     def op_name(self) -> str:
-        """The name stack and primitive that JAX wrote; "" if XLA dropped it."""
+        """Name stack and primitive from JAX; "" if XLA dropped it."""
         found = _OP_NAME.search(self.rest)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The backend's configuration; empty if there is none."""
+        """Backend configuration; empty if there is none."""
         found = _CONFIG.search(self.rest)
         return json.JSONDecoder().raw_decode(self.rest, found.end())[0] if found else {}
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it calls."""
+        """Names of the computations that it calls."""
         keys = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
         single = [self.attribute(key) for key in keys]
         branches = re.findall(r"%([\w.\-]+)", self.attribute("branch_computations"))
@@ -118,7 +119,7 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A named list of instructions, in the order in which they run."""
+    """Named list of instructions, in the order of execution."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -129,7 +130,7 @@ class Computation(NamedTuple):
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """Number -> instruction."""
+        """Parameter number -> instruction."""
         found = (one for one in self.instructions.values() if one.opcode == "parameter")
         return {int(one.rest.partition(")")[0]): one for one in found}
 
@@ -145,22 +146,22 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 
 class Step(NamedTuple):
-    """An instruction that runs by itself, no part of a fusion."""
+    """Instruction that is executed by itself, not as part of a fusion."""
 
     instruction: Instruction
     computation: Computation
-    # How often it runs in all; 1 for loops whose length is not known.
+    # Number of executions; a loop whose length is not known counts once.
     times: int
 
 
 class Program:
-    """A compiled program."""
+    """Compiled program."""
 
     def __init__(self, text: str) -> None:
-        """Reads a program.
+        """Parses a program.
 
         Args:
-          text: what `jax.stages.Compiled.as_text` returns.
+          text: the result of `jax.stages.Compiled.as_text`.
         """
         self.computations: dict[str, Computation] = {}
         self.entry = Computation("", {})
@@ -187,7 +188,7 @@ class Program:
 
     @property
     def aliased(self) -> dict[int, int]:
-        """Number of a result -> number of the donated argument whose memory it takes over."""
+        """Index of a result -> index of the donated argument whose memory it reuses."""
         _, _, rest = self._header.partition("input_output_alias={")
         body = rest[: rest.find(" }")] if rest else ""
         return {
@@ -196,7 +197,7 @@ class Program:
         }
 
     def steps(self) -> Iterator[Step]:
-        """All that runs, loops and branches entered, in order."""
+        """Yields all executed instructions in order, including those in loops and branches."""
         yield from self._steps(self.entry, 1)
 
     def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
@@ -209,17 +210,17 @@ class Program:
 
     @staticmethod
     def trips(instruction: Instruction) -> int:
-        """How often a loop runs, where XLA knows it; else 1."""
+        """Returns the trip count of a loop if XLA specifies it; otherwise 1."""
         if instruction.opcode != "while":
             return 1
         return int(instruction.config.get("known_trip_count", {}).get("n", 1))
 
     def inside(self, instruction: Instruction) -> Computation | None:
-        """The computation of a fusion."""
+        """Returns the computation of a fusion; None for other instructions."""
         return self.computations.get(instruction.attribute("calls"))
 
     def readers(self, computation: Computation, name: str) -> list[Instruction]:
-        """The instructions of a computation that read a value, in order."""
+        """Returns the instructions of a computation that consume the value `name`, in order."""
         found = self._readers.get(computation.name)
         if found is None:
             found = self._readers[computation.name] = {}
@@ -231,7 +232,7 @@ class Program:
     # -- lines ------------------------------------------------------------------------------
 
     def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """(file, line) of the Python calls that made an instruction, the innermost first."""
+        """Returns (file, line) of the Python frames of an instruction, innermost first."""
         found = _FRAME.search(instruction.rest)
         if found is None:
             source = _SOURCE.search(instruction.rest)
@@ -247,7 +248,8 @@ class Program:
     def _frames(self) -> dict[int, tuple[int, int]]:
         rows = self._table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
         found = {number: (int(a), int(b or 0)) for number, (a, b) in rows.items()}
-        # Some versions of XLA count parents from 1 with 1 for none: then the first is its own.
+        # Some versions of XLA write parent + 1, and 1 for no parent. Then frame 1 appears to be its
+        # own parent.
         shift = 1 if found.get(1, (0, 0))[1] == 1 else 0
         return {number: (location, parent - shift) for number, (location, parent) in found.items()}
 
@@ -280,7 +282,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close]
-    # A parameter's number stands where others have operands; it is kept with the attributes.
+    # A parameter has its number instead of operands; it is stored with the attributes.
     rest = f"{inside}){line[close + 1 :]}" if opcode[1] == "parameter" else line[close + 1 :]
     operands = () if opcode[1] == "constant" else tuple(re.findall(r"%([\w.\-]+)", inside))
     shapes = _shapes(line[start:end])
@@ -288,7 +290,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index of the parenthesis that closes the one at `start`."""
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for index in range(start, len(text)):
         if text[index] == "(":

@@ -1,4 +1,4 @@
-"""Arguments that a module's boundary leaves uncast: the names and positions in `keep_inputs`."""
+"""Arguments that a module does not cast, by the names and positions in `keep_inputs`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ Names = tuple[str | int, ...]
 
 
 def canonical_inputs(value: Any) -> Names:
-    """The names and positions that a value of `keep_inputs` lists.
+    """Parses a value of `keep_inputs` to a tuple of argument names and positions.
 
     Args:
-      value: a list or tuple of argument names and positions, or the form of a policy string:
+      value: a list, tuple or set of argument names and positions, or their form in a policy string:
         `"t+positions"`, `"1"`, `"none"`.
 
+    Returns:
+      Names and positions without duplicates; those of a set are sorted.
+
     Raises:
-      ValueError: with the reason, if an entry is neither a name nor a position.
+      ValueError: if an entry is neither a name nor a position.
 
     Example:
       >>> canonical_inputs(["t", 2]), canonical_inputs("t+2"), canonical_inputs("none")
@@ -55,7 +58,7 @@ def _check(entry: Any) -> None:
 
 
 def inputs_text(names: Iterable[str | int]) -> str:
-    """The form of a policy string, which `canonical_inputs` reads back.
+    """Formats names and positions as in a policy string; the inverse of `canonical_inputs`.
 
     Example:
       >>> inputs_text(("t", 2)), inputs_text(())
@@ -70,16 +73,16 @@ def inputs_text(names: Iterable[str | int]) -> str:
 
 
 class Arguments(NamedTuple):
-    """The arguments of one method, `self` left out."""
+    """Arguments of one method, without `self`."""
 
     positional: tuple[str, ...]
     keyword_only: tuple[str, ...]
-    # Whether it accepts further positional or keyword arguments, whose names are not known.
+    # True for methods with `*args` and `**kwargs`, respectively.
     more_positions: bool
     more_names: bool
 
 
-# Their methods, such as `init` and `apply`, are called on models and not inside them.
+# Base classes whose methods, such as `init` and `apply`, are not called inside a model.
 _BASES: tuple[Any, ...] = (object, abc.ABC, Generic, Protocol)
 _BASE_MODULES = frozenset(
     {"flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object"}
@@ -88,7 +91,7 @@ _BASE_MODULES = frozenset(
 
 @functools.cache
 def methods_of(cls: type) -> dict[str, Arguments]:
-    """The methods of a module class and their arguments, Flax's own base classes left out."""
+    """Returns name -> arguments for the methods of a module class, without Flax's base classes."""
     found: dict[str, Arguments] = {}
     for base in reversed(cls.__mro__):
         if base in _BASES or base.__module__ in _BASE_MODULES:
@@ -115,14 +118,14 @@ def _arguments(method: Any, is_flax: bool) -> Arguments | None:
     return Arguments(
         tuple(p.name for p in parameters[1:] if p.kind in named),
         tuple(p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY),
-        # The extra arguments of Flax's own layers are options.
+        # `*args` and `**kwargs` of Flax's layers are options, not inputs.
         inspect.Parameter.VAR_POSITIONAL in kinds and not is_flax,
         inspect.Parameter.VAR_KEYWORD in kinds and not is_flax,
     )
 
 
 def own_inputs(cls: type, names: Names) -> Names:
-    """The part of `keep_inputs` that some method of a module class accepts."""
+    """Returns the entries of `keep_inputs` that some method of a module class accepts."""
     return tuple(n for n in names if any(_accepts(m, n) for m in methods_of(cls).values()))
 
 
@@ -133,7 +136,7 @@ def _accepts(method: Arguments, name: str | int) -> bool:
 
 
 class Kept(NamedTuple):
-    """The arguments of one method that are not cast."""
+    """Arguments of one method that are not cast."""
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -144,7 +147,10 @@ NOTHING_KEPT = Kept()
 
 @functools.cache
 def kept_inputs(cls: type, method: str, names: Names) -> Kept:
-    """The arguments of a method that `keep_inputs` exempts, however they are passed.
+    """Returns the arguments of a method that are not cast.
+
+    An argument that `keep_inputs` lists by name is not cast if it is passed by position either, and
+    vice versa.
 
     Args:
       cls: the module's class.

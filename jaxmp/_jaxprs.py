@@ -1,4 +1,4 @@
-"""Jaxprs: equations, the modules they come from, who reads what. The only jaxpr walker."""
+"""Traversal of jaxprs: their equations, sub-jaxprs, name scopes and consumers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxmp._compat import jaxpr_body
 
 Path = tuple[str, ...]
 
-# What JAX writes around a scope: `transpose(jvp(block))`, `vmap(block)`.
+# Transformations around a scope in a name stack: `transpose(jvp(block))`, `vmap(block)`.
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
-# The scope of a cast that autocast puts in.
+# Scope of the casts that autocast inserts.
 AUTOCAST = "jaxmp_autocast"
-# Scopes that are no modules. JAX adds two for a rematerialised region; for an einsum it adds
-# "ij,jk->ik".
+# Scopes that are not modules. JAX adds two for a rematerialised function. (It also adds
+# "ij,jk->ik" for an einsum.)
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of its sub-jaxprs after the equation that holds them.
+    """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
       jaxpr: open or closed.
@@ -33,7 +33,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def sub_jaxprs(equation: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation, in their order."""
+    """Returns the jaxprs among the parameters of an equation, in order."""
     found = []
     for value in equation.params.values():
         values = value if isinstance(value, (tuple, list)) else (value,)
@@ -42,12 +42,12 @@ def sub_jaxprs(equation: Any) -> list[Any]:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a value is a jaxpr, open or closed."""
+    """Returns True for an open or closed jaxpr."""
     return hasattr(value, "eqns") and hasattr(value, "outvars")
 
 
 def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
-    """Variable -> the equations that read it; None stands for the jaxpr's own result."""
+    """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
     body = jaxpr_body(jaxpr)[0]
     found: dict[Any, list[Any]] = {}
     for equation in body.eqns:
@@ -61,13 +61,13 @@ def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
 
 
 def is_literal(var: Any) -> bool:
-    """Whether an equation's operand is a constant written into it."""
+    """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
     return hasattr(var, "val")
 
 
 @functools.lru_cache(maxsize=65536)
 def scope_names(name_stack: str) -> Path:
-    """The named scopes of a name stack, as they were in the forward pass.
+    """Returns the named scopes of a name stack as in the forward pass, without transformations.
 
     Example:
       >>> scope_names("transpose(jvp(Net))/layers/0")
@@ -81,7 +81,10 @@ def scope_names(name_stack: str) -> Path:
 
 
 def collapsed(names: Path) -> Path:
-    """The backward pass of a rematerialised region names the way there twice: here it is once."""
+    """Removes a repeated prefix, such as that of `Net/Net/block`.
+
+    Name stacks in the backward pass of a rematerialised function contain its scopes twice.
+    """
     for length in range(len(names) // 2, 0, -1):
         if names[:length] == names[length : 2 * length]:
             return names[length:]
@@ -89,22 +92,25 @@ def collapsed(names: Path) -> Path:
 
 
 def module_paths_of(names: Path) -> tuple[str, ...]:
-    """Module paths that scopes may stand for: whole, and below the root's own scope.
+    """Returns candidate module paths for scopes: without the first scope, and with it.
 
-    Flax names the root by its class; a function without a root module has no such scope. Methods
-    other than `__call__` stand behind a dot: `embed.attend`. Equinox names a layer by its class,
-    `eqx.nn.Linear`.
+    The first scope is the class of the root in Flax; a function without a root module lacks
+    this scope. Flax adds the method to a name unless it is `__call__`, such as `embed.attend`; the
+    method is removed. Names with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
     """
     plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
     return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
 
 
 def with_parameters(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """A jaxpr whose equations' parameters, at any depth, went through a function.
+    """Applies a function to all parameters of a jaxpr's equations, at any depth.
 
     Args:
       jaxpr: open or closed.
-      change: parameter -> what takes its place; tuples are handed over element by element.
+      change: parameter -> new parameter; called for each element of a tuple or list.
+
+    Returns:
+      The new jaxpr, open or closed as `jaxpr` is.
     """
 
     def changed(value: Any) -> Any:
@@ -124,23 +130,23 @@ def with_parameters(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
 
 
 # ---------------------------------------------------------------------------
-# Sub-jaxprs: whose operands they are given, how often they run
+# Sub-jaxprs with their operands and trip counts
 # ---------------------------------------------------------------------------
 
 
 class Inner(NamedTuple):
-    """A jaxpr inside an equation, and what its variables are outside."""
+    """Jaxpr inside an equation, with the corresponding variables of the equation."""
 
     jaxpr: Any  # without its constants
     # For each of its invars and outvars: the variable of the equation, or None if unknown.
     operands: list[Any]
     results: list[Any]
-    # How often it runs each time that the equation does; 1 for a loop that ends by a test.
+    # Number of executions per execution of the equation; 1 for a while loop.
     times: int
 
 
 def inners(equation: Any) -> list[Inner]:
-    """The jaxprs of an equation, each with its operands and results."""
+    """Returns the jaxprs of an equation, each with its operands and results."""
     params, name = equation.params, equation.primitive.name
     if name == "while":
         return _inner_while(equation)
@@ -170,7 +176,7 @@ def _matched(outside: Any, inside: Any) -> list[Any]:
 
 
 def _devices(params: Any) -> int:
-    """Over how many devices a `shard_map` spreads: its jaxpr has the shapes of one."""
+    """Returns the number of devices of a `shard_map`, whose jaxpr has the shapes of one device."""
     count = 1
     for axis in params.get("manual_axes", params.get("newly_manual_axes", ())):
         count *= params["mesh"].shape[axis]
@@ -185,7 +191,11 @@ FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
 
 
 def phase_of(name_stack: str, outer: str = FORWARD) -> str:
-    """Which pass a name stack stands in, within an equation of the pass `outer`.
+    """Returns the pass of an equation: "forward", "backward" or "recompute".
+
+    Args:
+      name_stack: the name stack of the equation.
+      outer: the pass of the equation that contains it, if its name stack does not specify one.
 
     Example:
       >>> phase_of("jvp(Net)/head"), phase_of("transpose(jvp(Net))/head")

@@ -1,10 +1,12 @@
-"""Values that a module boundary cast, as they were before: for modules that compute in FP32.
+"""Recovers the uncast inputs of a 16-bit module for the FP32 modules inside it.
 
-A module in 16 bits casts its inputs. Where it passes one on to a module that computes in FP32, that
-module receives the uncast value. A value that was passed on unchanged is known by its identity. One
-that was reshaped, broadcast or indexed on the way is another array: then the call is traced again
-up to that module, without computing anything. If the equations between input and value only
-move elements, they are applied to the uncast input.
+A module that computes in 16 bits casts its inputs. If it passes such an input to an inner module
+that computes in FP32, the inner module receives the uncast value. There are two cases:
+
+* A value that is passed unchanged is the same Python object as the cast input.
+* A value that was reshaped, broadcast or indexed is a new array. Then the call of the outer module
+  is traced a second time, up to the inner module. If the equations from the input to the value only
+  move elements, they are applied to the uncast input.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from jaxmp._dtypes import bits, is_half
 from jaxmp._inputs import Kept
 from jaxmp._jaxprs import is_literal, sub_jaxprs
 
-# Equations whose result holds elements of all operands.
+# Equations whose result consists of elements of all operands.
 _JOINS = frozenset({"concatenate", "stack"})
-# Equations whose result holds elements of their first operand; the others are indices.
+# Equations whose result consists of elements of the first operand; the others are indices.
 _LAYOUT = _JOINS | frozenset(
     {
         *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "copy"),
         *("slice", "dynamic_slice", "gather", "split", "unstack", "tile", "stop_gradient"),
     }
 )
-# Equations of integers and booleans, by which indices are computed.
+# Equations on integers and booleans that compute indices.
 _INDICES = _LAYOUT | {
     *("add", "sub", "mul", "neg", "max", "min", "rem", "clamp", "sign", "iota"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
@@ -47,31 +49,38 @@ _CALLS = frozenset({"jit", "pjit"})
 
 
 class Rerun(NamedTuple):
-    """A call of a module that can be traced again without side effects."""
+    """Call of a module that can be traced again without side effects."""
 
-    # The module's arrays: they are arguments of the second trace.
+    # The module's arrays, which are arguments of the second trace.
     state: list[Any]
     # (arrays of the arguments, arrays of the module) -> anything; calls a copy of the module.
     call: Callable[[list[Any], list[Any]], Any]
 
 
 class Boundary:
-    """A call of a module that cast some of its inputs."""
+    """Call of a module that cast some of its inputs.
+
+    Args:
+      uncast: arrays of the arguments before the cast.
+      cast: the same arrays after the cast.
+      rerun: returns the call in a form that can be traced again.
+    """
 
     def __init__(self, uncast: list[Any], cast: list[Any], rerun: Callable[[], Rerun]) -> None:
-        # What the module was called with, and what it computes with.
         self.uncast, self.cast, self.rerun = uncast, cast, rerun
-        # A cast value is kept alive, so that its identity stays its own.
+        # Id of a cast array -> (the array, its original). Storing the array prevents the reuse of
+        # its id.
         self.originals = {id(c): (c, u) for u, c in zip(uncast, cast, strict=True) if c is not u}
-        # How often each module that may receive an original was called since.
+        # (path, method) of an inner module that may receive an original -> its calls so far.
         self.calls: dict[Any, int] = {}
-        # Traces of all such calls; None: not made.
+        # Traces of all such calls; None before the full trace.
         self.traces: dict[Any, _Trace] | None = None
+        # True after the first trace.
         self.probed = False
 
 
 class _Trace(NamedTuple):
-    """A traced call up to a module, whose inputs are its results."""
+    """Trace of an outer module's call; its results are the inputs of an inner module."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -79,10 +88,10 @@ class _Trace(NamedTuple):
 
 
 class _Probe:
-    """A trace that is made in order to see what a module receives."""
+    """Record of the inputs of inner modules during a second trace."""
 
     def __init__(self, key: Any) -> None:
-        # The call that ends the trace; None: none does, and all are recorded.
+        # The inner call that ends the trace; None to trace to the end and record all inner calls.
         self.key = key
         self.calls: dict[Any, int] = {}
         self.received: dict[Any, list[Any]] = {}
@@ -103,7 +112,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def noted(boundary: Boundary | None) -> Iterator[None]:
-    """Runs the call of a module whose boundary cast some inputs; None: it cast none."""
+    """Registers `boundary` during a `with` block that runs its call; no effect for None."""
     if boundary is None:
         yield
         return
@@ -117,13 +126,14 @@ def noted(boundary: Boundary | None) -> Iterator[None]:
 def boundary_of(
     incoming: Any, cast: Any, is_leaf: Any, rerun: Callable[[Any, list[int], Any], Rerun]
 ) -> Boundary | None:
-    """The record of a call that cast inputs; None if it cast none.
+    """Returns the `Boundary` of a call; None if no input was cast, or during a second trace.
 
     Args:
       incoming: `(args, kwargs)` before the cast.
-      cast: the same after it.
+      cast: `(args, kwargs)` after the cast.
       is_leaf: returns True for values that are not pytrees of arrays.
-      rerun: (leaves, positions of arrays among them, tree structure) -> how to call it again.
+      rerun: (leaves, positions of arrays among them, tree structure) -> the call, for a second
+        trace.
     """
     if _thread.probe is not None:
         return None
@@ -149,14 +159,17 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any) -> Any:
-    """`(args, kwargs)` with the originals of values that an enclosing module cast.
+    """Replaces inputs of a module that an enclosing module cast by their uncast originals.
 
     Args:
-      plan: of the module that is called; originals go to all inputs if it computes in more than 16
-        bits, and to those in `keep_inputs`.
-      path, method: where it is, and which method is called.
-      args, kwargs: what it is called with.
+      plan: the resolved policy of the module. All inputs are replaced if it computes in more than
+        16 bits; otherwise only those in `keep_inputs`.
+      path, method: the module's path and the name of the called method.
+      args, kwargs: the arguments of the call.
       is_leaf: returns True for values that are not pytrees of arrays.
+
+    Returns:
+      The new `(args, kwargs)`.
     """
     if not _thread.boundaries and _thread.probe is None:
         return args, kwargs
@@ -210,9 +223,11 @@ def _counted(calls: dict[Any, int], place: Any) -> Any:
 
 
 def _unchanged(leaf: Any, level: int) -> Any:
-    """The original of a value that was passed on as it is; None if it is none.
+    """Returns the original of a value that was passed on unchanged; None if it was not.
 
-    `level`: only boundaries outside of this one count.
+    Args:
+      leaf: the value.
+      level: number of boundaries to search, counted from the outermost.
     """
     original = None
     for boundary in reversed(_thread.boundaries[:level]):
@@ -223,7 +238,7 @@ def _unchanged(leaf: Any, level: int) -> Any:
 
 
 def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
-    """Returns a cheap guess: False if a value has elements that no cast input of a boundary has."""
+    """Returns False if a value cannot consist of elements of a boundary's cast inputs; cheap."""
     casts = [underlying(cast) for cast, _ in boundary.originals.values()]
     value = underlying(leaf)
     if isinstance(value, Tracer):
@@ -231,7 +246,7 @@ def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
     concrete = [cast for cast in casts if not isinstance(cast, Tracer)]
     if not all(getattr(array, "is_fully_addressable", True) for array in (value, *concrete)):
         return False
-    # Each element must be one of the 65536 values that occur in the inputs.
+    # Each element must have one of the bit patterns (at most 65536) that occur in the inputs.
     occurs = np.zeros(2**16, bool)
     for cast in concrete:
         if cast.dtype == value.dtype:
@@ -247,7 +262,7 @@ def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
 def _traced(boundary: Boundary, key: Any, count: int) -> _Trace | None:
     """Traces what a module receives as equations of the inputs; None if that is not possible."""
     if boundary.probed and boundary.traces is None:
-        # More than one module asks: one trace to the end serves all that are still to come.
+        # A second inner call needs originals: one full trace serves it and all later calls.
         boundary.traces = _probe(boundary, None)
     boundary.probed = True
     trace = (boundary.traces or {}).get(key) or _probe(boundary, key).get(key)
@@ -274,7 +289,8 @@ def _probe(boundary: Boundary, key: Any) -> dict[Any, _Trace]:
 
         closed, shape = jax.make_jaxpr(call, return_shape=True)(shapes, state)
     except Exception:
-        # A model may decide by values, or refuse to be traced; then only identity tells.
+        # For example, control flow of the model depends on values. Then only values that are passed
+        # on unchanged are recovered.
         return {}
     jaxpr, consts = jaxpr_body(closed)
     outvars = iter(jaxpr.outvars)
@@ -294,23 +310,25 @@ def _recorded(probe: _Probe) -> list[Any]:
 
 
 class _ComputedError(Exception):
-    """A value was computed with, not only moved."""
+    """Raised if a value is the result of arithmetic, not only of data movement."""
 
 
 class _Value(NamedTuple):
-    """An array that is made when it is needed, and its dtype."""
+    """Array that is computed on demand, and its dtype."""
 
     make: Callable[[], Any]
     dtype: Any
 
 
 class _Reader:
-    """Follows the equations of a jaxpr back from a value.
+    """Evaluator that recomputes a variable of a jaxpr from uncast inputs.
+
+    It follows the equations from the variable back to the inputs. Only data movement is allowed.
 
     Args:
       jaxpr: without its constants.
-      original: input variable -> the uncast value; raises `_ComputedError` if none was cast.
-      index: input or constant variable -> its value.
+      original: input variable -> its uncast value; raises `_ComputedError` if it was not cast.
+      index: input or constant variable -> its value, for indices.
     """
 
     def __init__(
@@ -320,7 +338,11 @@ class _Reader:
         self.original, self.index = original, index
 
     def wide(self, var: Any) -> _Value:
-        """The elements that a floating variable holds, uncast."""
+        """Returns the uncast value of a floating variable.
+
+        Raises:
+          _ComputedError: if it is not the result of data movement alone, on inputs of one dtype.
+        """
         if is_literal(var):
             raise _ComputedError
         equation = self.equations.get(var)
@@ -343,7 +365,11 @@ class _Reader:
         )
 
     def integer(self, var: Any) -> Any:
-        """The value of an index, computed from integers."""
+        """Returns the value of an index variable, computed from integers.
+
+        Raises:
+          _ComputedError: if it depends on floating values or on unlisted operations.
+        """
         if var.aval.dtype.kind not in "iub":
             raise _ComputedError
         if is_literal(var):
@@ -381,9 +407,20 @@ def _bound(equation: Any, position: int, operands: list[Any]) -> Any:
 
 
 def _moved(trace: _Trace, position: int, leaf: Any, level: int) -> Any:
-    """The original, moved as the value was; None if it was computed with."""
+    """Returns the original of a value, with the same data movement applied.
+
+    Args:
+      trace: of the outer module's call.
+      position: of the value among the results of the trace.
+      leaf: the value.
+      level: index of the outer module's boundary.
+
+    Returns:
+      An array of the shape of `leaf`; None if the value was computed, or is not narrower than the
+      original.
+    """
     boundary = _thread.boundaries[level]
-    # The module's own arrays follow the inputs.
+    # strict=False: the arrays of the module follow the inputs.
     pairs = zip(boundary.cast, boundary.uncast, strict=True)
     inputs = dict(zip(trace.jaxpr.invars, pairs, strict=False))
     known = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
@@ -392,7 +429,7 @@ def _moved(trace: _Trace, position: int, leaf: Any, level: int) -> Any:
         cast, uncast = inputs.get(var, (None, None))
         if cast is uncast:
             raise _ComputedError
-        # An enclosing boundary may have cast it before.
+        # An enclosing boundary may have cast this value as well.
         outer = _unchanged(uncast, level)
         value = uncast if outer is None else outer
         return _Value(lambda: value, value.dtype)

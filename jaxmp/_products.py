@@ -1,4 +1,4 @@
-"""Products of 16-bit operands whose result is kept in a wider dtype."""
+"""Matmuls of 16-bit operands with a result in a wider dtype."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jax.custom_derivatives import SymbolicZero
 def wide_product(
     product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: Any
 ) -> jax.Array:
-    """A bilinear product that emits the accumulator's dtype and differentiates in the operands'.
+    """Computes a matmul with a wide result whose backward matmuls run in the operands' dtype.
 
-    `preferred_element_type` alone would meet an FP32 cotangent in the backward pass with a
-    16-bit operand, and run both backward products in FP32. Here the cotangent is rounded to the
-    operands' dtype first, as it is when the forward product emits 16 bits.
+    With `preferred_element_type` alone, the backward pass would multiply an FP32 cotangent with a
+    16-bit operand and run both backward matmuls in FP32. This function rounds the cotangent to the
+    dtype of the operands first, as JAX does for a matmul with a 16-bit result.
 
     Args:
-      product: such as `lax.dot_general` with all but its operands bound; it takes
-        `preferred_element_type`.
+      product: a bilinear function of two operands with the argument `preferred_element_type`, such
+        as `lax.dot_general` with all its other arguments bound.
       lhs, rhs: operands of one floating dtype.
       dtype: the dtype of the result.
 
     Returns:
-      The product in `dtype`.
+      The result in `dtype`.
 
     Example:
       >>> x = jnp.ones((2, 3), jnp.bfloat16)
@@ -41,7 +41,7 @@ def wide_product(
     def multiply_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         lhs, rhs = primals
         d_lhs, d_rhs = tangents
-        # Not `multiply`: a remat policy that saves products must see the primitive.
+        # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.
         out = product(lhs, rhs, preferred_element_type=dtype)
         terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs)]
         terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs)]

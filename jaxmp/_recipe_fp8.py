@@ -1,4 +1,4 @@
-"""The [fp8] table of a recipe: a scaling of `jaxmp.fp8` in TOML, and back."""
+"""Converts the [fp8] table of a recipe file to a scaling of `jaxmp.fp8`, and back."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ SCALINGS = tuple(KINDS)
 
 
 def is_formats(value: Any) -> bool:
-    """Whether a TOML value may name the formats of one product."""
+    """Returns True if a TOML value has the form of the formats of one matmul."""
     if isinstance(value, str):
         return True
     return isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)
 
 
 def is_products(value: Any) -> bool:
-    """Whether a TOML value is a list of products."""
+    """Returns True for a list of matmul names, such as ["fprop", "dgrad"]."""
     return isinstance(value, list) and all(name in GEMMS for name in value)
 
 
 def is_width(value: Any) -> bool:
-    """Whether a TOML value may stand for `min_width`."""
+    """Returns True if a TOML value is allowed for `min_width`."""
     return value == "auto" or (type(value) is int and 0 <= value < 2**31)
 
 
 def frozen(value: Any) -> Any:
-    """A list of TOML as a tuple."""
+    """Converts a TOML list to a tuple; other values are unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def read_fp8(settings: Mapping[str, Any]) -> Scaling | None:
-    """The scaling that an [fp8] table stands for; None where there is no such table.
+    """Returns the scaling that an [fp8] table specifies; None without settings.
 
     Args:
-      settings: key -> `Setting`, each value checked by itself.
+      settings: key -> `Setting`. The type and range of each value have been checked.
 
     Raises:
-      RecipeError: if settings do not go with the scaling, or with each other; naming the place.
+      RecipeError: if settings are not valid for the scaling, or contradict each other; the message
+        contains file, line and key.
     """
     if not settings:
         return None
@@ -69,7 +70,7 @@ def _names(cls: type[Scaling]) -> set[str]:
 
 
 def fp8_settings(scaling: Any) -> dict[str, str]:
-    """An [fp8] table, its values as TOML text: the scaling, and what is not its default."""
+    """Returns an [fp8] table for a scaling: its name and its non-default settings, as TOML text."""
     scaling = as_recipe(scaling)
     default = KINDS[scaling.kind]()
     changed = {

@@ -1,4 +1,4 @@
-"""Names and files of the recipes that are shipped with the package."""
+"""Names and files of the recipes in the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.lru_cache(maxsize=1)
 def shipped() -> dict[str, Traversable]:
-    """Name -> file: inside the installed package, or beside it in a checkout."""
+    """Returns name -> file of the recipes in the package, or next to it in a source checkout."""
     inside = resources.files("jaxmp") / "policies"
     folder = inside if inside.is_dir() else Path(__file__).parents[1] / "policies"
     return {
@@ -21,5 +21,5 @@ def shipped() -> dict[str, Traversable]:
 
 
 def recipe_names() -> list[str]:
-    """The names of the shipped recipes, sorted."""
+    """Returns the sorted names of the recipes in the package."""
     return sorted(shipped())

@@ -1,4 +1,4 @@
-"""The loss scale of a recipe: plain words and numbers, and how a [loss_scale] table is read."""
+"""Loss scale of a recipe as plain data, and the parser of a [loss_scale] table."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FLOAT16 = np.dtype("float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleData:
-    """A loss scale in plain words and numbers."""
+    """Loss scale as strings and numbers, without arrays."""
 
     # "none", "static" or "dynamic".
     kind: str = "none"
-    # The framework whose rule a dynamic scale follows, such as "torch"; "": jaxmp's own.
+    # For "dynamic": the framework whose defaults it has, such as "torch"; "" for those of jaxmp.
     preset: str = ""
-    # Arguments that differ from the preset's, sorted by name; for "static", its `value`.
+    # Arguments that differ from the preset's, sorted by name; for "static", `value`.
     arguments: tuple[tuple[str, float | int | str | None], ...] = ()
 
     def build(self) -> LossScale:
-        """The loss scale, in fresh arrays."""
+        """Returns the loss scale with new arrays."""
         arguments: dict[str, Any] = dict(self.arguments)
         if self.kind == "none":
             return NoLossScale()
@@ -54,16 +54,16 @@ _KEYS_OF_KIND = {
 
 
 def loss_scale_data(value: Any, policies: PolicyMap) -> LossScaleData:
-    """A loss scale as plain data.
+    """Converts a loss scale to plain data.
 
     Args:
-      value: a dict with the keys of the [loss_scale] table, its kind as a string, or anything that
-        `as_loss_scale` takes, of which the settings and the scale are kept.
-      policies: what "auto" decides by.
+      value: a dict with the keys of the [loss_scale] table, a kind as a string, or any argument of
+        `as_loss_scale`, of which the settings and the scale are stored.
+      policies: the dtype policies, which decide the kind "auto".
 
     Raises:
       RecipeError: if the keys of a dict contradict each other.
-      LossScaleError: if it stands for no loss scale.
+      LossScaleError: if `value` is not a loss scale.
     """
     if isinstance(value, LossScaleData):
         return value
@@ -91,10 +91,14 @@ def _sorted(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> LossScaleData:
-    """The loss scale that the settings of a [loss_scale] table ask for, with "auto" decided.
+    """Returns the loss scale that a [loss_scale] table specifies, with "auto" resolved.
+
+    Args:
+      settings: key -> `Setting`. The type and range of each value have been checked.
+      policies: the dtype policies, which decide the kind "auto".
 
     Raises:
-      RecipeError: naming the place of the setting that does not go with the rest.
+      RecipeError: if a setting contradicts the others; the message contains its location.
     """
     values = {key: setting.value for key, setting in settings.items()}
     kind = values.pop("kind", "auto")
@@ -114,7 +118,7 @@ def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> Los
 
 
 def automatic_kind(policies: PolicyMap) -> str:
-    """What "auto" means: "dynamic" if any dtype is float16, else "none"."""
+    """Returns the kind of "auto": "dynamic" if any dtype is float16, otherwise "none"."""
     return "dynamic" if _FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
 
 
@@ -129,7 +133,10 @@ def _wrong_kind(key: str, setting: Setting, kind: str) -> RecipeError:
 
 
 def _tried(data: LossScaleData, settings: Mapping[str, Setting]) -> LossScaleData:
-    """`data`, if it can be built; tried without a device, which may not be set up yet."""
+    """Returns `data` if it can be built, and raises RecipeError otherwise.
+
+    `jax.eval_shape` builds it without initializing a device.
+    """
     try:
         jax.eval_shape(data.build)
     except LossScaleError as error:

@@ -1,4 +1,4 @@
-"""TOML files: read with the place of every key, written back value by value."""
+"""Reads TOML files with the line and column of every key, and formats single values."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ Key = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A parsed TOML file that knows where each key stands."""
+    """Parsed TOML file with the position of each key."""
 
-    # The file as its user names it.
+    # File name for messages, as the user wrote it.
     file: str
-    # What the file says.
+    # Parsed content.
     table: dict[str, Any]
-    # Key -> line and column, both from 1.
+    # Key -> line and column, both counted from 1.
     places: dict[Key, tuple[int, int]]
 
     def where(self, *key: str | int) -> str:
-        """`'my.toml', line 4, column 1, key 'policy.matmul'`, as exactly as can be known."""
+        """Describes the location of a key: `'my.toml', line 4, column 1, key 'policy.matmul'`.
+
+        A key without a known position gets that of the first key below it, or else of the nearest
+        table that contains it, or no position.
+        """
         below = [found for found in self.places if key and found[: len(key)] == key]
         above = [found for found in _prefixes(key) if found in self.places]
         position = "".join(
@@ -59,14 +63,12 @@ def read(file: str, path: Traversable) -> Document:
     """Reads one TOML file.
 
     Args:
-      file: how messages name it.
-      path: where it lies; only regular files are read.
-
-    Returns:
-      The document.
+      file: its name for messages.
+      path: its path; only regular files are read.
 
     Raises:
-      RecipeError: if there is no such file, or it is not UTF-8, or not TOML; with line and column.
+      RecipeError: if the file does not exist, is not UTF-8 or is not valid TOML. For the latter
+        two, the message contains line and column.
     """
     return parse(file, _read_text(file, path))
 
@@ -80,7 +82,7 @@ def parse(file: str, text: str) -> Document:
         raise _syntax_error(file, text, str(error)) from None
     except RecursionError:
         raise RecipeError(f"{file!r}: arrays or tables are nested too deeply.") from None
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise RecipeError(f"{file!r}: {error}.") from None
 
 
@@ -136,7 +138,7 @@ def _syntax_error(file: str, text: str, problem: str) -> RecipeError:
 
 
 def _repaired(line: str) -> str:
-    """The line as TOML where its meaning is plain; else a line that shows the form."""
+    """Returns a line corrected to valid TOML if its meaning is clear; otherwise an example line."""
     header = re.fullmatch(r"\s*(\[{1,2})\s*([A-Za-z0-9_-]+)[\s\]]*", line)
     if header:
         return f"{header[1]}{header[2]}{']' * len(header[1])}"
@@ -157,7 +159,7 @@ def _repaired_value(value: str) -> str:
 
 
 # ---------------------------------------------------------------------------
-# Places
+# Positions of keys
 # ---------------------------------------------------------------------------
 
 _STRING_OR_COMMENT = re.compile(
@@ -175,7 +177,7 @@ _SETTING = re.compile(rf"\s*(?P<names>{_NAMES})\s*=")
 
 
 def _places(text: str) -> dict[Key, tuple[int, int]]:
-    """Line and column of each table header and of each key that begins a line."""
+    """Returns the line and column of each table header and of each key at the start of a line."""
     places: dict[Key, tuple[int, int]] = {}
     seen: collections.Counter[Key] = collections.Counter()
     table: Key = ()
@@ -195,7 +197,7 @@ def _places(text: str) -> dict[Key, tuple[int, int]]:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Comments go; strings over several lines keep their line breaks only."""
+    """Replaces a comment by nothing, and a multi-line string by its line breaks."""
     text = match[0]
     if text.startswith("#"):
         return ""
@@ -203,7 +205,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _split(names: str) -> Key:
-    """`a."b c".d` -> `("a", "b c", "d")`."""
+    """Splits a dotted key: `a."b c".d` -> `("a", "b c", "d")`; () if it is not valid TOML."""
     try:
         table: Any = tomllib.loads(f"{names} = 0")
     except tomllib.TOMLDecodeError:
@@ -221,7 +223,11 @@ def _split(names: str) -> Key:
 
 
 def quoted(text: str) -> str:
-    """A TOML string on one line that reads back as `text`."""
+    """Returns `text` as a TOML string on one line.
+
+    Raises:
+      RecipeError: if it contains a lone surrogate, which UTF-8 cannot encode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -229,12 +235,12 @@ def quoted(text: str) -> str:
             f"{text!r} holds half of a surrogate pair, which no TOML file can hold. Leave it out:\n"
             f"    {text.encode('utf-8', 'ignore').decode()!r}"
         ) from None
-    # JSON's escapes are TOML's, but JSON lets DEL stand bare.
+    # JSON's escapes are valid in TOML, but JSON does not escape DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def literal(value: bool | int | float | str | tuple[Any, ...] | list[Any]) -> str:
-    """`value` as TOML writes it."""
+    """Returns `value` as TOML text."""
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):

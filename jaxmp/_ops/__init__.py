@@ -1,6 +1,7 @@
-"""The op table: which operations a dtype policy lowers, and which it keeps in FP32.
+"""Op table: the operations that run in the compute dtype of a policy, and those that stay in FP32.
 
-`OPS` holds the default rows, `OpTable` a run's edits of them. Both autocast and audit read it.
+`OPS` contains the default rows, and an `OpTable` adds the edits of a run. Autocast and the audit
+both use it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxmp._ops._rows import OPS as OPS
 from jaxmp._ops._rows import Op as Op
 from jaxmp.errors import OpError, nearest
 
-# What people call operations -> the primitives that they become.
+# Common names of operations -> the JAX primitives that implement them.
 _ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
     "matmul": ("dot_general",),
     "dot": ("dot_general",),
@@ -45,19 +46,19 @@ _ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class OpTable:
-    """Which category each operation has in a run: the default rows, and edits. Frozen, hashable.
+    """Category of each operation: the default rows with edits. Frozen and hashable.
 
     Args:
-      edits: operation -> category, a mapping or pairs. What equals the default is left out, so that
-        tables which decide alike are equal.
-      added: rows for primitives of your own.
+      edits: operation -> category, as a mapping or as pairs. Entries equal to the default are
+        dropped, so that tables with the same effect compare equal.
+      added: rows for user-defined primitives.
 
     Raises:
       OpError: if an operation is unknown, or cannot have the category.
 
-    The idea of lists of operations is that of torch.autocast, whose lists cannot be edited, and of
-    TensorFlow's auto_mixed_precision, where environment variables edit them; the rows are jaxmp's
-    own, and each says why.
+    torch.autocast also has lists of operations, which cannot be edited; those of TensorFlow's
+    auto_mixed_precision are edited by environment variables. The rows of jaxmp differ from both,
+    and each contains a reason.
 
     Example:
       >>> table = OpTable({"exp": "low"})
@@ -86,22 +87,22 @@ class OpTable:
         object.__setattr__(self, "_category", {n: op.category for n, op in rows.items()} | kept)
 
     def category(self, name: str) -> str:
-        """The category of a primitive; "opaque" where it has no row."""
+        """Returns the category of a primitive; "opaque" without a row."""
         return self._category.get(name, "opaque")
 
     def op(self, name: str) -> Op:
-        """The default row of an operation, or the one that was added for it.
+        """Returns the default row or the added row of an operation.
 
         Raises:
-          OpError: if there is none, naming the nearest.
+          OpError: if it is not in the table; the message lists similar names.
         """
         return _row(self._rows, name)
 
     def replace(self, edits: Mapping[str, str] | OpTable) -> OpTable:
-        """A table with further edits.
+        """Returns a table with further edits.
 
         Args:
-          edits: operation -> category, or a table, whose differences and rows are taken over.
+          edits: operation -> category, or a table, whose edits and added rows are adopted.
 
         Raises:
           OpError: if an operation is unknown, or cannot have the category.
@@ -118,11 +119,11 @@ class OpTable:
         return OpTable({**dict(self.edits), **edits}, self.added)
 
     def differs(self) -> dict[str, str]:
-        """Operation -> category, where it is not the default; sorted by name, added rows last."""
+        """Returns operation -> category for edits, sorted by name, followed by added rows."""
         return dict(self.edits) | {op.name: self._category[op.name] for op in self.added}
 
     def names(self, category: str) -> tuple[str, ...]:
-        """The operations that have a category, sorted.
+        """Returns the sorted names of the operations in a category.
 
         Example:
           >>> OpTable().names("low")
@@ -131,7 +132,7 @@ class OpTable:
         return tuple(sorted(name for name, found in self._category.items() if found == category))
 
     def __iter__(self) -> Iterator[Op]:
-        """The default and the added rows, sorted by name."""
+        """Iterates over the default and the added rows, sorted by name."""
         return iter(sorted(self._rows.values(), key=lambda op: op.name))
 
     def __reduce__(self) -> tuple[type[OpTable], tuple[Any, ...]]:
@@ -175,7 +176,11 @@ def _row(rows: Mapping[str, Op], name: Any) -> Op:
 
 
 def _meant(name: str, rows: Mapping[str, Op]) -> tuple[bool, tuple[str, ...]]:
-    """Whether `name` is a function of several operations, and the rows that may be meant."""
+    """Suggests rows for an unknown name.
+
+    Returns:
+      True if `name` resembles a common name such as "softmax"; and the names of the suggested rows.
+    """
     same = [row for row in rows if _plain(row) == _plain(name)]
     if same:
         return False, tuple(same)

@@ -1,10 +1,12 @@
-"""The rows: each primitive of JAX, the category that it has by default, and why.
+"""Rows of the op table: the default category of each JAX primitive, with the reason.
 
-Decided for JAX after the lists of torch.amp (`aten/src/ATen/autocast_mode.h`), TensorFlow
-(`auto_mixed_precision_lists.h`) and apex (`apex/amp/lists`). They agree on matmuls, convolutions,
-exp, pow and sums; where they differ the rows follow torch on CUDA. Beyond it, sin and cos (rotary
-positions), inverse hyperbolic and gamma functions, and sums over a window or over one index are in
-FP32 too. 1/x, which torch keeps in FP32, is a division like any other.
+The categories are based on the lists of torch.amp (`aten/src/ATen/autocast_mode.h`), TensorFlow
+(`auto_mixed_precision_lists.h`) and apex (`apex/amp/lists`). These agree on matmuls, convolutions,
+exp, pow and sums; where they differ, the rows follow torch on CUDA, with these exceptions:
+
+* sin and cos (rotary positions), inverse hyperbolic and gamma functions, window sums, and
+  scatter operations that accumulate are in FP32 too;
+* 1/x, which torch keeps in FP32, has the category of any division.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from types import MappingProxyType
 from jaxmp.errors import OpError, did_you_mean
 
 # ---------------------------------------------------------------------------
-# What a row says
+# Rows and categories
 # ---------------------------------------------------------------------------
 
-# Category -> what becomes of floating operands. Only float16, bfloat16 and float32 are ever cast:
-# integers, complex numbers, float64 and FP8 keep their dtype in every category.
+# Category -> effect on floating operands. Only float16, bfloat16 and float32 are cast: integers,
+# complex numbers, float64 and FP8 keep their dtype in every category.
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {
         "low": "operands are cast to the compute dtype",
@@ -31,22 +33,22 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
         "inside": "the operations within are looked at one by one",
     }
 )
-# Its one operand, or each by itself, may have any dtype.
+# Categories of operations with one operand, or whose operands may have different dtypes.
 ANY = ("low", "fp32", "widest", "follow", "opaque")
-# Its operands must share a dtype, so they cannot just be taken as they arrive.
+# Categories of operations whose operands must share a dtype, which excludes "follow".
 JOINT = ("low", "fp32", "widest", "opaque")
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One row: a primitive, its category, and why.
+    """Row of the op table: a primitive, its category and the reason.
 
     Args:
       name: the primitive's name, as a jaxpr prints it.
       category: a key of `CATEGORIES`.
       reason: why it has that category, on one line.
-      allowed: the categories that an edit may give it; alone its own where its dtypes stand in its
-        parameters or are its meaning.
+      allowed: the categories to which an edit may change it. For a primitive whose parameters or
+        meaning fix its dtypes, this is its category alone.
 
     Raises:
       OpError: if the category is unknown or not among `allowed`, or the reason is missing.
@@ -72,13 +74,13 @@ class Op:
             )
 
     def check(self, category: object) -> None:
-        """Refuses a category that this operation cannot have.
+        """Checks that this operation may have a category.
 
         Args:
-          category: what an edit gives it.
+          category: the category in an edit.
 
         Raises:
-          OpError: naming the ones that it can have, and why.
+          OpError: if not; the message contains the reason and the allowed categories.
         """
         if category in self.allowed:
             return
@@ -104,12 +106,12 @@ class Op:
 
     @property
     def example(self) -> str:
-        """A category that an edit may give it, another than its own where there is one."""
+        """Allowed category for an example in a message; not the current one, if possible."""
         return next((c for c in self.allowed if c != self.category), self.category)
 
 
 def _rows(category: str, reasons: Mapping[str, str], allowed: tuple[str, ...] = ()) -> Iterator[Op]:
-    """One row for each name; names that share a reason are separated by blanks."""
+    """Yields one row for each name; the keys of `reasons` are names separated by blanks."""
     for names, reason in reasons.items():
         for name in names.split():
             yield Op(name, category, reason, allowed or (category,))
@@ -251,7 +253,7 @@ _FOLLOW = _rows(
 )
 
 # ---------------------------------------------------------------------------
-# opaque: may be moved
+# opaque, editable
 # ---------------------------------------------------------------------------
 
 _OPAQUE_COLLECTIVES = _rows(
@@ -271,7 +273,7 @@ _OPAQUE_COLLECTIVES = _rows(
 )
 
 # ---------------------------------------------------------------------------
-# opaque: stays
+# opaque, not editable
 # ---------------------------------------------------------------------------
 
 _OPAQUE_NUMBERS = _rows(
@@ -390,5 +392,5 @@ _ALL = (
     *(_OPAQUE_NUMBERS, _OPAQUE_SOURCES, _OPAQUE_MEMORY, _OPAQUE_CALLS, _OPAQUE_SPARSE, _INSIDE),
 )
 
-# Primitive's name -> its default row. A primitive without one is opaque.
+# Name of a primitive -> its default row. A primitive without a row is "opaque".
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op for rows in _ALL for op in rows})
