@@ -1,4 +1,4 @@
-"""FP8: recipes of scaling, casts that saturate, and products that run on FP8 Tensor Cores."""
+"""FP8 matmuls: scalings, saturating casts, and dots that run on FP8 Tensor Cores."""
 
 from jaxmp.fp8._decisions import LayerDecision as LayerDecision
 from jaxmp.fp8._decisions import explain as explain

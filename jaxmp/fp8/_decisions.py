@@ -1,4 +1,4 @@
-"""Which products of a model run in FP8, and the record of what was decided."""
+"""Decides which linear layers run in FP8, and records the decisions for `explain`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxmp.fp8._recipes import Scaling
 
 
 class LayerDecision(NamedTuple):
-    """Whether one linear layer runs in FP8, and why not."""
+    """FP8 decision for one linear layer; an empty `why_not` means that the layer runs in FP8."""
 
-    # The module's path.
+    # Path of the layer's module; under `autocast`, the name scopes of the matmul.
     path: str
-    # Inputs and outputs of the layer; 0 where they cannot be told.
+    # Input and output features of the layer; 0 if they cannot be determined.
     k: int
     n: int
-    # "" for layers in FP8.
+    # Reason why the layer does not run in FP8; "" if it does.
     why_not: str
 
 
@@ -35,19 +35,24 @@ _record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.Contex
 def explain(
     fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> tuple[LayerDecision, ...]:
-    """Which linear layers run in FP8, of those for which a recipe says `matmul = "fp8"`.
+    """Lists the linear layers with `matmul = "fp8"`, and the decision for each of them.
 
-    Layers that a rule keeps out are not among them. Nothing is computed.
+    The function is traced with `jax.eval_shape`; nothing is computed. Layers that a rule excludes
+    from FP8 are not listed.
 
     Args:
-      fn: calls a policied Flax model, or was made by `jaxmp.autocast`: the function that you would
-        jit, not the jitted one, whose trace JAX may have kept.
-      *args, **kwargs: what it is called with: arrays, or their shapes.
-      target: "gpu" to decide as for an NVIDIA GPU, "cpu"; None: the device that is there.
+      fn: function that calls a Flax model with policies applied, or the result of `jaxmp.autocast`.
+        Pass the function itself, not its `jax.jit`: JAX may return a cached trace of a jitted
+        function, and decisions are recorded only while a function is traced.
+      *args, **kwargs: arguments of `fn`: arrays, or their shapes as `jax.ShapeDtypeStruct`.
+      target: "gpu" to decide as for an NVIDIA GPU, or "cpu". None: the default backend.
 
     Returns:
-      A row for each layer, in the order in which they are called; under `autocast`, for each
-      product that is traced, by the name scopes around it.
+      One `LayerDecision` per layer, in the order of the calls. Under `autocast`, one per traced
+      matmul, identified by its name scopes.
+
+    Raises:
+      CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
 
     Example:
       >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
@@ -58,7 +63,7 @@ def explain(
     rows: list[LayerDecision] = []
     token = _record.set(rows)
     try:
-        # Another function each time: JAX keeps the traces of those that it has seen.
+        # A new function object for each call, because JAX caches traces by function identity.
         fresh = lambda *args, **kwargs: fn(*args, **kwargs)
         if target is None:
             jax.eval_shape(fresh, *args, **kwargs)
@@ -71,21 +76,24 @@ def explain(
 
 
 def is_recording() -> bool:
-    """Whether `explain` is looking."""
+    """Returns True while `explain` traces a function."""
     return _record.get() is not None
 
 
 def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
-    """Whether a layer runs in FP8; on record.
+    """Decides if a layer runs in FP8, and records the decision for `explain`.
 
     Args:
-      scaling: of the policies.
-      path: of the layer's module, or of the scopes around a product.
-      k, n: the layer's inputs and outputs; 0 where they cannot be told.
-      why: what keeps it out, whatever its sizes.
+      scaling: the FP8 scaling of the policies.
+      path: path of the layer's module, or the name scopes of a matmul.
+      k, n: input and output features of the layer; 0 if they cannot be determined.
+      why: reason to exclude the layer whatever its sizes are; "" if there is none.
+
+    Returns:
+      True if the layer runs in FP8.
 
     Raises:
-      CompositionError: on a GPU without FP8 products, unless the scaling says `emulate=True`.
+      CompositionError: on a GPU without FP8 matmuls, unless the scaling sets `emulate=True`.
     """
     target = _compat.target()
     if target == "gpu" and not scaling.emulate:
@@ -105,18 +113,21 @@ def decide_product(
     kernel: int,
     why: str = "",
 ) -> bool:
-    """Whether a `dot_general` of a traced function runs in FP8; on record.
+    """Decides if a `dot_general` equation of a traced function runs in FP8, and records it.
 
     Args:
-      scaling: of the policies.
-      path: the scopes around the product.
-      shapes: of the operands.
-      params: of the equation.
-      kernel: 0 or 1, which operand counts as the kernel.
-      why: what keeps it out, whatever its sizes.
+      scaling: the FP8 scaling of the policies.
+      path: the name scopes of the equation.
+      shapes: shapes of the two operands.
+      params: parameters of the equation.
+      kernel: 0 or 1, the operand that is treated as the kernel.
+      why: reason to exclude the dot whatever its sizes are; "" if there is none.
+
+    Returns:
+      True if the dot runs in FP8.
 
     Raises:
-      CompositionError: as `decide`.
+      CompositionError: as in `decide`.
     """
     contract, batch = params["dimension_numbers"]
     sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
@@ -130,7 +141,10 @@ def decide_product(
 
 
 def _check_device(path: str) -> None:
-    """Refuses a GPU without FP8 products (before compute capability 8.9), here or compiled for."""
+    """Raises if the GPU, local or cross-compiled for, has no FP8 matmuls.
+
+    FP8 matmuls require compute capability 8.9.
+    """
     context = _compat.current_context()
     if context.target is None:
         device = jax.devices()[0]

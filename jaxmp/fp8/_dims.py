@@ -1,4 +1,4 @@
-"""Dimension numbers of a product and of the two products of its backward pass."""
+"""Dimension numbers of a dot and of the two dots of its backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Axes = tuple[int, ...]
 
 
 class Dims(NamedTuple):
-    """`lax.dot_general`'s dimension numbers, with the ranks of both operands. Hashable."""
+    """Dimension numbers of a `lax.dot_general` and the ranks of its operands. Hashable."""
 
     contract: tuple[Axes, Axes]
     batch: tuple[Axes, Axes]
@@ -22,16 +22,16 @@ class Dims(NamedTuple):
 
     @property
     def numbers(self) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-        """What `lax.dot_general` takes."""
+        """The `dimension_numbers` argument of `lax.dot_general`."""
         return self.contract, self.batch
 
     def free(self, side: int) -> Axes:
-        """The axes of operand 0 or 1 that the result has, batch axes left out."""
+        """Returns the axes of operand `side` that are neither contracted nor batch axes."""
         taken = {*self.contract[side], *self.batch[side]}
         return tuple(axis for axis in range(self.ndims[side]) if axis not in taken)
 
     def in_result(self, side: int) -> Axes:
-        """The result's axes that are the free axes of operand 0 or 1."""
+        """Returns the axes of the result that come from the free axes of operand `side`."""
         start = len(self.batch[0]) + (len(self.free(0)) if side else 0)
         return tuple(range(start, start + len(self.free(side))))
 
@@ -40,14 +40,14 @@ class Dims(NamedTuple):
         return len(self.batch[0]) + len(self.free(0)) + len(self.free(1))
 
     def transposed(self, side: int) -> tuple[Dims, Axes]:
-        """The product of the result's gradient with the other operand: the gradient of `side`.
+        """Returns the dot of the backward pass that computes the gradient of operand `side`.
 
-        The result's gradient takes the place of `side` in it, so that for a linear layer no axis
-        has to be moved afterwards.
+        Its operands are the gradient of the result, in position `side`, and the other operand of
+        the forward dot. With this order, linear layers need no transposition of the dot's result.
 
         Returns:
-          The dimension numbers, and the permutation that brings the product's axes into the order
-          of the operand's.
+          The dimension numbers of the dot, and the permutation for `jnp.transpose` that brings the
+          axes of its result into the order of operand `side`.
         """
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
@@ -64,7 +64,8 @@ class Dims(NamedTuple):
                 (batch, self.batch[other]),
                 (self.result_ndim, self.ndims[other]),
             )
-        # What is left of the other operand are its contracted axes, in their own order.
+        # In this dot, the free axes of the other operand are those that the forward dot contracts,
+        # in ascending order.
         pairs = zip(self.contract[other], self.contract[side], strict=True)
         contracted = [axis for _, axis in sorted(pairs)]
         free = [*contracted, *self.free(side)] if side else [*self.free(side), *contracted]
@@ -72,14 +73,14 @@ class Dims(NamedTuple):
         return dims, order
 
     def spread(self, factor: jax.Array, side: int) -> jax.Array:
-        """Factors of an operand, of size 1 on its contracted axes, for each number of the result.
+        """Reshapes the factors of one operand so that they broadcast to the result.
 
         Args:
-          factor: a scalar, or of the operand's rank.
-          side: which operand.
+          factor: a scalar, or an array of the operand's rank with size 1 on its contracted axes.
+          side: 0 or 1, the operand.
 
         Returns:
-          A scalar, or factors broadcastable to the result.
+          A scalar, or an array of the result's rank that broadcasts to it.
         """
         if factor.ndim == 0:
             return factor
@@ -94,10 +95,10 @@ class Dims(NamedTuple):
 
 
 def make_dims(lhs: Any, rhs: Any, dimension_numbers: Any) -> Dims:
-    """Dimension numbers as `lax.dot_general` takes them, checked.
+    """Validates the `dimension_numbers` of a `lax.dot_general` and makes all axes non-negative.
 
     Raises:
-      JaxmpError: if they are malformed, or name sizes that differ.
+      JaxmpError: if they are malformed, or pair axes of different sizes.
     """
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers

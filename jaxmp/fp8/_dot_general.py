@@ -1,4 +1,4 @@
-"""`lax.dot_general` in FP8: one product forwards, two backwards."""
+"""`lax.dot_general` with FP8 operands in the forward and backward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from jaxmp.fp8._recipes import (
 )
 from jaxmp.fp8._state import AGE, before_step, check_state, next_state, of_operand
 
-# What `jax.checkpoint_policies.save_only_these_names` keeps: quantised operands, one byte a number.
+# Name of the quantized operands (one byte per element) for a rematerialization policy such as
+# `jax.checkpoint_policies.save_only_these_names`.
 CHECKPOINT_NAME = "jaxmp_fp8"
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -38,11 +39,11 @@ _PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
 class _Call(NamedTuple):
-    """What is static in one product."""
+    """Static arguments of one FP8 dot."""
 
     recipe: Scaling
     dims: Dims
-    # 0 or 1: which operand is the kernel; the other is the input.
+    # 0 or 1: the operand that is the kernel. The other one is the input.
     kernel: int
     dtypes: tuple[Any, Any]
     out_dtype: Any
@@ -52,7 +53,7 @@ class _Call(NamedTuple):
         return "kernel" if side == self.kernel else "input"
 
     def gemm_of_gradient(self, side: int) -> str:
-        """Which product gives the gradient of operand `side`."""
+        """Returns the name of the dot that computes the gradient of operand `side`."""
         return "wgrad" if side == self.kernel else "dgrad"
 
     def format(self, gemm: str, role: str) -> Any:
@@ -61,41 +62,45 @@ class _Call(NamedTuple):
 
 
 def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
-    """A stand-in for `jax.lax.dot_general` whose three products run in FP8.
+    """Creates a replacement of `jax.lax.dot_general` that quantizes its operands to FP8.
 
-    Forwards, the operands are quantised and multiplied as FP8 numbers; backwards, the result's
-    gradient is quantised once and multiplied with the quantised kernel (the input's gradient) and
-    with the quantised input (the kernel's gradient). What is kept for the backward pass is FP8.
-    Gradients pass through the rounding as if it were not there. It quantises always, also on a
-    device without FP8 products, where XLA computes the same numbers in a wider dtype.
+    The forward dot multiplies the quantized input by the quantized kernel. The two dots of the
+    backward pass multiply the quantized gradient of the result by the quantized kernel (gradient
+    of the input) and by the quantized input (gradient of the kernel). With per-tensor scales, a
+    tensor that two dots use in the same format is quantized once. Residuals are saved in FP8, or
+    in the operands' dtype with `BlockScaling` and for dots that the scaling leaves "high".
+    Differentiation treats the rounding as the identity.
 
-    Sizes need not be multiples of 16, but XLA pads to them. With batch dimensions the scale of a
-    tensor is one for all of the batch (with `RowwiseScaling` one for each row of each). Under
-    `jax.vmap` each example has its own scale, with `DelayedScaling` all have one.
+    Operands are always quantized. On a device without FP8 matmuls, XLA multiplies the quantized
+    values in a wider dtype. XLA pads sizes that are not multiples of 16. A per-tensor scale covers
+    all batch dimensions; `RowwiseScaling` uses one scale per row of each batch element. Under
+    `jax.vmap`, each example has a separate scale, except with `DelayedScaling`, where examples that
+    share a state share the scale.
 
-    Under `jax.checkpoint` operands are quantised again when they are recomputed, from their own
-    high-precision numbers; `save_only_these_names(fp8.CHECKPOINT_NAME)` as its policy keeps them,
-    so that each is quantised once. Only reverse-mode differentiation, once: more is refused.
+    `jax.checkpoint` quantizes the high-precision operands again when it recomputes them. With the
+    policy `jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)` it saves the
+    quantized operands instead. Only first-order reverse-mode differentiation is supported; other
+    derivatives raise an error.
 
     Args:
-      recipe: a recipe, its name, or None for `CurrentScaling()`.
-      kernel: "rhs" or "lhs": which operand is the kernel; the other one is the input.
+      recipe: an FP8 scaling, its name, or None for `CurrentScaling()`.
+      kernel: "rhs" or "lhs", the operand that is the kernel. The other one is the input.
 
     Returns:
       `product(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
-      out_sharding=None, state=None)`, which takes float16, bfloat16, float32 or float64 operands
-      and returns what `lax.dot_general` would: the operands' dtype, or `preferred_element_type`.
-      `precision` is that of products which the recipe leaves "high". `state` is for
-      `DelayedScaling`: a dict of `init_state`, whose gradient is its next value. Equal arguments
-      give the same function.
+      out_sharding=None, state=None)`. It accepts float16, bfloat16, float32 or float64 operands
+      and returns the same dtype as `lax.dot_general`: `preferred_element_type`, or by default the
+      dtype of the operands. `precision` applies to dots that the scaling leaves "high". `state` is
+      required by `DelayedScaling`: a dict from `init_state`, whose gradient is the state of the
+      next step. Equal arguments of `fp8.dot_general` return the same function object.
 
     Raises:
-      RecipeError: if `recipe` is none.
-      JaxmpError: if `kernel` is no side; from the function, if operands, dimension numbers or state
-        do not fit.
-      CompositionError: from the function, without `emulate=True`, for block scaling on an
-        accelerator and for MX scaling on one that has no such products; where its gradient is
-        differentiated.
+      RecipeError: if `recipe` is not an FP8 scaling.
+      JaxmpError: if `kernel` is neither "rhs" nor "lhs". The returned function raises it if
+        operands, dimension numbers, other arguments or the state are invalid.
+      CompositionError: by the returned function, without `emulate=True`, for `BlockScaling` on an
+        accelerator and for `MXScaling` on an accelerator without MX matmuls; also if its gradient
+        is differentiated.
 
     Example:
       >>> x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.full((16, 64), 0.5, jnp.bfloat16)
@@ -135,7 +140,8 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
             _result_dtype(lhs, rhs, preferred_element_type),
             precision,
         )
-        # Inside `shard_map` the gradient of what is the same on all devices is a sum over them.
+        # Inside `shard_map`, the gradient of an operand that is replicated over devices is a sum
+        # over them. Casting both operands to device-varying makes the transpose compute this sum.
         axes = _compat.varying_axes((lhs, rhs))
         lhs, rhs = _compat.vary((lhs, rhs), axes)
         return _product(call, lhs, rhs, None if state is None else dict(state))
@@ -192,14 +198,14 @@ def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
 
 
 # ---------------------------------------------------------------------------
-# Forwards and backwards
+# Forward and backward pass
 # ---------------------------------------------------------------------------
 
 
 def _operand(
     call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, seen: Any
 ) -> Operand | MXOperand:
-    """`x`, which is operand `side` of a product with `dims`, quantised for it."""
+    """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
     dtype = call.format(gemm, role)
     if isinstance(call.recipe, MXScaling) and dtype is not None:
         return MX_QUANTIZED[role](x, recipe=call.recipe, dtype=dtype, dims=dims, side=side)
@@ -215,19 +221,20 @@ def _operand(
 
 
 def _kept(operand: Any) -> tuple[Any, Any]:
-    """An operand for the backward pass, under a name that `jax.checkpoint` can be told to keep.
+    """Names the arrays of an operand, so that a policy of `jax.checkpoint` can save them.
 
     Returns:
-      It, and the same for the forward product: where that is computed again, nothing is rounded.
+      The operand for the backward pass and the operand for the forward dot. Both read the named
+      arrays, so that a recomputed forward dot quantizes nothing if the arrays were saved.
     """
     values, factor = operand
     named = functools.partial(checkpoint_name, name=CHECKPOINT_NAME)
     if factor is None:
         values = named(values)
         return Operand(values, None), Operand(values, None)
-    # As bytes, and back in an equation of its own: what `jax.checkpoint` keeps, and the forward
-    # pass reads, it rounds by `lax.reduce_precision`, for which the numbers of E4M3 from 248 up are
-    # NaN.
+    # Name the bytes, and bitcast them back in a separate equation for each pass: `jax.checkpoint`
+    # applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
+    # E4M3 values from 248 up into NaN.
     kept, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
     back = lambda: type(operand)(lax.bitcast_convert_type(kept, values.dtype), factor)
     return back(), back()
@@ -235,7 +242,7 @@ def _kept(operand: Any) -> tuple[Any, Any]:
 
 def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any) -> Any:
     if isinstance(lhs, MXOperand):
-        # bfloat16 holds every number of a block and its scale, float16 does not.
+        # bfloat16 represents each FP8 value times its block scale; float16 does not.
         narrow = all(each == jnp.bfloat16 for each in call.dtypes)
         wide = jnp.bfloat16 if narrow else FLOAT64 if FLOAT64 in call.dtypes else FLOAT32
         native = is_native(call.recipe)
@@ -247,7 +254,7 @@ def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any
 def _first(
     call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, state: Any
 ) -> tuple[Any, Any]:
-    """`_operand` where it is first needed, and what is seen of it for delayed scaling."""
+    """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.recipe, DelayedScaling):
         seen = None, None
         return _operand(call, gemm, role, x, dims, side, seen), seen
@@ -264,7 +271,7 @@ def _before(state: Any) -> Any:
 
 
 def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
-    """The operands of the forward product, and what is seen of them for delayed scaling."""
+    """Quantizes the operands of the forward dot, and measures their amaxes for delayed scaling."""
     found = [
         _first(call, "fprop", call.role(side), x, call.dims, side, state)
         for side, x in enumerate((lhs, rhs))
@@ -277,7 +284,8 @@ def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
-    # Of a first derivative, tangents come neither here nor to the backward pass.
+    # First-order reverse mode never passes tangents through this function or the backward pass. A
+    # tangent implies a second derivative, which raises an error.
     lhs, rhs = _differentiated_once(type(call.recipe).__name__, lhs, rhs)
     before = _before(state)
     operands, seen = _operands(call, lhs, rhs, before)
@@ -288,13 +296,14 @@ def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array
         kept.append(of_backward)
         if backwards is operands[side]:
             operands[side] = of_forward
-    # Of the state as it came the dtype is wanted, which all its leaves have in common.
+    # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
+    # saved to record it.
     given = None if state is None else state[AGE]
     return _forward(call, *operands), (tuple(kept), seen, before, given)
 
 
 def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> Any:
-    """Operand `side` as the product needs it that gives the gradient of the other operand."""
+    """Returns operand `side`, quantized for the dot that computes the other operand's gradient."""
     gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
     if _shared(call, role, "fprop", gemm):
         return forwards
@@ -303,13 +312,13 @@ def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> A
 
 
 def _shared(call: _Call, role: str, one: str, other: str) -> bool:
-    """Whether two products take `role` in the same FP8 numbers, though they sum over other axes."""
+    """Checks if two dots can share the quantized `role`, although they contract different axes."""
     if call.format(one, role) != call.format(other, role):
         return False
     return (
         call.format(one, role) is None
         or call.recipe.kind in ("current", "delayed")
-        # Its blocks are square.
+        # Kernels have square blocks, which serve both directions.
         or (call.recipe.kind == "block" and role == "kernel")
     )
 
@@ -328,10 +337,10 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
         elif not _shared(call, "output_grad", "dgrad", "wgrad"):
             operand = _operand(call, gemm, "output_grad", gradient, dims, side, of_gradient)
         if isinstance(operand, Operand) and operand.factor is None:
-            # Not FP8: a wide result's gradient is rounded to what it is multiplied with.
+            # Without FP8, cast the gradient of a wide result to the dtype of the other operand.
             values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
             operand = Operand(values, None)
-        # The gradient in its own operand's place.
+        # The gradient of the result replaces operand `side`.
         lhs, rhs = (kept[0], operand) if side else (operand, kept[1])
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
@@ -351,7 +360,7 @@ def _differentiated_once(recipe: str, *arrays: jax.Array) -> tuple[jax.Array, ..
 
 @_differentiated_once.defjvp
 def _refuse(recipe: str, primals: Any, tangents: Any) -> Any:
-    """JAX would differentiate the rounding and the maxima, or take what it rounds for constant."""
+    """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
     del primals, tangents
     raise CompositionError(
         f"fp8.dot_general ({recipe}) has no second derivative: what quantises "

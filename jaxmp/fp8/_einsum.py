@@ -12,25 +12,26 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._quantize import as_floats
 
-# Stand for the axes of an ellipsis, the last of them the last: einsum's own labels are letters.
+# Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
+# for private use, because the labels of an equation are letters.
 _ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
 
 
 def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
-    """A stand-in for `jnp.einsum` of two operands whose three products run in FP8.
+    """Creates a replacement of a two-operand `jnp.einsum` that quantizes its operands to FP8.
 
     Args:
-      recipe: as in `fp8.dot_general`.
+      recipe: FP8 scaling, as in `fp8.dot_general`.
 
     Returns:
       `product(equation, x, kernel, precision=None, preferred_element_type=None, *,
-      out_sharding=None, state=None)`; `x` is the input, `kernel` the kernel, whichever order the
-      product takes them in. Every label of an operand must stand in the other one or in the result,
-      and none twice in one operand.
+      out_sharding=None, state=None)`, where `x` is the input. Each label of an operand must also
+      appear in the other operand or in the result, and at most once in each operand.
 
     Raises:
-      RecipeError: if `recipe` is none.
-      JaxmpError: from the function, if the equation is not of that kind, or as `dot_general`.
+      RecipeError: if `recipe` is not an FP8 scaling.
+      JaxmpError: by the returned function, if a single dot cannot compute the equation, or as in
+        `dot_general`.
 
     Example:
       >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 4, 32), jnp.bfloat16)
@@ -70,17 +71,21 @@ def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
 
 
 class Plan(NamedTuple):
-    """An equation as dimension numbers and a permutation of the product's axes."""
+    """Dimension numbers and output permutation that implement an einsum equation."""
 
     numbers: Any
     order: tuple[int, ...]
 
 
 def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> Plan:
-    """Reads an equation of two operands.
+    """Converts an einsum equation of two operands to a dot and a permutation of its result.
+
+    Args:
+      equation: einsum equation, with or without "->".
+      x_ndim, kernel_ndim: ranks of the operands.
 
     Raises:
-      JaxmpError: if it is not one product of them.
+      JaxmpError: if a single dot of the two operands cannot compute the equation.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")

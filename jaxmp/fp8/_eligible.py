@@ -1,4 +1,4 @@
-"""Which linear layers gain by FP8, where a recipe decides for a whole model."""
+"""Checks the sizes of linear layers for FP8, where a recipe decides for a whole model."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from typing import Any
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._recipes import MX_BLOCK, Scaling, as_recipe
 
-# cuBLAS multiplies FP8 where rows are multiples of 16 bytes (cuBLASLt, "Narrow precision data
-# types usage"). XLA would pad other sizes, in a copy of the operand.
+# cuBLAS requires the rows of FP8 operands to be multiples of 16 bytes (cuBLASLt, "Narrow precision
+# data types usage"). XLA would pad other sizes, in a copy of the operand.
 MULTIPLE = 16
 
 
 def why_not(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
-    """Why a linear layer does not run in FP8 under a recipe; "" if it does.
+    """Returns the reason why a linear layer does not run in FP8, or "" if it does.
 
-    Sizes must be multiples of 16, with `MXScaling` of its blocks of 32. On an accelerator a layer
-    must also be wide enough to win back the passes that quantise it. By default
+    K and N must be multiples of 16, or with `MXScaling` of its block size 32. On an accelerator, a
+    layer must also be wide enough for FP8 to save more time than the quantization costs. By default
     (`min_width="auto"`) the limits are those of torchao's `auto_filter_for_recipe`, chosen for an
-    H100: with one scale per tensor no layer of K <= 4096 and N <= 1024; with rowwise scales none of
-    N <= 2048, of K <= 1024, or of N <= 4096 and K <= 2048. `MXScaling`, for which no limits were
-    published, has those of rowwise scales, which round each operand twice as it does. A number as
-    `min_width` asks for K and N of at least as much. `fp8.dot_general` itself quantises always.
+    H100. With per-tensor scales and `BlockScaling`, layers with K <= 4096 and N <= 1024 are too
+    narrow. With rowwise scales, these are layers with N <= 2048, with K <= 1024, or with N <= 4096
+    and K <= 2048. No limits were published for `MXScaling`, which uses those of rowwise scales,
+    because both quantize each operand twice. An integer `min_width` is a minimum of both K and N.
+    `fp8.dot_general` itself applies no limits and always quantizes.
 
     Args:
-      k: what the forward product sums over: the layer's inputs.
-      n: the layer's outputs.
-      recipe: a recipe of `jaxmp.fp8`, or its name.
+      k: K, the contracted size of the forward dot: the input features of the layer.
+      n: N, the output features of the layer.
+      recipe: a scaling of `jaxmp.fp8`, its name, or None for `CurrentScaling()`.
       target: "cpu", where widths do not matter, "gpu" or "tpu".
 
     Returns:
       A clause such as "N = 10 is no multiple of 16", or "".
 
     Raises:
-      RecipeError: if `recipe` is none.
-      JaxmpError: if a size is no positive integer.
+      RecipeError: if `recipe` is not an FP8 scaling.
+      JaxmpError: if a size is not a positive integer.
 
     Example:
       >>> why_not(4096, 10)
@@ -66,6 +67,6 @@ def _too_narrow(k: int, n: int, recipe: Scaling) -> str:
     return ""
 
 
-# (largest K, largest N) of layers that stay as they are; None: any.
+# (largest K, largest N) of layers that are too narrow for FP8; None: any size.
 _PER_TENSOR = ((4096, 1024),)
 _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))

@@ -1,4 +1,4 @@
-"""Products for the layers of Flax models, under a recipe that says `matmul = "fp8"`."""
+"""FP8 dots for the layers of Flax models whose policy sets `matmul = "fp8"`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._recipes import Scaling
 
 # ---------------------------------------------------------------------------
-# Products
+# Dots
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct:
-    """In the place of a Flax layer's `dot_general`. Hashable; path and state are no part of it."""
+    """Replacement of a Flax layer's `dot_general`. Hashable; ignores `path` and `state`."""
 
     scaling: Scaling
-    # The dtype of the result; None: that of the operands.
+    # Result dtype; None: `preferred_element_type`, or by default the dtype of the operands.
     wide: Any = None
     path: str = dataclasses.field(default="", compare=False)
-    # Reads the layer's state, where its scaling has one.
+    # Returns the layer's state; None for a scaling without state.
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
     def __call__(
@@ -62,7 +62,7 @@ class LayerProduct:
 
 @dataclasses.dataclass(frozen=True)
 class LayerEinsum:
-    """In the place of a Flax layer's `jnp.einsum`. Hashable; path and state are no part of it."""
+    """Replacement of a Flax layer's `jnp.einsum`. Hashable; ignores `path` and `state`."""
 
     scaling: Scaling
     wide: Any = None
@@ -99,12 +99,15 @@ class LayerEinsum:
 def einsum_sizes(
     equation: str, ndim: int | None, kernel_shape: tuple[int, ...]
 ) -> tuple[int, int, str]:
-    """Inputs and outputs of an einsum, and why it is no product; "" if it is one.
+    """Returns the input and output features of an einsum layer.
 
     Args:
-      equation: of an input and a kernel.
-      ndim: the rank of the input; None: where there is an ellipsis, one axis is taken for it.
-      kernel_shape: the kernel's.
+      equation: einsum equation of an input and a kernel.
+      ndim: rank of the input; None: assume that an ellipsis covers one axis.
+      kernel_shape: shape of the kernel.
+
+    Returns:
+      `(k, n, "")`, or `(0, 0, why)` with the reason why a single dot cannot compute the equation.
     """
     if ndim is None:
         term = equation.replace(" ", "").partition(",")[0]
@@ -119,7 +122,7 @@ def einsum_sizes(
 
 
 def _plain(product: Callable[..., jax.Array], lhs: Any, rhs: Any, wide: Any, preferred: Any) -> Any:
-    """The product as it would be without FP8."""
+    """Computes the dot without FP8."""
     if wide is not None and lhs.dtype == rhs.dtype != wide:
         return wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)

@@ -1,4 +1,4 @@
-"""Products of MX numbers: blocks of 32 along what is summed over, and a power of two for each."""
+"""MX matmuls: 32 elements along the contracted axes share one power-of-two scale."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._operands import jitted_by_role
 from jaxmp.fp8._recipes import MX_BLOCK, MXScaling, Scaling
 
-# Exponents are stored as E8M0 does: plus 127. 0 stands for 2**-127, which FP32 holds as a subnormal
-# number only, so the least one here is 1. 255 is NaN.
+# E8M0 stores exponents plus 127. Its 0 means 2**-127, which is subnormal in FP32, so the smallest
+# value used here is 1. 255 is NaN.
 _BIAS, _LEAST, _NAN = 127, 1, 255
 _MANTISSA_BITS = 23
 _MANTISSA = 2**_MANTISSA_BITS - 1
 
 
 class MXOperand(NamedTuple):
-    """Numbers of a block format."""
+    """Operand in an MX block format."""
 
     # FP8, in the shape of the operand.
     values: jax.Array
-    # uint8, exponents in E8M0: [batch, rows, blocks].
+    # uint8 exponents in E8M0, of shape [batch, rows, blocks].
     exponents: jax.Array
 
 
 def check_device(recipe: MXScaling) -> None:
-    """Refuses accelerators without products of MX numbers, unless the recipe emulates them.
+    """Raises on accelerators without MX matmuls, unless the scaling sets `emulate=True`.
 
     Raises:
-      CompositionError: naming the card's compute capability.
+      CompositionError: with the GPU's compute capability, or the type of the device.
     """
     target = _compat.target()
     if recipe.emulate or target == "cpu":
         return
     capability = _compat.target_capability() if target == "gpu" else None
     if target == "gpu" and (capability is None or capability >= (10, 0)):
-        return  # a card that is not known need not be there; the audit of the program judges
+        return  # Unknown capability when cross-compiling: the audit checks the compiled program.
     found = f"this GPU has {capability[0]}.{capability[1]}" if capability else f"this is a {target}"
     raise CompositionError(
         "MXScaling: products of MX numbers begin with compute capability 10.0 (Blackwell), and "
@@ -57,7 +57,7 @@ def check_device(recipe: MXScaling) -> None:
 
 
 def is_native(recipe: Scaling) -> bool:
-    """Whether products are left to the device's own, after `check_device`."""
+    """Returns True if the GPU's MX matmul is used. Assumes that `check_device` has passed."""
     return not recipe.emulate and _compat.target() == "gpu"
 
 
@@ -67,12 +67,12 @@ def is_native(recipe: Scaling) -> bool:
 
 
 def _order(dims: Dims, side: int) -> tuple[int, ...]:
-    """Axes of an operand: batch, its own, and last those that are summed over."""
+    """Returns the axes of an operand in the order batch, free, contracted."""
     return (*dims.batch[side], *dims.free(side), *dims.contract[side])
 
 
 def _rows(x: jax.Array, dims: Dims, side: int) -> jax.Array:
-    """`[batch, rows, K]`, K filled up with zeros to whole blocks."""
+    """Reshapes an operand to `[batch, rows, K]`, with K zero-padded to whole blocks."""
     sizes = lambda axes: math.prod(x.shape[axis] for axis in axes)
     axes = dims.batch[side], dims.free(side), dims.contract[side]
     rows = jnp.transpose(x, _order(dims, side)).reshape(tuple(map(sizes, axes)))
@@ -80,7 +80,7 @@ def _rows(x: jax.Array, dims: Dims, side: int) -> jax.Array:
 
 
 def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> jax.Array:
-    """What `_rows` was made of."""
+    """Inverts `_rows` for an operand of the given `shape`."""
     order = _order(dims, side)
     k = math.prod(shape[axis] for axis in dims.contract[side])
     moved = rows[..., :k].reshape(tuple(shape[axis] for axis in order))
@@ -88,12 +88,12 @@ def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> j
 
 
 def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
-    """Operand `side` of a product, in blocks along the axes that it sums over."""
+    """Quantizes operand `side` of a dot in blocks along its contracted axes."""
     rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
     blocks = rows.reshape(*rows.shape[:2], rows.shape[2] // MX_BLOCK, MX_BLOCK)
     exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), recipe, dtype)
-    # By the reciprocal of the scale, which is another power of two: finite numbers have scales from
-    # 2**-126 to 2**120.
+    # Multiply by the reciprocal of the scale, which is also a power of two: scales of finite blocks
+    # are between 2**-126 and 2**120.
     scaled = blocks * jnp.broadcast_to(_power(2 * _BIAS - exponents)[..., None], blocks.shape)
     limit = np.float32(jnp.finfo(dtype).max)
     values = lax.convert_element_type(lax.clamp(-limit, scaled, limit), dtype)
@@ -107,12 +107,12 @@ MX_QUANTIZED = jitted_by_role(mx_quantized, "recipe", "dtype", "dims", "side")
 
 
 def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:
-    """int32: biased exponents of the scales of blocks whose largest magnitudes are `amax`."""
+    """Returns the biased int32 exponents of the scales for blocks with the maxima `amax`."""
     limit = int(np.asarray(jnp.finfo(dtype).max, np.float32).view(np.int32))
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     if recipe.rounding == "up":
-        # A mantissa beyond that of the format's largest number carries into the exponent. In whole
-        # numbers, because XLA may divide by multiplying with a rounded reciprocal.
+        # A mantissa above that of the format's largest value carries into the exponent. This uses
+        # integers, because XLA may replace a division by a product with a rounded reciprocal.
         bits = bits + np.int32(_MANTISSA - (limit & _MANTISSA))
     largest = (limit >> _MANTISSA_BITS) - _BIAS
     found = (bits >> np.int32(_MANTISSA_BITS)) - np.int32(largest)
@@ -122,7 +122,7 @@ def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:
 
 
 def _power(biased: jax.Array) -> jax.Array:
-    """float32 `2 ** (biased - 127)`; NaN for 255, and for the -1 that is its opposite."""
+    """Returns float32 `2 ** (biased - 127)`; NaN for 255 and for its opposite, 254 - 255 = -1."""
     biased = lax.convert_element_type(biased, jnp.int32)
     power = lax.bitcast_convert_type(biased << np.int32(_MANTISSA_BITS), FLOAT32)
     number = (biased >= np.int32(0)) & (biased < np.int32(_NAN))
@@ -130,7 +130,7 @@ def _power(biased: jax.Array) -> jax.Array:
 
 
 # ---------------------------------------------------------------------------
-# Products
+# Dots
 # ---------------------------------------------------------------------------
 
 
@@ -138,20 +138,20 @@ def _power(biased: jax.Array) -> jax.Array:
 def mx_multiply(
     lhs: MXOperand, rhs: MXOperand, dims: Dims, out_dtype: Any, *, native: bool, wide: Any
 ) -> jax.Array:
-    """The product of two operands; jitted, so that layers of one shape share a function.
+    """Multiplies two MX operands. Jitted, so that layers of the same shape share one function.
 
     Args:
-      lhs, rhs: in blocks along the axes that `dims` sums over.
-      dims: of the product.
-      out_dtype: of the result.
-      native: whether the device multiplies such numbers; else they are multiplied in `wide`.
-      wide: a dtype that holds them.
+      lhs, rhs: operands in blocks along the axes that `dims` contracts.
+      dims: dimension numbers of the dot.
+      out_dtype: dtype of the result.
+      native: use `jax.nn.scaled_matmul`; otherwise, dequantize to `wide` and multiply.
+      wide: a dtype that represents the dequantized operands.
     """
     operands = [_rows(each.values, dims, side) for side, each in enumerate((lhs, rhs))]
     exponents = lhs.exponents, rhs.exponents
     if native:
         scales = (lax.bitcast_convert_type(each, jnp.float8_e8m0fnu) for each in exponents)
-        # The results that the kernel has.
+        # The kernel supports results in bfloat16, float16 and float32.
         narrow = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else FLOAT32
         product = _scaled_matmul(narrow)(*operands, *scales)
     else:
@@ -169,8 +169,8 @@ def mx_multiply(
 
 
 def _dequantized(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers times their scales, exactly but for bfloat16's and FP32's own ends of the range."""
-    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    """Multiplies values by their scales; exact inside of the range of `dtype` and FP32."""
+    # Without the barrier, XLA would remove a cast to FP8 and back, and with it the rounding.
     numbers = lax.convert_element_type(lax.optimization_barrier(values), FLOAT32)
     blocks = numbers.reshape(*exponents.shape, MX_BLOCK)
     scaled = blocks * jnp.broadcast_to(_power(exponents)[..., None], blocks.shape)
@@ -179,7 +179,10 @@ def _dequantized(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Arr
 
 @functools.cache
 def _scaled_matmul(dtype: Any) -> Callable[..., jax.Array]:
-    """`jax.nn.scaled_matmul` under `vmap` too: JAX 0.10 maps it only if all operands are mapped."""
+    """Returns `jax.nn.scaled_matmul` with support for `vmap` over some of its operands.
+
+    JAX 0.10 maps it only if all operands are mapped.
+    """
 
     @custom_vmap
     def multiply(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:

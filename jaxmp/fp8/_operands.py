@@ -1,4 +1,4 @@
-"""One operand of one product, quantised as a recipe says."""
+"""Quantization of one operand of a dot, and the dot of two quantized operands."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
 from jaxmp.fp8._recipes import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
 
-# The maximum that the scale comes from, and the tensor's own; float32 scalars.
+# The active amax, from which the scale is computed, and the measured one; float32 scalars.
 Seen = tuple[jax.Array, jax.Array]
 
 
 class Operand(NamedTuple):
-    """Numbers to multiply, and what the product is to be multiplied with afterwards."""
+    """Operand of a dot, and the factor that undoes its scale in the result."""
 
-    # FP8; or the operand's own dtype, in a product without FP8 and in emulated block scaling.
+    # FP8. In dots without FP8 and with block scaling, the operand's dtype.
     values: jax.Array
-    # float32: a scalar, or of size 1 on the axes that are summed over; NaN where a number was not
-    # finite. None: values as they are.
+    # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
+    # finite. None: the values are not scaled.
     factor: jax.Array | None
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Largest magnitude in float32: of all numbers, or along `axes`, which stay with size 1."""
+    """Returns the largest magnitude in float32: of all elements, or over `axes`, kept as size 1."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
     return lax.convert_element_type(largest, FLOAT32)
 
 
 @functools.cache
 def _state_amax(kept: int) -> Any:
-    """`amax` of all axes but the first `kept`, as it goes into a state.
+    """Returns a function that computes `amax` over all axes but the first `kept`, for a state.
 
-    Under `vmap` it is one number for all examples that share the state, and one for each where
-    each has a state of its own.
+    Under `vmap`, examples that share a state share one amax. If each example has a separate state,
+    it also has a separate amax.
     """
 
     @custom_vmap
@@ -63,15 +63,15 @@ def _state_amax(kept: int) -> Any:
     return measure
 
 
-# The names of jitted functions that quantise: this, and what the operand is to its layer.
+# Prefix of the names of jitted functions that quantize; the operand's role follows.
 QUANTIZE = "jaxmp_fp8_quantize_"
 ROLES = ("input", "kernel", "output_grad")
 
 
 def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:
-    """`fn` jitted, once for each role that an operand may have: `with_stats` knows them by name.
+    """Jits `fn` once per operand role, under a name from which `with_stats` reads the role.
 
-    Jitted, so that layers of one shape share the trace and, in StableHLO, one function.
+    Jitted, so that layers of the same shape share one trace and, in StableHLO, one function.
     """
 
     def named(role: str) -> Callable[..., Any]:
@@ -92,14 +92,17 @@ def _quantize(
     dtype: Any,
     axes: tuple[int, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """FP8 numbers and their factor; both maxima are those of `x` itself if they are None."""
+    """Quantizes `x` and returns its FP8 values and their factor.
+
+    If an amax is None, the active and the measured amax are those of `x`.
+    """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
     scale = compute_scale(in_force, dtype, recipe.margin, recipe.power_of_two)
-    # Of FP32's largest numbers the reciprocal would be subnormal, and perhaps flushed to zero.
+    # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
     factor = lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
-    # What is not finite poisons the factor, which costs nothing; looking at each number again
-    # would be a pass of its own where XLA transposes.
+    # A non-finite amax makes the factor NaN at no cost. Checking each element would require a
+    # separate pass over the tensor where XLA transposes it.
     poison = lax.full_like(factor, jnp.nan)
     return saturate(x, scale, dtype), lax.select(lax.is_finite(measured), factor, poison)
 
@@ -109,7 +112,7 @@ _QUANTIZE = jitted_by_role(_quantize, "recipe", "dtype", "axes")
 
 def _observe(x: jax.Array, state: OperandState, recipe: DelayedScaling) -> Seen:
     measured = _state_amax(0)(x, state.age)
-    # Inside `shard_map`, of the devices that share the state.
+    # Inside `shard_map`, the maximum over the devices that share the state.
     axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
     if axes:
         measured = _compat.largest(measured, tuple(sorted(axes, key=str)))
@@ -130,17 +133,17 @@ _OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "recipe", "dtype")
 def observed(
     recipe: DelayedScaling, dtype: Any, x: jax.Array, state: OperandState, role: str
 ) -> tuple[Operand, Seen]:
-    """One operand, scaled by what a state says of it.
+    """Quantizes an operand with a scale from the state of delayed scaling.
 
     Args:
-      recipe: the settings.
-      dtype: the FP8 format; None: no FP8 in this product, and `x` as it is.
-      x: the operand, any shape, in high precision.
-      state: before this step.
+      recipe: the scaling.
+      dtype: the FP8 format; None: this dot does not use FP8, and `x` is returned unchanged.
+      x: high-precision operand of any shape.
+      state: the operand's state before this step.
       role: "input", "kernel" or "output_grad".
 
     Returns:
-      It, and what was seen of it, also for other products and the next state.
+      The operand, and its active and measured amax, which other dots and the next state reuse.
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, recipe)
@@ -158,16 +161,16 @@ def quantized(
     role: str,
     other_axes: tuple[int, ...],
 ) -> Operand:
-    """One operand for one product.
+    """Quantizes an operand for one dot.
 
     Args:
-      recipe: which scales.
-      dtype: the FP8 format; None: no FP8 in this product.
-      x: the operand, any shape, in high precision.
-      axes: those that the product sums over.
-      seen: for delayed scaling, what `observed` gave; else two None.
-      role: "input", "kernel", whose blocks are square, or "output_grad".
-      other_axes: those that the product does not sum over, batch axes left out.
+      recipe: the scaling.
+      dtype: the FP8 format; None: this dot does not use FP8.
+      x: high-precision operand of any shape.
+      axes: axes that the dot contracts.
+      seen: for delayed scaling, the amaxes from `observed`; otherwise `(None, None)`.
+      role: "input", "kernel" or "output_grad". Block scaling uses square blocks for kernels.
+      other_axes: axes that are neither contracted nor batch axes.
     """
     if dtype is None:
         return Operand(x, None)
@@ -182,7 +185,7 @@ def quantized(
 def _round_blocks(
     x: jax.Array, recipe: BlockScaling, dtype: Any, sides: tuple[int, ...]
 ) -> jax.Array:
-    """`x` rounded to FP8 with a scale per block, in its own dtype."""
+    """Rounds `x` to FP8 with one scale per block, and returns it in the dtype of `x`."""
     size = recipe.block
     blocks = {axis: -(-x.shape[axis] // size) for axis in sides}
     padding = [(0, blocks[a] * size - n if a in blocks else 0) for a, n in enumerate(x.shape)]
@@ -212,15 +215,15 @@ def multiply(
     precision: Any,
     accurate: bool,
 ) -> jax.Array:
-    """The product of two operands, scales undone.
+    """Multiplies two operands and undoes their scales.
 
     Args:
       lhs: left operand.
-      rhs: right operand; both have a factor, or neither.
-      dims: a `Dims`.
-      out_dtype: of the result.
-      precision: of a product without FP8.
-      accurate: whether FP8 products are added up in FP32 all along.
+      rhs: right operand; either both operands have a factor, or neither.
+      dims: dimension numbers of the dot, as `Dims`.
+      out_dtype: dtype of the result.
+      precision: precision of a dot without FP8.
+      accurate: accumulate FP8 dots in FP32 throughout; False allows fast accumulation.
     """
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
@@ -230,8 +233,8 @@ def multiply(
             precision=precision,
             preferred_element_type=out_dtype,
         )
-    # XLA asks cuBLAS for fast accumulation where the precision is DEFAULT. A product of two FP8
-    # numbers is beyond float16's range, not beyond bfloat16's.
+    # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
+    # values can exceed the range of float16, but not that of bfloat16.
     narrow = out_dtype == jnp.bfloat16
     product = lax.dot_general(
         lhs.values,
@@ -241,8 +244,8 @@ def multiply(
         preferred_element_type=out_dtype if narrow else FLOAT32,
     )
     if lhs.factor.ndim == rhs.factor.ndim == 0:
-        # A scalar in the product's own dtype goes into the call of cuBLAS, in FP32: on the program
-        # compiled for an H200 no pass over the result is left of it.
+        # XLA folds a scalar factor in the dtype of the dot into the cuBLAS call, which applies it
+        # in FP32: the program compiled for an H200 has no separate pass over the result.
         factor = lax.convert_element_type(lhs.factor * rhs.factor, product.dtype)
         product = product * jnp.broadcast_to(factor, product.shape)
     else:

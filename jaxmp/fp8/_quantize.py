@@ -1,4 +1,4 @@
-"""Scales, and casts to FP8 that saturate and hide nothing."""
+"""Scales, and casts to FP8 that saturate finite values and keep non-finite values visible."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxmp.fp8._recipes import fp8_dtype
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
-# The bits of an FP32 infinity: the exponent alone.
+# Bits of an FP32 infinity, which are also the mask of the exponent.
 _EXPONENT = 0x7F800000
 
 _FLOATS = HALF | {FLOAT32, FLOAT64}
 
 
 def as_floats(x: Any, name: str, caller: str) -> jax.Array:
-    """`x` as an array of a float dtype that is not FP8 yet.
+    """Returns `x` as an array of a float dtype other than FP8.
 
     Raises:
-      JaxmpError: naming the argument, what it is, and the public function that it was given to.
+      JaxmpError: with the public function, the argument, and its type or dtype.
     """
     try:
         array = jnp.asarray(x)
@@ -42,7 +42,7 @@ def as_floats(x: Any, name: str, caller: str) -> jax.Array:
 
 
 def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> None:
-    """Refuses scales that are not one for each number of an array of `shape`, or for several."""
+    """Raises if `scale` does not broadcast to an array of `shape`."""
     given = jnp.shape(scale)
     wide = len(given) > len(shape)
     if wide or any(n not in (1, size) for n, size in zip(given[::-1], shape[::-1], strict=False)):
@@ -56,9 +56,9 @@ def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> 
 def compute_scale(
     amax: jax.typing.ArrayLike, dtype: Any, margin: int = 0, power_of_two: bool = False
 ) -> jax.Array:
-    """The factor that maps `[-amax, amax]` onto the range of an FP8 format.
+    """Computes the scale that maps `[-amax, amax]` onto the range of an FP8 format.
 
-    In plain Python, `limit` being the largest finite number of `dtype`:
+    In plain Python, where `limit` is the largest finite value of `dtype`:
 
         if amax == 0 or amax is not finite:  scale = 1
         else:  scale = clamp(limit / 2**margin / amax, 2**-126, FP32's largest number)
@@ -66,17 +66,17 @@ def compute_scale(
 
     Args:
       amax: largest magnitude of a tensor: a number, or an array of any shape and float dtype.
-      dtype: the FP8 format: its name or dtype.
-      margin: the scale is divided by `2**margin`.
+      dtype: the FP8 format, as a name or dtype.
+      margin: the scale is divided by `2**margin`, an integer from 0 to 64.
       power_of_two: round the scale down to a power of two.
 
     Returns:
-      float32 of the shape of `amax`: positive and finite whatever `amax` is.
+      float32 scale of the shape of `amax`, positive and finite for every `amax`.
 
     Raises:
-      PolicyError: if `dtype` is no FP8 format.
-      RecipeError: if `margin` is no integer from 0 to 64.
-      JaxmpError: if `amax` is no array of floats.
+      PolicyError: if `dtype` is not an FP8 format.
+      RecipeError: if `margin` is not an integer from 0 to 64.
+      JaxmpError: if `amax` is not an array of floats.
 
     Example:
       >>> compute_scale(jnp.array([2.0, 0.0, jnp.inf]), "e4m3fn").tolist()
@@ -90,7 +90,7 @@ def compute_scale(
         )
     amax = as_floats(float(amax) if isinstance(amax, int) else amax, "amax", "fp8.compute_scale")
     amax = lax.convert_element_type(amax, FLOAT32)
-    # By its bits: a subnormal number is zero to processors that flush.
+    # Compare the bits: processors that flush subnormals treat a subnormal amax as zero.
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
     scale = lax.full_like(amax, limit * 2.0**-margin) / amax
@@ -103,23 +103,22 @@ def compute_scale(
 
 
 def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
-    """Casts `x * scale` to FP8, to the nearest, ties to even; `x ~ q / scale`.
+    """Casts `x * scale` to FP8, rounding to nearest with ties to even.
 
-    Finite numbers beyond the format's range saturate. Infinities and NaN become NaN, so that a
-    product with them is NaN and a training step that met one can be skipped: a bare clip would hide
-    them.
+    Finite values beyond the range of the format saturate. Infinities and NaN become NaN, so that a
+    dot with them is NaN and the training step can be skipped. Clipping alone would hide infinities.
 
     Args:
-      x: any shape, any float dtype; scaled in FP32 (float64 in its own).
-      scale: broadcastable to `x`: positive, as `compute_scale` gives it.
-      dtype: the FP8 format: its name or dtype.
+      x: array of any shape and float dtype. It is scaled in FP32, float64 in float64.
+      scale: positive and broadcastable to `x`, as returned by `compute_scale`.
+      dtype: the FP8 format, as a name or dtype.
 
     Returns:
-      `x`'s shape in `dtype`.
+      Array of the shape of `x` in `dtype`; `x` is approximately this array divided by `scale`.
 
     Raises:
-      PolicyError: if `dtype` is no FP8 format.
-      JaxmpError: if `x` is no array of floats, or `scale` does not broadcast to it.
+      PolicyError: if `dtype` is not an FP8 format.
+      JaxmpError: if `x` is not an array of floats, or `scale` does not broadcast to it.
 
     Example:
       >>> quantize(jnp.array([1.0, 1000.0, jnp.inf]), 2.0, "e4m3fn").tolist()
@@ -128,12 +127,12 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array
     x = as_floats(x, "x", "fp8.quantize")
     _check_scale(scale, "x", x.shape, "fp8.quantize")
     q = saturate(x, scale, dtype)
-    # Of x, not of the product: a stale scale may overflow, which is saturation.
+    # Test `x` rather than `x * scale`, which may overflow with a stale scale and should saturate.
     return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))
 
 
 def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
-    """`quantize` in which infinities saturate too: for callers that have other news of them."""
+    """Quantizes as `quantize` does, but saturates infinities, which the caller has to detect."""
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
     wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
@@ -145,18 +144,18 @@ def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array
 
 
 def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) -> jax.Array:
-    """`q / scale`, in FP32 and then in `dtype`.
+    """Computes `q / scale` in FP32, and casts the result to `dtype`.
 
     Args:
-      q: FP8, any shape.
+      q: FP8 array of any shape.
       scale: broadcastable to `q`.
-      dtype: of the result.
+      dtype: dtype of the result.
 
     Returns:
-      `q`'s shape in `dtype`.
+      Array of the shape of `q` in `dtype`.
 
     Raises:
-      PolicyError: if `dtype` is no float dtype.
+      PolicyError: if `dtype` is not a float dtype.
       JaxmpError: if `q` is not FP8, or `scale` does not broadcast to it.
 
     Example:
@@ -170,43 +169,42 @@ def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) 
             "'e4m3fn') gives it."
         )
     _check_scale(scale, "q", q.shape, "fp8.dequantize")
-    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    # Without the barrier, XLA would remove a cast to FP8 and back, and with it the rounding.
     wide = lax.convert_element_type(lax.optimization_barrier(q), FLOAT32)
     scale = jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), FLOAT32), q.shape)
     return lax.convert_element_type(wide / scale, dtype)
 
 
 class QuantizationStats(NamedTuple):
-    """What a cast to FP8 loses; float32 scalars, fractions of the finite numbers of a tensor."""
+    """Losses of a cast of a tensor to FP8; all fields are float32 scalars."""
 
-    # Beyond the largest number of the format: they saturate.
+    # Fraction of the finite elements that exceed the largest value of the format and saturate.
     saturated: jax.Array
-    # Not zero, and zero in the format.
+    # Fraction of the finite elements that are not zero and become zero.
     underflowed: jax.Array
-    # Below the smallest normal number of the format, and not zero in it: they have fewer bits.
+    # Fraction of the finite elements that become subnormal numbers, which have less precision.
     subnormal: jax.Array
-    # Finite numbers, as a fraction of all.
+    # Fraction of all elements that are finite.
     finite: jax.Array
-    # The largest magnitude among them, before it is scaled.
+    # Largest magnitude of the finite elements, before scaling.
     amax: jax.Array
 
 
 def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> QuantizationStats:
-    """How much of `x` saturates and how much vanishes when it is quantised.
+    """Measures how many elements of `x` saturate, underflow or lose precision in FP8.
 
     Args:
-      x: any shape, any float dtype.
+      x: array of any shape and float dtype.
       scale: broadcastable to `x`.
-      dtype: the FP8 format.
+      dtype: the FP8 format, as a name or dtype.
 
     Returns:
-      Fractions of the finite numbers of `x`, which are 0 where there are none; how many those are,
-      and the largest. What a rounded scale alone carries beyond the format does not count as
-      saturated.
+      The statistics. Fractions are 0 if `x` has no finite elements. Elements that exceed the range
+      only because the scale was rounded to FP32 do not count as saturated.
 
     Raises:
-      PolicyError: if `dtype` is no FP8 format.
-      JaxmpError: if `x` is no array of floats, or `scale` does not broadcast to it.
+      PolicyError: if `dtype` is not an FP8 format.
+      JaxmpError: if `x` is not an array of floats, or `scale` does not broadcast to it.
 
     Example:
       >>> x = jnp.array([1.0, 1000.0, 1e-9, 0.0])
@@ -226,15 +224,16 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
 
 
 def stats_of(x: jax.Array, scaled: jax.Array, dtype: Any) -> QuantizationStats:
-    """`quantization_stats` of numbers that are scaled already.
+    """Computes `quantization_stats` of a tensor that is already scaled.
 
     Args:
-      x: any shape, any float dtype.
-      scaled: as many numbers, in any shape: `x` times its scale, where `x` is finite.
+      x: array of any shape and float dtype.
+      scaled: the elements of `x` times their scales, in any shape. Elements that are not finite
+        here are left out of the fractions of finite elements.
       dtype: the FP8 format.
     """
     scaled = jnp.abs(lax.convert_element_type(scaled, FLOAT32))
-    # What is not finite has a share in `finite` alone.
+    # Non-finite elements count in `finite` only.
     known = lax.is_finite(scaled)
     size = np.float32(max(x.size, 1))
     count = jnp.sum(known, dtype=FLOAT32)
@@ -249,7 +248,7 @@ def stats_of(x: jax.Array, scaled: jax.Array, dtype: Any) -> QuantizationStats:
     wide = jnp.abs(lax.convert_element_type(x, FLOAT32))
     inside = lax.is_finite(wide)
     return QuantizationStats(
-        # A scale is rounded to FP32, and so the largest number times it may lie a little beyond.
+        # The scale is rounded to FP32, so the scaled amax may exceed the limit slightly.
         saturated=fraction(scaled > limit * np.float32(1 + 2.0**-20)),
         underflowed=fraction((q == zero) & (scaled != zero)),
         subnormal=fraction((q > zero) & (q < normal)),

@@ -1,4 +1,4 @@
-"""FP8 recipes: frozen settings of how the three products of a linear layer are quantised."""
+"""FP8 scalings: frozen settings that specify how the dots of a linear layer are quantized."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import jax
 from jaxmp._dtypes import canonical_dtype, is_fp8
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, did_you_mean
 
-# The products of one linear layer, and the operands of each.
+# The three dots of a linear layer, and the operands of each.
 GEMMS = {
     "fprop": ("input", "kernel"),
     "dgrad": ("output_grad", "kernel"),
     "wgrad": ("input", "output_grad"),
 }
-# In the place of formats: the product is computed in its operands' own dtype.
+# Setting of a dot that is computed in the dtype of its operands.
 HIGH = "high"
 
-# What NVIDIA's Tensor Cores multiply (Hopper and later; OCP 8-bit floating point specification).
+# Formats of NVIDIA's FP8 Tensor Cores (compute capability 8.9 and above; OCP 8-bit floating point
+# specification).
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 _E4M3 = ("e4m3fn", "e4m3fn")
 
-# Numbers that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
+# Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
 MX_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What all recipes share; use one of `CurrentScaling`, `DelayedScaling` and their kin."""
+    """Base class of the scalings, with their common settings; use a subclass."""
 
-    # "current", "delayed", ...: the name in a recipe file.
+    # "current", "delayed", ...: the value of `scaling` in a recipe file.
     kind: ClassVar[str] = ""
 
     fprop: Any = _E4M3
@@ -59,14 +60,17 @@ class Scaling:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the scales come from earlier steps, so that a state goes along."""
+        """True if scales come from earlier steps, which requires a state."""
         return False
 
     def formats(self, gemm: str) -> tuple[Any, Any] | None:
-        """The dtypes of the operands of "fprop", "dgrad" or "wgrad"; None: no FP8 there.
+        """Returns the FP8 dtypes of the operands of a dot.
+
+        Args:
+          gemm: "fprop", "dgrad" or "wgrad".
 
         Returns:
-          A pair of dtypes in the order of `GEMMS`.
+          A pair of dtypes in the order of `GEMMS[gemm]`; None if the dot does not use FP8.
         """
         names = getattr(self, gemm)
         return None if names == HIGH else (canonical_dtype(names[0]), canonical_dtype(names[1]))
@@ -81,10 +85,10 @@ def _bad(recipe: Scaling, name: str, allowed: str, example: str) -> RecipeError:
 
 
 def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
-    """Refuses what is no integer in `low .. high`.
+    """Checks that a setting is an integer from `low` to `high`.
 
     Raises:
-      RecipeError: naming the recipe, the setting and its range.
+      RecipeError: with the scaling, the setting and its range.
     """
     value = getattr(recipe, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -92,7 +96,7 @@ def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
 
 
 def _formats(recipe: Scaling, gemm: str) -> Any:
-    """Two short names such as `("e4m3fn", "e5m2")`, or `HIGH`."""
+    """Returns the formats of a dot as short names such as `("e4m3fn", "e5m2")`, or `HIGH`."""
     given = getattr(recipe, gemm)
     operands = " and ".join(GEMMS[gemm])
     allowed = (
@@ -129,24 +133,25 @@ def _gemm_names(recipe: Scaling, name: str) -> tuple[str, ...]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Scaling):
-    """Per-tensor scales from the very tensor that is quantised, just in time. Has no state.
+    """Stateless per-tensor scaling: each scale comes from the tensor that it quantizes.
 
     Args:
-      fprop: formats of input and kernel in the forward product: a pair of "e4m3fn" and "e5m2", one
-        name for both, or "high" for a product in the operands' own dtype.
-      dgrad: formats of output gradient and kernel in the product that gives the input's gradient.
-      wgrad: formats of input and output gradient in the product that gives the kernel's gradient.
+      fprop: formats of input and kernel in the forward dot: a pair of "e4m3fn" and "e5m2", one name
+        for both, or "high" for a dot in the dtype of the operands.
+      dgrad: formats of output gradient and kernel in the dot that computes the input's gradient.
+      wgrad: formats of input and output gradient in the dot that computes the kernel's gradient.
       margin: scales are divided by `2**margin`.
-      power_of_two: round scales down to powers of two, so that scaling itself is exact.
-      fast_accumulation: products whose sums may be kept in the Tensor Cores' own fewer bits; the
-        others are added up in FP32. By default the forward product only, as in Transformer Engine
+      power_of_two: round scales down to powers of two, so that scaling is exact.
+      fast_accumulation: dots that may accumulate with the reduced precision of the Tensor Cores;
+        the others accumulate in FP32. Default: the forward dot only, as in Transformer Engine
         (`use_split_accumulator`) and torchao.
-      min_width: where a recipe decides for a whole model, the narrowest layers that run in FP8 on
-        an accelerator: see `why_not`. "auto", or the least number of inputs and of outputs.
-      emulate: a device without FP8 products is allowed, and the numbers are rounded all the same.
+      min_width: minimum number of input features and of output features of a layer that runs in
+        FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
+        described in `why_not`.
+      emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
 
     Raises:
-      RecipeError: naming the setting, what it may be, and a call that works.
+      RecipeError: with the setting, its allowed values and a valid call.
 
     Example:
       >>> CurrentScaling(wgrad="high").wgrad
@@ -161,22 +166,22 @@ class CurrentScaling(Scaling):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Scaling):
-    """Per-tensor scales from the maxima of earlier steps, which travel in a state.
+    """Per-tensor scaling with the amaxes of earlier steps, which are stored in a state.
 
-    The first step has no earlier one and is scaled as by `CurrentScaling`. The rules are those of
-    Transformer Engine's `DelayedScaling`, but what is not finite never enters the history.
+    The first step has no earlier amax and scales like `CurrentScaling`. The rules are those of
+    Transformer Engine's `DelayedScaling`, except that a non-finite amax never enters the history.
 
     Args:
-      amax_history_len: how many steps the history keeps.
+      amax_history_len: number of steps in the history.
       amax_compute: "max" of the history, or its "most_recent" entry.
-      interval: the scales are set anew every `interval` steps; the history grows at each.
-      calibrate: where a history is empty, scale by the tensor's own maximum; False: by 1, so that
-        the cast never waits for a maximum.
+      interval: number of steps between updates of the scales. The history is updated at each step.
+      calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
+        so that the cast never waits for an amax.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
     Raises:
-      RecipeError: naming the setting, what it may be, and a call that works.
+      RecipeError: with the setting, its allowed values and a valid call.
 
     Example:
       >>> DelayedScaling(amax_history_len=16, amax_compute="most_recent").is_stateful
@@ -207,18 +212,18 @@ class DelayedScaling(Scaling):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowwiseScaling(Scaling):
-    """One scale for each row of the first and each column of the second operand of a product.
+    """Scaling with one scale per row of the first and per column of the second operand of a dot.
 
-    Input and kernel are quantised twice, once along each of the directions in which they are summed
-    over, from the same high-precision numbers. Formats and powers of two are those of torchao's
-    "rowwise" recipe: E4M3 throughout.
+    Input, kernel and output gradient are quantized twice, once for each direction in which they are
+    contracted, from the same high-precision tensor. Formats and powers of two are those of
+    torchao's "rowwise" recipe: E4M3 throughout.
 
     Args:
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
     Raises:
-      RecipeError: naming the setting, what it may be, and a call that works.
+      RecipeError: with the setting, its allowed values and a valid call.
 
     Example:
       >>> RowwiseScaling().wgrad
@@ -235,19 +240,20 @@ class RowwiseScaling(Scaling):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockScaling(Scaling):
-    """One scale per 1 x 128 numbers of activations and gradients, and per 128 x 128 of kernels.
+    """Scaling with one scale per 1 x 128 elements of activations and per 128 x 128 of kernels.
 
-    The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): E4M3 throughout. XLA has no product
-    with such scales: the numbers are rounded to FP8 and multiplied in the operands' own dtype. So
-    it is good for the study of numerics, and refused on an accelerator without `emulate=True`.
+    Output gradients are scaled like activations. These are the settings of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3.2): E4M3 throughout. XLA has no matmul with such scales, so the
+    operands are rounded to FP8 and multiplied in their own dtype. This scaling therefore serves to
+    study numerics; on an accelerator it requires `emulate=True`.
 
     Args:
-      block: the size of a block, in numbers along each of its long sides.
+      block: length of the long sides of a block, in elements.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
     Raises:
-      RecipeError: naming the setting, what it may be, and a call that works.
+      RecipeError: with the setting, its allowed values and a valid call.
 
     Example:
       >>> BlockScaling(emulate=True).block
@@ -268,26 +274,26 @@ class BlockScaling(Scaling):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXScaling(Scaling):
-    """MXFP8: one power of two per 32 numbers along what a product sums over. For Blackwell cards.
+    """MXFP8 scaling for Blackwell GPUs: one power of two per 32 elements along the contracted axes.
 
-    The block format of the OCP Microscaling Formats specification 1.0, with scales in E8M0, and the
-    recipe of Transformer Engine's `MXFP8BlockScaling`: E4M3 throughout. Each operand is quantised
-    once for each of the directions in which it is summed over, from the same high-precision
-    numbers. The products are those of `jax.nn.scaled_matmul`, which run on GPUs of compute
-    capability 10.0 and above; older ones, and TPUs, are refused without `emulate=True`. A CPU
-    multiplies the same numbers in the operands' own dtype.
+    The format is that of the OCP Microscaling Formats specification 1.0 with scales in E8M0. The
+    settings are those of Transformer Engine's `MXFP8BlockScaling`: E4M3 throughout. Each operand is
+    quantized once for each direction in which it is contracted, from the same high-precision
+    tensor. The dots are those of `jax.nn.scaled_matmul`, which runs on GPUs of compute capability
+    10.0 and above; older GPUs and TPUs raise an error without `emulate=True`. A CPU multiplies the
+    same values in bfloat16 if both operands are bfloat16, and otherwise in float32 or float64.
 
     Args:
-      rounding: how the scale of a block follows from its largest magnitude. "up": the least power
-        of two that lets it fit, so that nothing saturates; this is what JAX, cuDNN and Transformer
-        Engine do. "down": the specification's own rule (section 6.3), `2**(floor(log2(amax)) - 8)`
-        for E4M3, by which numbers from 448 to 512 times the scale saturate.
+      rounding: how the scale of a block follows from its amax. "up": the smallest power of two with
+        which the block does not saturate, as in JAX, cuDNN and Transformer Engine. "down": the rule
+        of the specification (section 6.3), `2**(floor(log2(amax)) - 8)` for E4M3, with which values
+        from 448 to 512 times the scale saturate.
       fprop, dgrad, wgrad, min_width, emulate: as in `CurrentScaling`.
-      margin, power_of_two: 0 and True: the format has no others.
+      margin, power_of_two: must be 0 and True, the only values that the format allows.
       fast_accumulation: has no effect.
 
     Raises:
-      RecipeError: naming the setting, what it may be, and a call that works.
+      RecipeError: with the setting, its allowed values and a valid call.
 
     Example:
       >>> MXScaling().fprop, MXScaling(rounding="down").rounding
@@ -317,14 +323,14 @@ KINDS: dict[str, type[Scaling]] = {
 
 
 def as_recipe(recipe: Any) -> Scaling:
-    """A recipe, or the one that a name stands for.
+    """Converts the name of an FP8 scaling to the scaling; a scaling is returned unchanged.
 
     Args:
-      recipe: a recipe object; "current", "delayed", "rowwise", "block" or "mx"; None: the default,
-        which is `CurrentScaling()`.
+      recipe: a scaling; "current", "delayed", "rowwise", "block" or "mx"; None: the default,
+        `CurrentScaling()`.
 
     Raises:
-      RecipeError: quoting what was given.
+      RecipeError: if `recipe` is not a scaling; the message quotes it.
 
     Example:
       >>> as_recipe("delayed") == DelayedScaling()
@@ -346,7 +352,7 @@ def as_recipe(recipe: Any) -> Scaling:
 
 
 def fp8_dtype(dtype: Any) -> Any:
-    """The canonical dtype of an 8-bit float that has a sign and a mantissa.
+    """Returns the canonical dtype of an 8-bit float that has a sign and a mantissa.
 
     Raises:
       PolicyError: for any other dtype.

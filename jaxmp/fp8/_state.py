@@ -1,7 +1,7 @@
-"""The state of delayed scaling: what earlier steps saw, as a flat dict of float32 arrays.
+"""State of delayed scaling: the amaxes of earlier steps, as a flat dict of float32 arrays.
 
-Every leaf is combined by max, over microbatches, devices and the uses of a shared layer: so the
-maximum that a scale comes from is kept, and not the scale, of which the least would be right.
+Every leaf is combined by max over microbatches, devices and the uses of a shared layer. The state
+therefore stores the amax rather than the scale: amaxes combine by max, scales would require min.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ State = dict[str, jax.Array]
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
 USES = "uses"
-# What its leaves are called among the variables of a layer of Flax.
+# Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
 # The leaves of one layer's state.
 NAMES = (AGE, USES, *(f"{x}_{leaf}" for x in OPERANDS for leaf in ("amax", "amax_history")))
 
 
 def init_state(recipe: Any = "delayed") -> State:
-    """The state of one linear layer before its first step.
+    """Returns the state of one linear layer before its first step.
 
-    For each operand X of "input", "kernel" and "output_grad": `X_amax`, a scalar, the maximum that
-    the scale in force comes from, 0 before the first step; `X_amax_history`, `[amax_history_len]`,
-    the newest first. And two scalars: `age`, the steps since scales were last set, and `uses`, how
-    often the layer ran in the last step where JAX added up the gradients of all its runs.
+    For each operand X of "input", "kernel" and "output_grad", the state has `X_amax`, a scalar: the
+    amax from which the active scale is computed, 0 before the first step; and `X_amax_history` of
+    shape `[amax_history_len]`, with the newest entry first. It also has two scalars: `age`, the
+    number of steps since the scales were last updated, and `uses`, the number of times that the
+    layer ran in the last step if JAX summed the gradients of all runs.
 
     Args:
       recipe: a `DelayedScaling`, or "delayed".
@@ -50,7 +51,7 @@ def init_state(recipe: Any = "delayed") -> State:
       A dict of float32 arrays.
 
     Raises:
-      JaxmpError: if the recipe has no state.
+      JaxmpError: if the scaling has no state.
 
     Example:
       >>> {name: leaf.shape for name, leaf in init_state().items() if "input" in name}
@@ -69,10 +70,10 @@ def init_state(recipe: Any = "delayed") -> State:
 
 
 def check_state(recipe: DelayedScaling, state: Any) -> None:
-    """Refuses what `init_state` of this recipe could not have made.
+    """Checks that a state has the keys, shapes and dtypes of `init_state(recipe)`.
 
     Raises:
-      JaxmpError: naming the first leaf that differs.
+      JaxmpError: with the keys, or the first leaf that differs.
     """
     wanted = _shapes(recipe)
     fix = "Make it with fp8.init_state(recipe)."
@@ -95,17 +96,17 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
 
 @functools.cache
 def _shapes(recipe: DelayedScaling) -> dict[str, tuple[int, ...]]:
-    """Those of `init_state`, which are asked for at each layer."""
+    """Returns the shapes of `init_state(recipe)`; cached, because every layer reads them."""
     state = jax.eval_shape(lambda: init_state(recipe))
     return {name: leaf.shape for name, leaf in state.items()}
 
 
 # ---------------------------------------------------------------------------
-# Combined by max
+# Max-accumulation
 # ---------------------------------------------------------------------------
 
 
-# Flax's dtype of numbers whose sum is their maximum.
+# Name of Flax's dtype `fm32`, whose addition is the maximum.
 _MAX = "fp8_meta32"
 
 
@@ -114,17 +115,17 @@ def _is_max(leaf: Any) -> bool:
 
 
 def as_max(state: Any) -> Any:
-    """A state whose gradients JAX combines by max, where it would add up others.
+    """Converts a state to a dtype whose gradients JAX combines by max instead of summing them.
 
-    A layer that is used twice, or in each round of a `lax.scan`, has a gradient from each use, and
-    JAX adds them up. Convert the state before it is differentiated, outside of the function, and
+    A layer that runs twice, or in each iteration of a `lax.scan`, has one gradient per use, and JAX
+    sums them. Convert the state before differentiation, outside of the differentiated function, and
     its gradient back with `as_float`: `as_float(jax.grad(fn, allow_int=True)(as_max(state)))`.
 
     Args:
       state: any pytree of float32 arrays.
 
     Returns:
-      The same tree in Flax's dtype `fm32`, which `fp8.dot_general` takes too.
+      The same tree in Flax's dtype `fm32`, which `fp8.dot_general` also accepts.
 
     Raises:
       MissingDependencyError: if Flax is not installed.
@@ -141,11 +142,11 @@ def as_max(state: Any) -> Any:
 
 
 def as_float(state: Any) -> Any:
-    """Undoes `as_max`; all else is handed through.
+    """Converts `fm32` leaves back to float32 and returns all other leaves unchanged.
 
     Raises:
-      TypeError: inside of `shard_map(..., check_vma=False)`, where JAX would reduce such numbers
-        over devices, which it cannot lower.
+      TypeError: inside `shard_map(..., check_vma=False)`, where JAX would reduce `fm32` over
+        devices, which it cannot lower.
     """
 
     def convert(leaf: Any) -> Any:
@@ -163,7 +164,7 @@ def _check_reducible(leaf: Any) -> None:
 
 
 def _is_unchecked() -> bool:
-    """Whether this is traced inside of `shard_map(..., check_vma=False)`."""
+    """Returns True while tracing inside `shard_map(..., check_vma=False)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(manual) and not _compat.varying_axes(lax.axis_index(manual[0]))
 
@@ -174,9 +175,12 @@ def _is_unchecked() -> bool:
 
 
 def layer_states(tree: Any) -> list[dict[str, int]]:
-    """Where in `jax.tree.leaves(tree)` the states of layers stand: leaf name -> index.
+    """Locates the FP8 states of layers in `jax.tree.leaves(tree)`.
 
-    Their names have a prefix where they stand among a layer's other variables.
+    States among the other variables of a layer have prefixed leaf names.
+
+    Returns:
+      For each state, a dict from leaf name (without prefix) to index.
     """
     places: dict[Any, dict[str, int]] = {}
     for index, (path, _) in enumerate(leaves_with_path(tree)):
@@ -193,13 +197,13 @@ _SET = frozenset(NAMES)
 
 
 def combined_by_max(tree: Any) -> Any:
-    """`as_max` of all states of layers in a collection, where JAX can compute with it.
+    """Applies `as_max` to the layer states in a collection, where JAX supports `fm32`.
 
-    Not outside of a trace, where JAX adds no such numbers up; nor inside of
-    `shard_map(..., check_vma=False)`; nor without Flax.
+    States are not converted outside of a trace, where JAX cannot add `fm32` arrays, inside
+    `shard_map(..., check_vma=False)`, or without Flax.
 
     Returns:
-      A tree of the same structure; `tree` itself where nothing was converted.
+      A tree of the same structure; `tree` itself if nothing was converted.
     """
     leaves, structure = jax.tree.flatten(tree)
     states = layer_states(tree)
@@ -219,16 +223,16 @@ def combined_by_max(tree: Any) -> Any:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether JAX refused to do something with numbers that are combined by max."""
+    """Returns True if `error` means that JAX does not support an operation on `fm32`."""
     return _MAX in str(error)
 
 
 def kept_where_unused(new: Any, old: Any) -> Any:
-    """Gradients of a collection, and the old states of layers that did not run.
+    """Replaces the gradients of layers that did not run by their old states.
 
     Args:
-      new: a collection, in float32 or combined by max; states whose `uses` is not positive were
-        not used: their gradient is what JAX takes for zero.
+      new: gradient of a collection, in float32 or `fm32`. A layer whose `uses` is not positive did
+        not run; its gradient is JAX's zero, which is -inf in `fm32`.
       old: the collection before the step.
     """
     leaves, structure = jax.tree.flatten(new)
@@ -246,7 +250,7 @@ def _kept_where_unused(new: State, old: State) -> State:
     used = new[USES] > np.float32(0)
 
     def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
-        # Of layers that are stacked on another axis than the first, all or none.
+        # If layers are stacked on an axis other than the first, all or none count as used.
         each = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
         each = jnp.broadcast_to(
             each.reshape(each.shape + (1,) * (leaf.ndim - each.ndim)), leaf.shape
@@ -261,14 +265,14 @@ def _kept_where_unused(new: State, old: State) -> State:
 # ---------------------------------------------------------------------------
 
 
-# Jitted, so that all layers share the trace and, in StableHLO, one function.
+# Jitted, so that all layers share one trace and, in StableHLO, one function.
 
 
 def before_step(state: Mapping[str, Any]) -> State:
-    """`settled`, of a state that may be one whose gradients are combined by max.
+    """Returns `settled(state)` for a state in float32 or `fm32`.
 
     Raises:
-      TypeError: as `as_float`.
+      TypeError: as in `as_float`.
     """
     _check_reducible(state[AGE])
     return settled(state)
@@ -276,10 +280,11 @@ def before_step(state: Mapping[str, Any]) -> State:
 
 @jax.jit
 def settled(state: Mapping[str, Any]) -> State:
-    """A state in float32, as one run of the layer would have left it if JAX added up several.
+    """Converts a state to float32, and undoes the summation if JAX summed several runs of a layer.
 
-    All is divided by their number but the newest maxima, whose sum is kept: it is no less than the
-    largest of them, and scales that are a little too small lose nothing but headroom.
+    All leaves are divided by the number of runs, except the newest entries of the histories. Their
+    sum is not smaller than the largest of them, and a scale that is somewhat too small only loses
+    range at the small end.
     """
     state = {name: lax.convert_element_type(leaf, FLOAT32) for name, leaf in state.items()}
     uses = jnp.maximum(state[USES], np.float32(1))
@@ -291,7 +296,7 @@ def settled(state: Mapping[str, Any]) -> State:
 
 
 class OperandState(NamedTuple):
-    """What a state says of one operand."""
+    """State of one operand, with the age of the layer's state."""
 
     age: jax.Array
     amax: jax.Array
@@ -299,20 +304,20 @@ class OperandState(NamedTuple):
 
 
 def of_operand(state: Mapping[str, Any], operand: str) -> OperandState:
-    """The part of a state that "input", "kernel" or "output_grad" needs.
+    """Selects the part of a state that "input", "kernel" or "output_grad" requires.
 
-    The rest does not go along: what is traced costs by the number of arrays.
+    Passing fewer arrays reduces the cost of tracing.
     """
     return OperandState(state[AGE], state[f"{operand}_amax"], state[f"{operand}_amax_history"])
 
 
 def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Array) -> jax.Array:
-    """The maximum that the scale of this step comes from.
+    """Returns the active amax, from which the scale of this step is computed.
 
     Args:
-      recipe: the settings.
-      state: before this step.
-      measured: the tensor's own maximum, for where there is no earlier one.
+      recipe: the scaling.
+      state: the operand's state before the step.
+      measured: amax of the tensor in this step, which is used if there is no earlier one.
 
     Returns:
       A float32 scalar.
@@ -321,8 +326,8 @@ def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Arr
     recent = jnp.max(history) if recipe.amax_compute == "max" else history[0]
     due = (state.age >= np.float32(recipe.interval)) | (held == np.float32(0))
     known = lax.select(due, recent, held)
-    # A selection, not a branch: the maximum is taken at every step, for the history, and on a GPU
-    # a branch for each tensor would cost more than the wait.
+    # Select instead of branching: every step measures the amax for the history anyway, and on a GPU
+    # one branch per tensor would cost more than waiting for the amax.
     return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
 
 
@@ -332,16 +337,16 @@ def next_state(
     seen: Mapping[str, tuple[jax.Array, jax.Array]],
     like: jax.Array,
 ) -> State:
-    """The state after a step.
+    """Returns the state after a step.
 
     Args:
-      recipe: the settings.
-      state: before the step, in float32.
-      seen: for each operand the maximum in force, and its own maximum in this step.
-      like: a leaf of the state as it was given.
+      recipe: the scaling.
+      state: the state before the step, in float32.
+      seen: for each operand, the active amax and the amax measured in this step.
+      like: a leaf of the state that the caller passed.
 
     Returns:
-      A state in which nothing that is not finite has entered, in the dtype of `like`.
+      The next state, in the dtype of `like`. It contains no non-finite amax.
     """
     histories = {operand: state[f"{operand}_amax_history"] for operand in OPERANDS}
     return _next_state(recipe, state[AGE], histories, seen, like)
@@ -363,23 +368,23 @@ def _next_state(
 
 
 # ---------------------------------------------------------------------------
-# Flax's own collections
+# Flax's FP8 collections
 # ---------------------------------------------------------------------------
 
 
 def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
-    """The state of one layer out of the `_overwrite_with_gradient` collection of Flax's FP8 ops.
+    """Converts the `_overwrite_with_gradient` collection of one of Flax's FP8 ops to a state.
 
     Args:
-      collection: of one `Fp8DirectDotGeneralOp` or `Fp8Einsum`: `X_scale` `(1,)` and
+      collection: the collection of one `Fp8DirectDotGeneralOp` or `Fp8Einsum`: `X_scale` `(1,)` and
         `X_amax_history` `(length,)` for each operand X.
-      recipe: a `DelayedScaling` with that length; None: one that fits.
+      recipe: a `DelayedScaling` with that history length; None: one is created.
 
     Returns:
-      A state; the scales of the next step are those that Flax would use.
+      A state with which the next step uses the same scales as Flax.
 
     Raises:
-      JaxmpError: if the collection is of another kind, or the length is not the recipe's.
+      JaxmpError: if the collection has other keys, or the history length is not the scaling's.
 
     Example:
       >>> to_flax(from_flax(to_flax(init_state())))["kernel_scale"].tolist()
@@ -401,7 +406,7 @@ def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
         state[f"{operand}_amax_history"] = _reordered(history)
     check_state(recipe, state)
     known = jnp.stack([jnp.max(state[f"{operand}_amax_history"]) for operand in OPERANDS])
-    # Their scales are recomputed at each step, from the history.
+    # Flax recomputes the scales at each step from the history, so they are due for an update.
     state[AGE] = jnp.where(jnp.max(known) > np.float32(0), np.float32(recipe.interval), state[AGE])
     for operand, amax in zip(OPERANDS, known, strict=True):
         state[f"{operand}_amax"] = amax
@@ -409,14 +414,15 @@ def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
 
 
 def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The `_overwrite_with_gradient` collection of one of Flax's FP8 ops, out of a state.
+    """Converts a state to the `_overwrite_with_gradient` collection of one of Flax's FP8 ops.
 
     Args:
-      state: as `init_state` makes it.
+      state: a state as returned by `init_state`.
 
     Returns:
-      `X_scale` `(1,)`, the reciprocal of this library's, for the formats that Flax uses (E4M3 for
-      inputs and kernels, E5M2 for gradients), and `X_amax_history` in Flax's order.
+      A dict of `X_scale` `(1,)`, the reciprocal of this library's scale, for the formats that Flax
+      uses (E4M3 for inputs and kernels, E5M2 for gradients), and of `X_amax_history` in Flax's
+      order.
 
     Raises:
       JaxmpError: if `state` is not the state of one layer.
@@ -439,8 +445,9 @@ def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _reordered(history: jax.Array) -> jax.Array:
-    """Newest first to Flax's order and back.
+    """Converts a history from newest-first order to Flax's order, or back.
 
-    Flax rotates to the left and writes to entry 0: the rest stands with the oldest first.
+    Flax rotates the history to the left and writes the newest entry to index 0, so that the other
+    entries are ordered from oldest to newest.
     """
     return jnp.concatenate([history[:1], history[:0:-1]])

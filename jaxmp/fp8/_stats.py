@@ -1,4 +1,4 @@
-"""What rounding to FP8 loses in each product of a real program, under jit and scan."""
+"""Measures the rounding losses of each FP8 matmul in a real program, under jit and scan."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Stats = dict[str, QuantizationStats]
 
 
 def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
-    """`fn`, which returns besides its result what was lost by rounding to FP8.
+    """Transforms `fn` so that it also returns the losses of its casts to FP8.
 
-    The program of `fn` is traced and run again, and the statistics become results of it: there is
-    no callback, and numbers stay what they were. It goes around what takes gradients, so that the
-    gradients' own operands are seen too, and inside `jax.jit`:
+    `fn` is traced, and its program is evaluated with the statistics as additional outputs. There
+    are no callbacks, and the result does not change. Apply `with_stats` outside of the
+    transformation that computes gradients, so that output gradients are measured too, and inside
+    `jax.jit`:
 
         step_with_stats = jax.jit(fp8.with_stats(train_step))
 
-    Seen are the FP8 products of `fp8.dot_general`, of layers and of `autocast`, inside jitted
-    functions, scans and rematerialised regions, whose recomputation does not count again; not
-    inside `lax.cond`, `lax.while_loop` and `shard_map`.
+    The statistics cover the FP8 matmuls of `fp8.dot_general`, of layers and of `autocast`,
+    including those inside jitted functions, scans and rematerialized regions, whose recomputation
+    is not counted again. They do not cover `lax.cond`, `lax.while_loop` and `shard_map`.
 
     Args:
-      fn: a function of arrays in pytrees.
+      fn: a function of pytrees of arrays.
 
     Returns:
-      A function of the same arguments, which returns `(result, stats)`: `stats` is a dict from the
-      name scopes around a product and the operand, "Model/layer:input", ":kernel" or
-      ":output_grad", to `QuantizationStats`. What is rounded several times at one place, as by
-      `RowwiseScaling`, has "#2" and so on behind it; of a scan, statistics have the length of it as
-      their first axis.
+      A function of the same arguments that returns `(result, stats)`. `stats` is a dict from the
+      name scopes of a matmul and the operand ("Model/layer:input", ":kernel" or ":output_grad") to
+      `QuantizationStats`. If an operand is quantized several times, as with `RowwiseScaling`, the
+      later keys end in "#2" and so on. Statistics inside a scan have a first axis of its length.
 
     Raises:
-      JaxmpError: if `fn` is no function; from the returned function, when it is differentiated.
+      JaxmpError: if `fn` is not a function. The returned function raises it when differentiated.
 
     Example:
       >>> product = fp8.dot_general("current")
@@ -90,7 +90,7 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 class _Place(NamedTuple):
-    """The scopes around an equation, and the pass that it belongs to."""
+    """Name scopes of an equation, and the pass to which it belongs."""
 
     names: tuple[str, ...]
     phase: str
@@ -102,10 +102,10 @@ class _Seen(NamedTuple):
 
 
 class _Harvest:
-    """Runs a jaxpr again and gathers statistics on the way."""
+    """Interpreter that evaluates a jaxpr and gathers statistics."""
 
     def __init__(self) -> None:
-        # Whether a jaxpr quantises anything, by its id; the jaxpr is kept beside it.
+        # id of a jaxpr -> (the jaxpr, True if it quantizes). Storing the jaxpr keeps its id valid.
         self.known: dict[int, tuple[Any, bool]] = {}
 
     def quantises(self, jaxpr: Any) -> bool:
@@ -149,7 +149,7 @@ class _Harvest:
         if name not in _CALLS:
             return _bound(equation, operands), []
         if params.get("prevent_cse") and params.get("differentiated"):
-            # As JAX lowers it: nothing in there is what it was in the forward pass.
+            # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
             operands = list(lax.optimization_barrier(tuple(operands)))
         return self.run(sub_jaxprs(equation)[0], operands, place)
 
@@ -169,18 +169,18 @@ class _Harvest:
         return [*carry, *ys], list(map(_Seen, places, stats))
 
 
-# Whose first jaxpr is run in their place.
+# Call primitives, which are evaluated by interpreting their first jaxpr.
 _CALLS = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 def _role(equation: Any) -> str:
-    """What an operand that an equation quantises is to its layer; "" where it quantises none."""
+    """Returns the role of the operand that an equation quantizes; "" if it does not quantize."""
     name = equation.params.get("name")
     return name.removeprefix(QUANTIZE) if isinstance(name, str) and QUANTIZE in name else ""
 
 
 def _quantise(equation: Any, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
-    """The equations inside one by one: what is clamped to a format is what the scale made."""
+    """Evaluates the equations of a quantization: the input of its clamp is the scaled operand."""
     body, consts = jaxpr_body(equation.params["jaxpr"])
     values = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
     clamped: dict[Any, Any] = {}
