@@ -1,4 +1,4 @@
-"""The arguments of attention: checked before any compute, and brought into one form.
+"""Checks the arguments of attention and converts them to one form, before any computation.
 
 Shape suffixes: B batch, T query positions, S key positions, N query heads, K key heads, H head size
 of query and key, V head size of value.
@@ -22,34 +22,37 @@ from jaxmp.errors import AttentionError, did_you_mean
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# The log-sum-exp of a query that sees no key, as in jax.nn.dot_product_attention: finite, so that
-# partial results can be merged by `jnp.logaddexp` without NaN.
+# Log-sum-exp of a query that sees no key, as in jax.nn.dot_product_attention. It is finite, so that
+# `jnp.logaddexp` merges partial results without NaN.
 NO_KEY = -0.7 * float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is known of an attention before it runs, beside the shapes. Hashable."""
+    """Static settings of an attention call, which are part of the compiled kernel. Hashable."""
 
-    # 1 if `Arguments.scale` is an array.
+    # Factor of the logits; 1 if `Arguments.scale` is an array.
     scale: float
     is_causal: bool = False
-    # Positions to the left and right of a query that it sees; None: no window. Causal: (left, 0).
+    # Number of positions that a query sees to its left and right; (left, 0) if causal. None for no
+    # window.
     window: tuple[int, int] | None = None
     dropout_rate: float = 0.0
-    # One dropout mask [T, S] for all of B and N.
+    # True to use one dropout mask [T, S] for all batch entries and heads.
     broadcast_dropout: bool = False
-    # The logits' gradient is multiplied in FP32: twice as exact, and no work for a Tensor Core.
+    # True to multiply the gradient of the logits in FP32, which halves the error but cannot use
+    # Tensor Cores.
     wide_gradients: bool = False
-    # The log-sum-exp of the logits is returned beside the result.
+    # True to return the log-sum-exp of the logits with the result.
     residual: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Query `[B, T, N, H]`, key `[B, S, K, H]`, value `[B, S, K, V]`, and what goes with them.
+    """Checked arguments of attention. Optional arrays are None if they are not passed.
 
-    Bias and mask have four dimensions, each 1 or that of `[B, N, T, S]`; lengths are int32 `[B]`.
+    Query is `[B, T, N, H]`, key `[B, S, K, H]` and value `[B, S, K, V]`. Bias and mask have four
+    dimensions, each of size 1 or that of `[B, N, T, S]`. Lengths are int32 `[B]`.
     """
 
     query: Any
@@ -60,19 +63,19 @@ class Arguments:
     query_lengths: Any
     key_lengths: Any
     dropout_rng: Any
-    # Scalar that multiplies the logits in addition to `settings.scale`; None: 1.
+    # Scalar array that multiplies the logits; None if the scale is the number `settings.scale`.
     scale: Any
     settings: Settings
 
     @property
     def logits_shape(self) -> tuple[int, int, int, int]:
-        """`[B, N, T, S]`."""
+        """Shape of the logits, `[B, N, T, S]`."""
         batch, positions, heads, _ = self.query.shape
         return batch, heads, positions, self.key.shape[1]
 
     @property
     def may_mask_rows(self) -> bool:
-        """Whether there may be a query that sees no key."""
+        """True if some query may see no key."""
         _, _, queries, keys = self.logits_shape
         window = self.settings.window
         beyond = window is not None and queries > keys + window[0]
@@ -81,10 +84,10 @@ class Arguments:
 
 
 def check_implementation(implementation: Any) -> str:
-    """Returns the name of an implementation; None, which is JAX's default, is "auto".
+    """Returns the name of an implementation; "auto" for None, which is JAX's default.
 
     Raises:
-      AttentionError: if there is no such implementation.
+      AttentionError: if the implementation does not exist.
     """
     if implementation is None:
         return "auto"
@@ -99,7 +102,7 @@ def check_implementation(implementation: Any) -> str:
 
 
 def with_scaled_query(given: Arguments) -> Arguments:
-    """Returns arguments without an array `scale`: it multiplies the query, in FP32."""
+    """Returns arguments without an array `scale`, by multiplying the query with it in FP32."""
     if given.scale is None:
         return given
     query = given.query.astype(wide_dtype(given.query.dtype))
@@ -126,11 +129,16 @@ def arguments(
     wide_gradients: bool = False,
     return_residual: bool = False,
 ) -> Arguments:
-    """Checks the arguments of `dot_product_attention`, which says what each means.
+    """Checks the arguments of `dot_product_attention`, where they are documented.
+
+    `broadcast_dropout` and `wide_gradients` are internal; see `Settings`.
+
+    Returns:
+      The arguments in one form: a batch dimension, four dimensions of bias and mask, int32 lengths.
 
     Raises:
       AttentionError: if shapes or dtypes do not fit together, or a setting is not allowed.
-      PolicyError: if `policy` is none.
+      PolicyError: if `policy` is not a policy.
     """
     query, key, value = (
         _array(a, n) for a, n in ((query, "query"), (key, "key"), (value, "value"))
@@ -182,7 +190,7 @@ def _array(value: Any, name: str) -> Any:
 
 
 def as_array(value: Any) -> Any:
-    """An array, or a shape as it is; lists and NumPy arrays get the dtypes that JAX gives them."""
+    """Converts lists and NumPy arrays to JAX arrays; JAX arrays and shapes are unchanged."""
     is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
     return value if is_array else jnp.asarray(value)
 
@@ -231,7 +239,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         )
     if query.shape[3] != key.shape[3]:
         raise AttentionError(f"{shapes}: query and key differ in head size.")
-    # Without sequences or queries the result is empty, as in JAX.
+    # An empty batch, or no queries, is allowed: the result is empty, as in JAX.
     if not all((*query.shape[2:], *key.shape[1:], *value.shape[1:])):
         raise AttentionError(f"{shapes}: a dimension is 0, and nothing can be attended to.")
     if query.shape[2] % key.shape[2]:
@@ -310,7 +318,7 @@ def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
 
 
 def _scale(scale: Any, size: int) -> tuple[float, Any]:
-    """The scale as a number, and as an array where it is not known before the program runs."""
+    """Returns the scale as (number, None); as (1, array) if it is traced or only a shape."""
     if scale is None:
         return size**-0.5, None
     traced = isinstance(scale, (Tracer, jax.ShapeDtypeStruct)) and math.prod(scale.shape) == 1
@@ -342,7 +350,7 @@ def _window(size: Any, is_causal: bool) -> tuple[int, int] | None:
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
-    """The two integers of a window; None if there are no such two."""
+    """Returns a window as (left, right); None if it is not an integer or a pair of integers."""
     pair = size if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2 or any(isinstance(n, (bool, np.bool_)) for n in pair):
         return None
@@ -354,7 +362,7 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 
 def _is_causal(is_causal: Any, window: Any) -> bool:
-    # A window that ends at the query is causal, and cuDNN has windows for causal masks only.
+    # A window with right = 0 is causal, and cuDNN supports windows only with a causal mask.
     pair = None if window is None else _pair(window)
     return _flag(is_causal, "is_causal") or (pair is not None and pair[1] == 0)
 
@@ -382,7 +390,7 @@ def _checked_rng(rate: Any, rng: Any) -> Any:
 
 
 def sees(settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether causality and window let a query see a key; bool, of positions that broadcast."""
+    """Returns the bool mask of causality and window for int32 positions, which are broadcast."""
     if settings.window is None:
         return keys <= queries if settings.is_causal else (keys >= 0) | (queries >= 0)
     left, right = settings.window

@@ -1,4 +1,4 @@
-"""Which implementation of attention serves a call, and why the others do not."""
+"""Chooses the implementation of an attention call, and explains the choice."""
 
 from __future__ import annotations
 
@@ -23,40 +23,43 @@ from jaxmp.errors import AttentionError
 _log = logging.getLogger("jaxmp.attention")
 _logged: set[tuple[str, str]] = set()
 
-# The reason for an implementation that is no choice.
+# Reason if the caller named the implementation.
 ASKED = "it was asked for"
-# Above it the logits of all pairs are not held in memory: 16 MiB, in FP32. Training keeps several
-# arrays of that size for each layer; on a CPU blocks are as fast from about there on.
+# Largest size in bytes of the FP32 logits of all pairs for which "auto" chooses "xla": 16 MiB.
+# Training stores several arrays of that size for each layer. From about this size on, "blockwise"
+# is as fast on a CPU.
 _WHOLE_LOGITS = 2**24
-# Head sizes that cuDNN's fused kernel takes (jax/_src/cudnn/fused_attention_stablehlo.py).
+# Largest head sizes of cuDNN's fused kernel (jax/_src/cudnn/fused_attention_stablehlo.py).
 _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
-# What cuDNN's FP8 kernel takes where gradients are wanted (same file).
+# Head size, and multiple of the sequence lengths, that cuDNN's FP8 kernel requires for gradients
+# (same file).
 _FP8_HEAD, _FP8_MULTIPLE = 128, 128
-# Beyond it FP8 loses for causal training. NVIDIA's figures for cuDNN 9.19.1 on one H200, 64 heads
-# over 8 of 128 (cudnn-frontend, sdpa_benchmark_training/results/h200_919_only_cudnn), forwards and
-# backwards, over bfloat16's: 1.13 at 2,048, 1.08 at 4,096, 0.90 at 8,192, 0.75 at 32,768.
+# Causal training on longer sequences is slower in FP8 than in bfloat16. Speed of FP8 relative to
+# bfloat16, forward and backward: 1.13 at 2,048 positions, 1.08 at 4,096, 0.90 at 8,192 and 0.75 at
+# 32,768. These are NVIDIA's figures for cuDNN 9.19.1 on one H200, with 64 query heads and 8 key
+# heads of size 128 (cudnn-frontend, sdpa_benchmark_training/results/h200_919_only_cudnn).
 LONGEST_CAUSAL_FP8 = 4096
 
 
 class Blocker(NamedTuple):
-    """One thing that keeps an implementation from serving a call."""
+    """Reason why an implementation cannot serve a call."""
 
-    # The argument, or "device".
+    # Name of the argument, or "device".
     argument: str
     reason: str
-    # What would lift it, as code where it is code.
+    # Change that removes the blocker, as code where possible.
     change: str
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionChoice:
-    """What `explain_attention` found.
+    """Implementation of an attention call, with the reason, as `explain_attention` returns it.
 
     Args:
       implementation: "cudnn", "blockwise", "xla" or "cudnn_fp8".
-      reason: why this one, in a sentence.
-      blockers: what keeps cuDNN's fused kernel from serving the call; empty where it could.
-      notes: what is done for the kernel's sake, and what it costs.
+      reason: why it was chosen.
+      blockers: reasons why cuDNN's fused kernel cannot serve the call; empty if it can.
+      notes: adaptations of the call to the kernel, and their cost.
 
     Example:
       >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
@@ -76,10 +79,16 @@ class AttentionChoice:
 
 
 def choose(given: Arguments, implementation: str) -> AttentionChoice:
-    """The implementation for a call; what is asked for, or the best one that is right.
+    """Chooses the implementation for a call.
+
+    Args:
+      given: the checked arguments.
+      implementation: a name, or "auto". "auto" chooses "cudnn" if cuDNN's fused kernel can serve
+        the call; otherwise "xla" if the FP32 logits of all pairs take at most 16 MiB; otherwise
+        "blockwise". An empty result is computed by "xla", whatever the name, except "cudnn_fp8".
 
     Raises:
-      AttentionError: if `implementation` is asked for and cannot serve the call.
+      AttentionError: if the named implementation cannot serve the call.
     """
     if implementation != "cudnn_fp8" and not math.prod(given.logits_shape):
         return AttentionChoice("xla", "the result is empty")
@@ -114,7 +123,10 @@ def _mebibytes(size: int) -> str:
 
 
 def log_once(choice: AttentionChoice) -> None:
-    """Says on the logger `jaxmp.attention` what was chosen: a warning if a GPU does without."""
+    """Logs a choice to the logger `jaxmp.attention`, once per implementation and first blocker.
+
+    The level is a warning if a program for a GPU does not use cuDNN, otherwise info.
+    """
     blocker = choice.blockers[0].argument if choice.blockers else ""
     if (choice.implementation, blocker) in _logged:
         return
@@ -129,7 +141,7 @@ def log_once(choice: AttentionChoice) -> None:
 
 
 def cudnn_blockers(given: Arguments) -> list[Blocker]:
-    """What keeps `jax.nn.dot_product_attention(implementation="cudnn")` from serving a call."""
+    """Lists why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
     return [*_device_blockers(), *_operand_blockers(given), *_mask_blockers(given)]
 
 
@@ -212,12 +224,12 @@ def _notes(given: Arguments) -> list[str]:
 
 
 def _fp8_choice(given: Arguments) -> AttentionChoice:
-    """FP8 attention, which somebody asked for; "auto" never takes it.
+    """Returns the choice of FP8 attention, which the caller named; "auto" never chooses it.
 
     Raises:
-      AttentionError: if it cannot serve the call, or would be slower than cuDNN's other kernel.
+      AttentionError: if it cannot serve the call, or would be slower than cuDNN's 16-bit kernel.
     """
-    # A CPU refuses what a GPU would, so that what was rehearsed on it runs.
+    # A CPU has the same restrictions as a GPU, so that a program tested on a CPU runs on a GPU.
     blockers = [*_fp8_device_blockers(), *_fp8_operand_blockers(given), *_fp8_mask_blockers(given)]
     if blockers:
         raise _refusal("cudnn_fp8", blockers)
@@ -245,7 +257,8 @@ def _fp8_device_blockers() -> list[Blocker]:
     if capability is not None and capability < (9, 0):
         reason = f"the kernel needs an H100 or later, this GPU has capability {capability}"
         return [Blocker("device", reason, change)]
-    # cudnn-frontend's own checks, include/cudnn_frontend/node/sdpa_fp8_bwd.h; XLA's is 9.1.
+    # Versions from the checks of cudnn-frontend (include/cudnn_frontend/node/sdpa_fp8_bwd.h); XLA
+    # checks for 9.1 only.
     blackwell = capability is not None and capability >= (10, 0)
     if version < 90100 or version == 91000 or (blackwell and version < 91900):
         major, minor = version // 10000, version % 10000 // 100
@@ -267,7 +280,7 @@ def _fp8_operand_blockers(given: Arguments) -> list[Blocker]:
         if length % _FP8_MULTIPLE:
             reason = f"its {length} positions are no multiple of {_FP8_MULTIPLE}"
             whole = -(-length // _FP8_MULTIPLE) * _FP8_MULTIPLE
-            # Behind a causal text no query sees what is added.
+            # With a causal mask, no query of the text sees padding at its end.
             pad = f"Pad the text to {whole}, or write" if given.settings.is_causal else "Write"
             found.append(Blocker(name, reason, f"{pad} implementation='auto'."))
     longest = max(queries, keys)

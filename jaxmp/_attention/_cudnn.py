@@ -12,19 +12,22 @@ from jaxmp._attention._arguments import NO_KEY, Arguments, with_scaled_query
 from jaxmp._attention._plain import whole_mask
 from jaxmp._attention._sharding import one_sharding
 
-# cuDNN takes heads whose size is a multiple of it.
+# Head sizes must be multiples of this.
 HEAD_MULTIPLE = 8
 
 
 def padded_size(head: int, value: int) -> int:
-    """The head size that cuDNN is given: one for all operands, a multiple of 8."""
+    """Returns the head size after padding: one multiple of 8 for query, key and value."""
     return -(-max(head, value) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
 def cudnn_attention(given: Arguments) -> Any:
-    """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero.
+    """Computes attention with cuDNN's fused kernel.
 
-    With `settings.residual`, also the log-sum-exp `[B, T, N]`, which JAX rounds to that dtype.
+    Returns:
+      `[B, T, N, V]` in the operands' dtype, zero for queries that see no key. With
+      `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`, which JAX rounds to the
+      same dtype.
     """
     given = with_scaled_query(given)
     settings = given.settings
@@ -34,7 +37,8 @@ def cudnn_attention(given: Arguments) -> Any:
     query, key, value = (_padded(a, padded) for a in (given.query, given.key, given.value))
     seeing = _seeing(given)
     if seeing is not None:
-        # Selected on both sides: no kernel is trusted with what it does to rows of nothing.
+        # Queries that see no key are replaced by zero here, and their results below. So neither
+        # results nor gradients depend on how the kernel treats such rows.
         query = jnp.where(seeing, query, 0)
     operands = {
         "query": query,
@@ -64,20 +68,20 @@ def cudnn_attention(given: Arguments) -> Any:
 
 
 def _padded(array: jax.Array, size: int) -> jax.Array:
-    """Zeros behind each head: they add nothing to a product, and are cut off the result."""
+    """Pads each head to `size` with zeros, which do not change a matmul."""
     missing = size - array.shape[-1]
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
 
 
 def _whole(array: Any, queries: int, keys: int) -> Any:
-    """Broadcast over positions: cuDNN wants the last two dimensions whole."""
+    """Broadcasts the last two dimensions to `[T, S]`, as cuDNN requires."""
     if array is None:
         return None
     return jnp.broadcast_to(array, (*array.shape[:2], queries, keys))
 
 
 def _seeing(given: Arguments) -> jax.Array | None:
-    """Bool `[B|1, T, N|1, 1]`: the queries that see a key; None if it is known that all do."""
+    """Returns the bool mask `[B|1, T|1, N|1, 1]` of queries that see a key; None if all do."""
     if not given.may_mask_rows:
         return None
     _, _, queries, keys = given.logits_shape

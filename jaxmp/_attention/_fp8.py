@@ -1,28 +1,34 @@
-"""FP8 attention: cuDNN's kernel where there is one, its emulation on a CPU; and all the scales.
+"""FP8 attention by cuDNN's kernel, or by its emulation on a CPU, and the choice of all scales.
 
-The kernel reads and writes E4M3 alone, and multiplies by scales that it is given. Each number `x`
-is held as `x * 2**n`; such powers of two change no digit, and what they add up to is exact.
+The kernel reads and writes E4M3 only, and multiplies by scales that the caller passes. Each array
+`x` is stored as `x * 2**n`. Scaling by powers of two does not round, and products of such scales
+are exact.
 
-*Operands* and the gradient of the result are scaled just in time, by their largest magnitude. The
-*weights* are at most 1 and are scaled by 256. The *result* keeps the scale of the values: it is a
-mean of them, `|out| <= max |value|`, so that where rounding carries it beyond 448, 448 is right.
+**Operands** and the gradient of the result are scaled just in time by their amax. The **weights**
+are at most 1 and are scaled by 256. The **result** has the scale of the values: it is a weighted
+mean of them, so `|out| <= max |value|`, and saturation at 448 only removes rounding errors.
 
-*Gradients* have no such bound that would be of use: over long rows that of the logits' gradient is
-a thousand times too wide. TransformerEngine scales it by what the step before saw
-(`NVTE_DPA_FP8DS_AMAX_HISTLEN=1` in its `dot_product_attention.py`); a function without state
-cannot. Here `_first_guess` estimates them all, and E4M3 forgives much: it has its four digits
-over 14 octaves. The kernel tells the largest magnitudes that it met, from before they were scaled.
-If one was beyond 448, or far below, the kernel runs again with scales made of these (`_better`). A
-gradient that still saturates after the last run becomes NaN, so that the step is skipped.
+**Gradients** lack a useful bound: for long rows, the bound of the logits' gradient is a thousand
+times too large. TransformerEngine scales this gradient by the amax of the previous step
+(`NVTE_DPA_FP8DS_AMAX_HISTLEN=1` in its `dot_product_attention.py`), which requires state. Here, the
+backward pass runs the kernel up to three times:
 
-**Scales in any order.** JAX hands the scales of the backward pass on in the order
-`fp8_params_keys_bwd`: after those of query, key and value, descale_o, descale_dO, descale_s; at the
-end scale_dQ, scale_dK, scale_dV, scale_dP. XLA takes them by position, as descale_s, descale_o,
-descale_dO and scale_dP, scale_dQ, scale_dK, scale_dV (`set_uid` in
-`GetCudnnFlashAttentionBackwardF8OperationGraph`, xla/stream_executor/cuda/cuda_dnn.cc at a51b0f5).
-JAX's own test of the backward pass sets all to one, and cannot tell. So this module gives the three
-one value, and the four another, and is right in both orders: the factors that differ go into
-descale_q, descale_k, descale_v and descale_dP, of whose places there is no doubt.
+1. `_first_guess` estimates the scales of all gradients. The estimate may be off by several octaves,
+   because E4M3 has four significant bits over 14 octaves.
+2. The kernel returns the amax of each gradient before scaling. If one is beyond 448 after scaling,
+   or far below, the kernel runs again with scales from these amaxes (`_better`).
+3. If a gradient still saturates after the last run, all gradients become NaN, so that the step is
+   skipped.
+
+**Order of the scales.** JAX and XLA disagree on the order of the backward scales. JAX passes them
+in the order of `fp8_params_keys_bwd`: after those of query, key and value come descale_o,
+descale_dO, descale_s; at the end scale_dQ, scale_dK, scale_dV, scale_dP. XLA reads the same
+positions as descale_s, descale_o, descale_dO and as scale_dP, scale_dQ, scale_dK, scale_dV
+(`set_uid` in `GetCudnnFlashAttentionBackwardF8OperationGraph`,
+xla/stream_executor/cuda/cuda_dnn.cc at a51b0f5). JAX's test of the backward pass does not detect
+this, because it sets all scales to one. This module passes equal values for the three scales, and
+equal values for the four, and so is correct for both orders. All other factors are in descale_q,
+descale_k, descale_v and descale_dP, whose positions are the same in both.
 """
 
 from __future__ import annotations
@@ -43,19 +49,19 @@ from jaxmp.errors import AttentionError
 from jaxmp.fp8._quantize import compute_scale, quantize
 
 _FORMAT = "e4m3fn"
-# The weights are scaled by 2**8, the largest power of two that E4M3 holds.
+# The weights are scaled by 2**8, the largest power of two in E4M3.
 _WEIGHTS = 8
-# How often the backward kernel runs at most: once; with good scales for the logits' gradient; with
-# good ones for what is made of that.
+# Maximum number of runs of the backward kernel: the first, one that corrects the scale of the
+# logits' gradient, and one that corrects the scales of the gradients computed from it.
 _RUNS = 3
-# The kernel runs again if so many octaves below 448 stay empty: of the logits' gradient, where
-# under a causal mask what long rows give is far smaller than what the first ones do; and of the
-# gradients that come out.
+# The kernel runs again if so many octaves below 448 are unused by the gradients of logits and
+# values, or by those of query and key. The limit for the former is lower under a causal mask, where
+# the gradients of long rows are much smaller than those of the first rows.
 _LOOSE_LOGITS, _LOOSE_CAUSAL, _LOOSE_RESULTS = 6, 4, 9
 
 
 class _Static(NamedTuple):
-    """What is known before anything runs. Hashable."""
+    """Static settings. Hashable."""
 
     scale: float
     is_causal: bool
@@ -63,29 +69,30 @@ class _Static(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """`x = data * 2**-exponent`."""
+    """Scaled array: `x = data * 2**-exponent`."""
 
     data: jax.Array  # E4M3
     exponent: jax.Array  # int32 scalar
-    finite: jax.Array  # bool scalar: whether x was
+    finite: jax.Array  # bool scalar: True if all elements of x are finite
 
 
 class _Saved(NamedTuple):
-    """What the backward pass wants of the forward pass."""
+    """Residuals of the forward pass, saved for the backward pass."""
 
     query: _Scaled
     key: _Scaled
     value: _Scaled
-    out: jax.Array  # E4M3 `[B, T, N, H]`, scaled as the values are
-    largest_out: jax.Array  # float32 scalar: of `out`
+    out: jax.Array  # E4M3 `[B, T, N, H]`, with the scale of the values
+    largest_out: jax.Array  # float32 scalar: amax of `out`
     logsumexp: jax.Array  # float32 `[B, N, T]`
 
 
 class _Exponents(NamedTuple):
-    """Of what the backward kernel rounds, int32 scalars.
+    """Exponents of the scales for the gradients that the backward kernel rounds, int32 scalars.
 
-    `logits` multiplies the gradients of logits and values; `query` and `key` multiply what the
-    products of the rounded gradient of the logits with key and query give.
+    The gradients of logits and values are scaled by `2**logits`. The matmuls of the scaled and
+    rounded gradient of the logits with the key and query data give the gradients of query and key,
+    which are scaled by `2**query` and `2**key`.
     """
 
     logits: jax.Array
@@ -94,18 +101,22 @@ class _Exponents(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What the backward kernel was given, and gave."""
+    """Scales and results of one run of the backward kernel."""
 
     exponents: _Exponents
     gradients: tuple[jax.Array, ...]  # of query, key and value; E4M3
-    # Largest magnitudes float32 `[3]`: of the gradients of logits or values, of query, of key.
-    # Before the last factor, 2**exponents.logits, with which they were rounded.
+    # float32 `[3]`: the larger amax of the gradients of logits and values; that of query; that of
+    # key. They do not include the last factor before rounding, 2**exponents.logits.
     largest: jax.Array
-    number: jax.Array  # int32: 1 for the first run
+    number: jax.Array  # int32 scalar: 1 for the first run
 
 
 def fp8_attention(given: Arguments) -> jax.Array:
-    """`[B, T, N, H]` in the operands' dtype; NaN throughout if an operand is not finite."""
+    """Computes attention in FP8.
+
+    Returns:
+      `[B, T, N, H]` in the operands' dtype; all elements are NaN if an operand is not finite.
+    """
     given, settings = with_scaled_query(given), given.settings
     static = _Static(settings.scale, settings.is_causal, _compat.target() != "gpu")
     return _attention(static, given.query, given.key, given.value)
@@ -117,7 +128,8 @@ def _attention(static: _Static, query: jax.Array, key: jax.Array, value: jax.Arr
 
 
 def _forward_rule(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    # Of a first derivative, tangents come neither here nor to the backward pass.
+    # First-order reverse mode never passes tangents through this function or the backward rule. A
+    # tangent implies a second derivative, which raises an error.
     return _folding(_forward, static, True)(*_differentiated_once(query, key, value))
 
 
@@ -148,13 +160,13 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """`2**exponent` in float32, within its normal numbers."""
+    """Returns `2**exponent` in float32; the exponent is clipped to -126 .. 127."""
     exponent = jnp.clip(exponent, -126, 127)
     return lax.bitcast_convert_type((exponent + 127) << 23, FLOAT32)
 
 
 def _room(amax: jax.Array) -> jax.Array:
-    """The largest n for which `amax * 2**n <= 448`, int32; 0 if `amax` is 0 or not finite."""
+    """Returns the largest int32 n with `amax * 2**n <= 448`; 0 if `amax` is 0 or not finite."""
     scale = compute_scale(amax, _FORMAT, power_of_two=True)
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127
 
@@ -162,20 +174,20 @@ def _room(amax: jax.Array) -> jax.Array:
 def _scaled(x: jax.Array) -> _Scaled:
     amax = jnp.abs(x).astype(FLOAT32).max()
     exponent = _room(amax)
-    # Asked of each number: a maximum may pass over NaN.
+    # Checked for each element, since a maximum may ignore NaN.
     finite = jnp.isfinite(x).all()
     return _Scaled(quantize(x, _power(exponent), _FORMAT), exponent, finite)
 
 
 def _wide(data: jax.Array) -> jax.Array:
-    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    # Without the barrier, XLA would remove a cast to FP8 and back, and so the rounding.
     return lax.optimization_barrier(data).astype(FLOAT32)
 
 
 def _unscaled(data: jax.Array, exponent: jax.Array, usable: jax.Array, dtype: Any) -> jax.Array:
-    """`data * 2**-exponent` in `dtype`; NaN if not `usable`."""
+    """Returns `data * 2**-exponent` in `dtype`; all elements are NaN if not `usable`."""
     half = exponent // 2
-    # Two factors: together they may be beyond FP32 where the product is not.
+    # Two factors, since `2**-exponent` may be out of range in FP32 although the result is not.
     first = jnp.where(usable, _power(-half), np.float32(np.nan))
     return (_wide(data) * first * _power(half - exponent)).astype(dtype)
 
@@ -215,10 +227,11 @@ def _forward(
 
 
 def _product_exponent(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Of the product of an unscaled query and key.
+    """Returns the exponent that removes the scales of query and key from their matmul.
 
-    Bounded: logits below 2**-35 are as good as 0, those above 2**80 as good as these; and what
-    the kernel multiplies on the way stays within FP32.
+    It is clipped, so that intermediate values of the kernel are in the range of FP32. Clipping has
+    no effect on the weights: logits below 2**-35 are equivalent to 0, and logits above 2**80 are
+    equivalent to 2**80.
     """
     return jnp.clip(-query - key, -60, 60)
 
@@ -231,9 +244,9 @@ def _product_exponent(query: jax.Array, key: jax.Array) -> jax.Array:
 def _backward(static: _Static, training: bool, saved: _Saved, d_out: jax.Array) -> Any:
     del training
     above = _scaled(d_out)
-    # Where attention is flat its result is small. It is scaled up as far as it goes, and the
-    # values' factor with it, so that the gradients of logits and values, which share one scale,
-    # come closer to each other.
+    # If the weights are nearly uniform, the result is small. It is scaled up as far as possible,
+    # and the factor of the values with it. This brings the gradients of logits and values, which
+    # share one scale, closer to each other.
     lift = jnp.clip(_room(saved.largest_out), 0, 15)
     out = (_wide(saved.out) * _power(lift)).astype(saved.out.dtype)
     run = functools.partial(_kernel, static, saved, out, above.data, lift)
@@ -268,15 +281,16 @@ def _kernel(
     wanted: _Exponents,
     number: jax.Array,
 ) -> _Run:
-    """One run of the backward kernel.
+    """Runs the backward kernel once.
 
-    It computes, p being the weights and all else in E4M3 as it is given, with one scale g for
+    With the weights p, the E4M3 data of all other arrays, and one scale g = 2**wanted.logits, the
+    kernel computes
 
         dV = g (256 p)^T dO        dS = g p (descale_v dO V^T - dO . O) scale
         dQ = g descale_dP descale_k (dS K)      dK = g descale_dP descale_q (dS^T Q)
 
-    where descale_q * descale_k is what logits are made with. So descale_dP and the ratio of
-    descale_q and descale_k set the scales of dQ and dK.
+    The product descale_q * descale_k is fixed, since it is a factor of the logits. So descale_dP
+    and the ratio of descale_q and descale_k determine the scales of dQ and dK.
     """
     product = _product_exponent(saved.query.exponent, saved.key.exponent)
     logits = wanted.logits
@@ -303,21 +317,22 @@ def _kernel(
         scale=static.scale,
         is_causal=static.is_causal,
     )
-    # Where the sum above was odd the key's gradient is an octave lower.
+    # The key's exponent is one lower than wanted if the sum that is halved above is odd.
     exponents = _Exponents(logits, wanted.query, logits + of_d_logits + of_query)
     largest = jnp.stack([jnp.maximum(d_logits, d_value), d_query, d_key])
     return _Run(exponents, tuple(gradients), largest, number)
 
 
 def _first_guess(static: _Static, saved: _Saved, d_out: jax.Array, lift: jax.Array) -> _Exponents:
-    """Exponents for the first run, from the sizes of operands, result and gradient alone.
+    """Estimates the exponents for the first run from operands, result and its gradient.
 
-    With v the values less their mean, a row of weights p turns them into a result less the mean,
-    `sum p v`, of size `|v| sqrt(sum p**2)` if the values are as good as random: so the sharpness of
-    attention, `sqrt(sum p**2)`, can be read off the result. The gradient of a logit,
-    `p (1 - p) dO . (v - other v)`, is then at most about `sharpness * |dO| * spread of v`, and
-    those of query and key are sums of it times keys and queries. All is taken four times as large
-    as it is on average, for the largest of many, and then 2 to 16 times for safety.
+    Let v be the values minus their mean over positions. Then the result minus this mean is
+    `sum p v` for a row of weights p. If the values are random, its size is `|v| sqrt(sum p**2)`.
+    Hence the sharpness of the attention, `sqrt(sum p**2)`, follows from the size of the result. The
+    gradient of a logit is `p (1 - p) dO . (v - mean of the other v)`, which is at most about
+    `sharpness * |dO| * spread of v`. The gradients of query and key are sums of it times keys and
+    queries. A factor of 4 accounts for the largest of many elements compared to a typical one, and
+    a further factor of 2 to 16 is a safety margin.
     """
     query, key, value = (_wide(one.data) for one in (saved.query, saved.key, saved.value))
     batch, queries, heads, size = d_out.shape
@@ -333,7 +348,8 @@ def _first_guess(static: _Static, saved: _Saved, d_out: jax.Array, lift: jax.Arr
     unit = _power(lift) * np.float32(4 * abs(static.scale))
     # p (1 - p) <= 1/4
     of_logits = unit * (strength * jnp.minimum(sharpness, 0.25) * spread).max()
-    # How much weight a key may get from all queries, and what their gradients have in common.
+    # Estimated total weight of a key over all queries, and the largest mean of the result's gradient
+    # over queries.
     weight = queries * (heads // groups) * sharpness.mean()
     common = jnp.abs(above.mean((1, 3))).max()
     of_values = 2.0**_WEIGHTS * jnp.maximum(448, weight * common)
@@ -346,9 +362,9 @@ def _first_guess(static: _Static, saved: _Saved, d_out: jax.Array, lift: jax.Arr
 
 
 def _mean_and_spread(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Over positions `[B, 1, K, H]`, and root mean square of what differs from it `[B, 1, K, 1]`.
+    """Returns the mean over positions `[B, 1, K, H]`, and the RMS deviation from it `[B, 1, K, 1]`.
 
-    Not below what FP8 rounds off.
+    The deviation is at least the rounding error of FP8.
     """
     mean = x.mean(1, keepdims=True)
     squares = jnp.square(x - mean).mean((1, 3), keepdims=True)
@@ -357,7 +373,7 @@ def _mean_and_spread(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _spare(run: _Run) -> jax.Array:
-    """Octaves that were left below 448, int32, as in `_Run.largest`; negative: too few."""
+    """Returns the unused octaves below 448 for each `_Run.largest`, int32; negative: saturated."""
     return jnp.where(run.largest > 0, _room(run.largest) - run.exponents.logits, 0)
 
 
@@ -376,11 +392,14 @@ def _loose(static: _Static) -> int:
 
 
 def _better(static: _Static, run: _Run) -> _Exponents:
-    """From what a run met, an octave below what fits: rounding differs from run to run."""
+    """Returns exponents for the next run from the amaxes of a run.
+
+    They leave one octave below 448 unused, since rounding differs between runs.
+    """
     logits, query, key = _spare(run)
     good = (logits >= 0) & (logits < _loose(static))
     change = jnp.where(good, 0, logits - 1)
-    # What was made of a gradient that saturated is too small.
+    # Gradients computed from a saturated gradient of the logits are too small: three octaves more.
     lower = change + 1 + jnp.where(logits < 0, 3, 0)
     old = run.exponents
     return _Exponents(old.logits + change, old.query + query - lower, old.key + key - lower)
@@ -393,9 +412,9 @@ def _better(static: _Static, run: _Run) -> _Exponents:
 
 @functools.cache
 def _folding(fn: Any, static: _Static, training: bool) -> Any:
-    """`fn(static, training, ...)` which takes a dimension of vmap as part of the batch.
+    """Returns `fn(static, training, ...)` with a `vmap` rule that merges the axis into the batch.
 
-    The kernel has one scale for a whole array, and no rule for a vmap of scales.
+    The kernel has one scale per array, and no batching rule for scales.
     """
     bound = jax.custom_batching.custom_vmap(functools.partial(fn, static, training))
 
@@ -404,7 +423,7 @@ def _folding(fn: Any, static: _Static, training: bool) -> Any:
         leaves, tree = jax.tree.flatten(args)
         pairs = list(zip(leaves, jax.tree.leaves(mapped), strict=True))
         if any(flag and leaf.ndim == 1 for leaf, flag in pairs):
-            # Scales differ, as where branches of a vmapped cond joined: one after the other.
+            # The scales differ between elements, such as after a vmapped cond. Run them in a loop.
             def one(each: list[Any]) -> Any:
                 rest = iter(each)
                 whole = [next(rest) if flag else leaf for leaf, flag in pairs]

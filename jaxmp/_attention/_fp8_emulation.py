@@ -1,10 +1,12 @@
-"""cuDNN's FP8 attention in plain JAX: rounded where the kernel rounds, for devices without it.
+"""Emulation of cuDNN's FP8 attention in plain JAX, for devices without the kernel.
 
-The steps are those of NVIDIA's cudnn-frontend: `include/cudnn_frontend/node/sdpa_fp8_bwd.h`,
-`matmul_fp8.h` and `scaled_dot_product_flash_attention.h`, with its `test/python/sdpa/fp8_ref.py`.
-Two things differ. The kernel goes through the keys by blocks and rounds the weights of each
-relative to the largest logit so far, where here it is the largest of the row; and sums are FP32
-here, where FP8 Tensor Cores keep fewer bits. The logits of all pairs are held in memory.
+It rounds the same intermediate values as the kernel. The steps follow NVIDIA's cudnn-frontend:
+`include/cudnn_frontend/node/sdpa_fp8_bwd.h`, `matmul_fp8.h` and
+`scaled_dot_product_flash_attention.h`, and its `test/python/sdpa/fp8_ref.py`. There are two
+differences. The kernel processes the keys in blocks and rounds the weights of each block relative
+to the largest logit so far; the emulation uses the largest logit of the row. The emulation
+accumulates in FP32; FP8 Tensor Cores accumulate with fewer bits. The emulation keeps the logits of
+all pairs in memory.
 
 Shape suffixes: B batch, T query positions, S key positions, N query heads, K key heads, G = N / K.
 """
@@ -26,7 +28,7 @@ Scales = dict[str, jax.Array]
 def forward(
     operands: Operands, scales: Scales, *, scale: float, is_causal: bool, training: bool
 ) -> tuple[jax.Array, ...]:
-    """As `_compat.fp8_attention_forward`."""
+    """Emulates `_compat.fp8_attention_forward`, with the same arguments and results."""
     query, key, value = _grouped(*operands)
     logits = _logits(query, key, scales, scale, is_causal)
     most = logits.max(-1, keepdims=True)
@@ -52,7 +54,7 @@ def backward(
     scale: float,
     is_causal: bool,
 ) -> tuple[jax.Array, ...]:
-    """As `_compat.fp8_attention_backward`."""
+    """Emulates `_compat.fp8_attention_backward`, with the same arguments and results."""
     query, key, value = _grouped(*operands)
     logits = _logits(query, key, scales, scale, is_causal)
     weights = jnp.exp(logits - logsumexp.reshape(*logits.shape[:-1], 1))
@@ -78,7 +80,7 @@ def backward(
 
 
 def _to_e4m3(array: jax.Array, scale: jax.Array) -> jax.Array:
-    # PTX's cvt to E4M3 has no form that does not saturate; it turns an infinity into 448 as well.
+    # PTX's cvt to E4M3 always saturates; it also converts an infinity to 448.
     return saturate(array, scale, "e4m3fn")
 
 
@@ -87,7 +89,7 @@ def _wide(array: jax.Array) -> jax.Array:
 
 
 def _rounded(array: jax.Array, scale: jax.Array) -> jax.Array:
-    # XLA would drop a cast to FP8 and back, and with it the rounding.
+    # Without the barrier, XLA would remove a cast to FP8 and back, and so the rounding.
     return lax.optimization_barrier(_to_e4m3(array, scale))
 
 
@@ -96,7 +98,7 @@ def _product(equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _split(array: jax.Array, groups: int) -> jax.Array:
-    """`[B, T, N, H]` -> `[B, T, K, G, H]`."""
+    """Groups query heads by their key head: `[B, T, N, H]` -> `[B, T, K, G, H]`."""
     batch, positions, heads, size = array.shape
     return array.reshape(batch, positions, groups, heads // groups, size)
 
@@ -108,7 +110,7 @@ def _grouped(query: jax.Array, key: jax.Array, value: jax.Array) -> Operands:
 def _logits(
     query: jax.Array, key: jax.Array, scales: Scales, scale: float, is_causal: bool
 ) -> jax.Array:
-    """`[B, K, G, T, S]`, -inf where a query does not see a key."""
+    """Returns the scaled logits `[B, K, G, T, S]`; -inf where a query does not see a key."""
     logits = _product("btkgh,bskh->bkgts", query, key)
     logits = logits * FLOAT32.type(scale) * scales["descale_q"] * scales["descale_k"]
     if not is_causal:

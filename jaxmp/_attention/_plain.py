@@ -1,6 +1,7 @@
-"""Attention that holds the logits of all pairs, which it keeps in FP32 with mask and softmax.
+"""Attention with the logits of all pairs in memory; logits, mask and softmax are in FP32.
 
-Shape suffixes: B any batch dimensions, T query positions, S key positions, N heads, H head size.
+Shape suffixes: B any batch dimensions, T query positions, S key positions, N query heads, K key
+heads, H head size of query and key, V head size of value.
 """
 
 from __future__ import annotations
@@ -34,9 +35,25 @@ def attend(
     value_einsum: Callable[..., jax.Array] | None = None,
     residual: bool = False,
 ) -> Any:
-    """What all share whose logits are held as a whole; operands of one dtype, the result's.
+    """Computes attention in plain JAX, for `xla_attention` and for Flax layers.
 
-    With `residual`, also the log-sum-exp of each query's logits, `[B..., T, N]` in FP32.
+    Args:
+      query: `[B..., T, N, H]`.
+      key: `[B..., S, K, H]`, of the dtype of `query`. N is a multiple of K.
+      value: `[B..., S, K, V]`, of the dtype of `query`.
+      bias: added to the scaled logits; broadcastable to `[B..., N, T, S]`.
+      mask: bool, broadcastable to `[B..., N, T, S]`; False hides a key from a query.
+      dropout: applied to the weights `[B..., N, T, S]`; see `weight_dropout`.
+      sow: called with the weights before dropout.
+      precision: of the matmuls, as in `jnp.einsum`.
+      scale: of the logits; None for `H ** -0.5`.
+      wide_gradients: True to multiply the gradient of the logits in FP32.
+      qk_einsum, value_einsum: functions to use instead of `jnp.einsum`, such as those of a layer.
+      residual: True to return the log-sum-exp of the logits too.
+
+    Returns:
+      `[B..., T, N, V]` in the dtype of `query`, zero for queries that see no key. With `residual`,
+      a pair of that and the log-sum-exp `[B..., T, N]` in FP32.
     """
     if key.shape[-2] != query.shape[-2]:
         key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))
@@ -54,8 +71,8 @@ def attend(
         weights = dropout(weights)
     einsum = value_einsum or functools.partial(jnp.einsum, precision=precision)
     out = einsum("...hqk,...khd->...qhd", weights, value)
-    # A query that sees no key gives zero. No gradient passes the selection: none reaches the
-    # weights, and so neither values, logits nor what made them.
+    # A query that sees no key gives zero. The selection also blocks its gradient, so that none
+    # reaches the values or the logits.
     seeing = None if seeing is None else jnp.swapaxes(seeing, -3, -2)
     out = out if seeing is None else jnp.where(seeing, out, 0)
     if not residual:
@@ -65,7 +82,7 @@ def attend(
 
 
 def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
-    """Grouped queries: `[B..., S, K, H]` -> `[B..., S, N, H]`, each head N / K times in a row."""
+    """Repeats each key head N / K times in a row: `[B..., S, K, H]` -> `[B..., S, N, H]`."""
     if heads % array.shape[-2]:
         raise ValueError(
             f"query has {heads} heads, key and value have {array.shape[-2]}; grouped-query "
@@ -77,7 +94,7 @@ def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
 def _logits(
     query: jax.Array, key: jax.Array, precision: Any, einsum: Any, wide_gradients: bool
 ) -> jax.Array:
-    """QK^T `[B..., N, T, S]` in FP32, or in float64 where the operands are."""
+    """Computes QK^T `[B..., N, T, S]` in FP32; in float64 for float64 operands."""
     wide = wide_dtype(query.dtype)
     if einsum is not None:
         return einsum("...qhd,...khd->...hqk", query, key).astype(wide)
@@ -98,9 +115,11 @@ def _logits(
 def _masked(
     logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The logits for softmax, and which queries see a key, `[B..., N|1, T, 1]`; None: all do.
+    """Adds the bias to the logits and applies the mask.
 
-    The logits of a query that sees none are finite and mean nothing.
+    Returns:
+      The logits for softmax; those of a query that sees no key are finite but arbitrary. And a bool
+      mask `[B..., N|1, T, 1]` of the queries that see a key; None if all do.
     """
     seeing = None
     if bias is not None:
@@ -117,7 +136,14 @@ def _masked(
 def weight_dropout(
     deterministic: bool, rate: float, rng: Any, broadcast: bool
 ) -> Callable[[jax.Array], jax.Array] | None:
-    """Drops weights `[B..., N, T, S]` at `rate`, the same ones for all of B and N or not."""
+    """Returns a function that applies dropout to weights `[B..., N, T, S]`; None for no dropout.
+
+    Args:
+      deterministic: True for no dropout.
+      rate: probability that a weight is dropped.
+      rng: key of the dropout.
+      broadcast: True to drop the same weights for all batch entries and heads.
+    """
     if deterministic or rate == 0.0:
         return None
 
@@ -133,9 +159,11 @@ def weight_dropout(
 
 
 def xla_attention(given: Arguments) -> Any:
-    """`[B, T, N, V]` in the operands' dtype; the logits of all pairs are held in memory.
+    """Computes attention with the logits of all pairs in memory.
 
-    With `settings.residual`, also the log-sum-exp `[B, T, N]` in FP32.
+    Returns:
+      `[B, T, N, V]` in the operands' dtype. With `settings.residual`, a pair of that and the
+      log-sum-exp `[B, T, N]` in FP32.
     """
     settings = given.settings
     rate, broadcast = settings.dropout_rate, settings.broadcast_dropout
@@ -155,7 +183,10 @@ def xla_attention(given: Arguments) -> Any:
 
 
 def whole_mask(given: Arguments) -> jax.Array | None:
-    """The bool mask `[B|1, N|1, T, S]` of everything that hides a key; None if nothing does."""
+    """Combines mask, causality, window and lengths to one bool mask `[B|1, N|1, T|1, S|1]`.
+
+    None if no argument hides a key.
+    """
     _, _, queries, keys = given.logits_shape
     rows = lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
     columns = lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)

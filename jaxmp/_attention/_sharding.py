@@ -1,10 +1,10 @@
-"""Gives the operands of cuDNN's kernel one sharding, which JAX's partitioner of it requires.
+"""Shards all operands of cuDNN's kernel alike, as JAX requires in order to partition the kernel.
 
-XLA chooses the sharding of query, key and value apart. Where only parameters are sharded, it may
-shard the key over the size of its heads and the query over the batch; JAX then refuses to partition
-the kernel ("Query, key and value should have same sharding"). `one_sharding` returns its operands
-through a custom partitioning of the identity. Its rule ties batch and heads of all results
-together. Positions and head sizes of the results are tied to nothing, so they stay whole.
+XLA chooses the shardings of query, key and value separately. If only parameters are sharded, it may
+shard the key over the head size and the query over the batch; JAX then refuses to partition the
+kernel ("Query, key and value should have same sharding"). `one_sharding` passes the operands
+through an identity function with a custom partitioning. Its rule requires all results to have the
+same sharding of batch and heads, and leaves their positions and head sizes unsharded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp.errors import AttentionError
 
-# Dimensions that the kernel can be sharded over: b the batch, n the heads.
+# Operand -> its dimensions. The kernel can be sharded over b, the batch, and n, the heads.
 _DIMENSIONS = {
     "query": "b.n.",
     "key": "b.n.",
@@ -34,27 +34,31 @@ _DIMENSIONS = {
     "key_value_seq_lengths": "b",
 }
 
-# These determine the sharding, and have both dimensions.
+# Operands that have both dimensions, and determine the sharding of the others.
 _TIED = ("query", "key", "value")
 
 Arrays = dict[str, jax.Array]
 
 
 def one_sharding(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same arrays, sharded alike over batch and heads in a program for a mesh.
+    """Returns the same arrays with one sharding of batch and heads, in a program for a mesh.
 
     Args:
-      arrays: by the names of `jax.nn.dot_product_attention`; None stays. Of the result alone, which
-        has the dimensions of the query, positions and head size get no sharding from what reads it.
+      arrays: operands by their names in `jax.nn.dot_product_attention`; None is allowed. The result
+        of attention is passed as a single `query`; then its consumers do not cause a sharding of
+        its positions or its head size.
+
+    Raises:
+      AttentionError: if the heads are sharded over more devices than the key has heads.
     """
     present = {name: array for name, array in arrays.items() if array is not None}
     mesh = jax.typeof(present["query"]).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         tied = _tied({name: present.pop(name) for name in _TIED if name in present})
-        # The others follow the query, of which they need not have all dimensions.
+        # The others, which may lack dimensions, follow the query.
         others = _tied({"query": tied["query"], **present}) if present else {}
         return {**arrays, **tied, **others}
-    # The types say how the operands are sharded.
+    # On explicit mesh axes, the sharding is part of the operands' types.
     specs = _specs(mesh, tuple(present), list(map(jax.typeof, present.values())))
     for (name, array), spec in zip(present.items(), specs, strict=True):
         present[name] = jax.reshard(array, NamedSharding(mesh, spec))
@@ -71,7 +75,7 @@ def _forward_rule(arrays: Arrays) -> tuple[Arrays, None]:
 
 
 def _backward_rule(_: None, gradients: dict[str, Any]) -> tuple[dict[str, Any]]:
-    # Gradients are tied too: the sharding of a gradient is that of its operand.
+    # Each gradient gets the sharding of its operand.
     floating = {name: g for name, g in gradients.items() if g.dtype != jax.dtypes.float0}
     return ({**gradients, **_partitioned(floating)},)
 
@@ -98,7 +102,7 @@ def _batched(size: int, is_batched: Any, arrays: Arrays) -> tuple[Arrays, Any]:
 
 @functools.cache
 def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
-    """The identity of these arrays, with the rule by which XLA shards its results."""
+    """Returns the identity function of arrays with these names and shapes, with a sharding rule."""
     query = shapes[0]
     key = shapes[names.index("key")] if "key" in names else query
     fresh = (f"f{i}" for i in itertools.count())
@@ -144,7 +148,7 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
 
 
 def _specs(mesh: Any, names: tuple[str, ...], infos: Any) -> list[PartitionSpec]:
-    """The query's sharding of batch and heads, for each array.
+    """Returns the query's sharding of batch and heads for each array.
 
     Raises:
       AttentionError: if the heads are sharded over more devices than the key has heads.
