@@ -348,8 +348,8 @@ def _first_guess(static: _Static, saved: _Saved, d_out: jax.Array, lift: jax.Arr
     unit = _power(lift) * np.float32(4 * abs(static.scale))
     # p (1 - p) <= 1/4
     of_logits = unit * (strength * jnp.minimum(sharpness, 0.25) * spread).max()
-    # Estimated total weight of a key over all queries, and the largest mean of the result's gradient
-    # over queries.
+    # Estimated total weight of a key over all queries, and the largest mean over queries of the
+    # result's gradient.
     weight = queries * (heads // groups) * sharpness.mean()
     common = jnp.abs(above.mean((1, 3))).max()
     of_values = 2.0**_WEIGHTS * jnp.maximum(448, weight * common)
