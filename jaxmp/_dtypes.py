@@ -1,4 +1,4 @@
-"""Names of floating-point formats, and what each format can hold."""
+"""Names and properties of floating-point formats."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ DTYPE_NAMES: dict[str, np.dtype] = {
 HALF = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
 FLOAT32 = np.dtype("float32")
 FLOAT64 = np.dtype("float64")
-# The formats that `cast_floating` moves between without being told more.
+# Formats between which `cast_floating` converts by default.
 CASTABLE = HALF | {FLOAT32}
 
 
 def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
-    """Turns a dtype, a scalar type or a name into a floating `np.dtype`.
+    """Converts a dtype, a scalar type or a name to a floating `np.dtype`.
 
     Args:
       value: such as `jnp.bfloat16`, `np.dtype("float32")`, `"bf16"`, `"float8_e4m3fn"`.
-      within: the whole input that `value` stood in, quoted in the message.
+      within: the input that contains `value`, which the error message quotes.
 
     Returns:
-      The canonical `np.dtype`: equal formats are equal and hash alike.
+      The canonical `np.dtype`: equal formats are equal and have equal hashes.
 
     Raises:
-      PolicyError: if `value` names no floating-point format.
+      PolicyError: if `value` is not a floating-point format.
 
     Example:
       >>> canonical_dtype("bf16")
@@ -105,35 +105,35 @@ def _integer_message(name: str, where: str) -> str:
 
 
 def short_name(dtype: Any) -> str:
-    """`bf16` for bfloat16: the name that `canonical_dtype` reads back."""
+    """Returns the short name of a format, such as "bf16", which `canonical_dtype` accepts."""
     return _NAME_OF[canonical_dtype(dtype)]
 
 
 def is_half(dtype: Any) -> bool:
-    """Whether `dtype` is stored in 16 bits: float16 or bfloat16."""
+    """Returns True if `dtype` has 16 bits: float16 or bfloat16."""
     return np.dtype(dtype) in HALF
 
 
 def is_fp8(dtype: Any) -> bool:
-    """Whether `dtype` is a float stored in 8 bits."""
+    """Returns True if `dtype` is an 8-bit float."""
     return np.dtype(dtype).name.startswith("float8")
 
 
 def bits(dtype: Any) -> int:
-    """Bits that one element takes: 8 for float8, 4 for float4."""
+    """Returns the number of bits per element: 8 for float8, 4 for float4."""
     return int(jnp.finfo(dtype).bits)
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """What 16 bits are computed in where they would lose digits: FP32; float64 stays."""
+    """Returns the dtype for operations that lose precision in 16 bits: FP32, or FP64 for FP64."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def floating_array(value: Any, name: str) -> jax.Array:
-    """An argument of a function as an array.
+    """Converts an argument to a floating-point array.
 
     Raises:
-      JaxmpError: if it is not floating, or of fewer than 16 bits.
+      JaxmpError: if it is not floating-point, or has fewer than 16 bits.
     """
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
@@ -145,10 +145,10 @@ def floating_array(value: Any, name: str) -> jax.Array:
 
 
 def sum_dtype(dtype: Any) -> np.dtype:
-    """A dtype that gradients can be added in: 16 bits or more.
+    """Returns the canonical dtype for accumulating gradients.
 
     Raises:
-      PolicyError: for a narrower one.
+      PolicyError: if the dtype has fewer than 16 bits.
     """
     canonical = canonical_dtype(dtype)
     if bits(canonical) < 16:

@@ -1,4 +1,4 @@
-"""value_and_grad: scaled in the backward pass, returned unscaled, in FP32, averaged."""
+"""`value_and_grad` and `grad` with loss scaling, microbatches, and results in FP32."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxmp.fp8._state import as_float, combined_by_max, is_refusal, kept_where_u
 
 
 class HalfLossWarning(UserWarning):
-    """A loss function returned its loss in 16 bits."""
+    """Warning that a loss function returned its loss in 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The arguments of `value_and_grad` that do not change from call to call."""
+    """Checked arguments of `value_and_grad`."""
 
     loss_scale: Any
     has_aux: bool
@@ -46,10 +46,11 @@ class _Options:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """What microbatches and devices add up, before the mean is taken.
+    """Sums over microbatches and devices, before they are divided by the weight.
 
-    loss, weight: float32 scalars; a weight of None stands for one part that is its own mean.
-    grads: unscaled gradients, one tree for each argument that is differentiated.
+    loss: float32 scalar.
+    weight: float32 scalar; None: the sums of a single unweighted part, which are already means.
+    grads: unscaled gradients, one tree for each differentiated argument.
     """
 
     loss: jax.Array
@@ -73,46 +74,49 @@ def value_and_grad(
     accumulate_dtype: Any = "float32",
     reduce_dtype: Any = "float32",
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, for 16-bit computations: returns loss and gradients in FP32.
+    """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
 
-    The loss is taken in FP32 and the backward pass is seeded with the loss scale, so `loss * scale`
-    is never formed and cannot overflow. Gradients are divided by the scale in FP32. A loss that is
-    not finite makes the gradients NaN, so that the optimizer skips the step without reading the
-    loss.
+    The loss is cast to FP32, and the loss scale is the initial cotangent of the backward pass.
+    `loss * scale` is therefore never computed and cannot overflow. Gradients are divided by the
+    scale in FP32. A loss that is not finite makes the gradients NaN, so that the optimizer skips
+    the step without reading the loss.
 
     Args:
-      fn: returns a scalar loss, or `(loss, aux)` with `has_aux`; `weighted` puts
-        `(loss_sum, weight)` in the place of the loss.
-      argnums: which arguments to differentiate, as in `jax.value_and_grad`.
-      has_aux: `fn` returns auxiliary data beside the loss.
+      fn: function that returns a scalar loss, or `(loss, aux)` with `has_aux`. With `weighted`, it
+        returns `(loss_sum, weight)` instead of the loss.
+      argnums: numbers of the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: `fn` also returns auxiliary data.
       loss_scale: a jaxmp or jmp loss scale, a number, or None.
       weighted: `fn` returns `(loss_sum, weight)`, or `((loss_sum, weight), aux)` with `has_aux`.
-        The loss is the sum over the weight, each added over all microbatches and devices: with the
-        number of unmasked tokens as weight, it is the mean over all of them.
-      microbatches: k > 1 splits the arguments in `batch_argnums` on axis 0 into k parts, runs them
-        one after the other in a `lax.scan`, and averages; auxiliary data is stacked on a new axis
-        0. Every part gets the scalars inside a batch unchanged.
-      batch_argnums: arguments to split.
-      rng_argnums: arguments that hold PRNG keys; each part gets them folded with its index.
+        The loss is the ratio of the two, each summed over all microbatches and devices. If the
+        weight is the number of unmasked tokens, the loss is the mean over all unmasked tokens.
+      microbatches: k > 1 splits the arguments in `batch_argnums` into k parts along axis 0,
+        evaluates them sequentially in a `lax.scan`, and averages the results. Auxiliary data is
+        stacked on a new axis 0. Scalars in a batch are passed to every part unchanged.
+      batch_argnums: numbers of the arguments to split.
+      rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
+        folded with its index.
       axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
         gradients are averaged, once, in `reduce_dtype`.
-      mutable_argnum: argument that holds mutable collections; `fn` returns
-        `(loss, (mutables, aux))`, and each part gets what the one before returned.
-      interleave: part i takes the rows i, i + k, i + 2k, ... instead of one block of rows; a
-        batch that is sharded on axis 0 then stays on its devices.
-      accumulate_dtype: dtype in which gradients of parts are added.
+      mutable_argnum: number of the argument with mutable collections. `fn` returns
+        `(loss, (mutables, aux))`, and each part receives the collections that the previous part
+        returned.
+      interleave: part i takes the rows i, i + k, i + 2k, ... instead of a contiguous block, so that
+        a batch that is sharded on axis 0 stays on its devices.
+      accumulate_dtype: dtype in which the gradients of the parts are accumulated.
       reduce_dtype: dtype in which gradients are averaged across devices.
 
     Returns:
-      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`; the
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The
       loss is float32, 16-bit gradients are returned in float32, all others in their own dtype.
-      Gradients of an `_overwrite_with_gradient` collection are new values: never scaled or
-      averaged, combined by max. The state of an FP8 layer that was not used is returned unchanged.
+      Gradients of an `_overwrite_with_gradient` collection are its new values: they are combined
+      by max, and never scaled or averaged. The state of an FP8 layer that did not run is returned
+      unchanged.
 
     Raises:
-      JaxmpError: if `argnums` is not an argument number (a loss scale, for example), if the loss is
-        not a floating-point scalar, an argument to differentiate holds no floats, a batch cannot be
-        split evenly, or an argument number is out of range.
+      JaxmpError: if `argnums` is not an argument number (but a loss scale, for example), the loss
+        is not a floating-point scalar, an argument to differentiate contains no floats, a batch
+        cannot be split evenly, or an argument number is out of range.
 
     Example:
       >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
@@ -158,13 +162,13 @@ def grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`, for 16-bit computations: `value_and_grad` without the value.
+    """Differentiates like `value_and_grad`, but returns only the gradients, as `jax.grad` does.
 
     Args:
       fn: as in `value_and_grad`.
-      argnums: which arguments to differentiate, as in `jax.grad`.
-      has_aux: `fn` returns auxiliary data beside the loss.
-      **options: the keyword arguments of `value_and_grad`, `loss_scale` among them.
+      argnums: numbers of the arguments to differentiate, as in `jax.grad`.
+      has_aux: `fn` also returns auxiliary data.
+      **options: keyword arguments of `value_and_grad`, such as `loss_scale`.
 
     Returns:
       A function that returns the gradients, or `(grads, aux)` with `has_aux`.
@@ -189,7 +193,7 @@ def grad(
 
 
 def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) -> tuple[_Sums, Any]:
-    """Loss (or its sum), unscaled gradients, and the auxiliary data of one part."""
+    """Returns the loss (or its sum), unscaled gradients and auxiliary data of one part."""
     inputs = tuple(args[i] for i in options.argnums)
     exact = tuple(_map_overwritten(combined_by_max, tree) for tree in inputs)
     if all(map(operator.is_, inputs, exact)):
@@ -197,9 +201,9 @@ def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) ->
     try:
         return _differentiate(fn, exact, args, kwargs, options)
     except (TypeError, ValueError) as error:
-        # Numbers that are combined by max can be moved, converted and added, and no more: a
-        # function that computes with the state itself, or uses it inside of a `shard_map` without
-        # `check_vma`, has gradients of the state that are added up.
+        # JAX's fm32 dtype supports only data movement, conversion and addition. If the loss
+        # computes with the FP8 state, or reads it inside `shard_map(check_vma=False)`, tracing
+        # raises. We then retrace with float32 state, whose cotangents are summed.
         if not is_refusal(error):
             raise
     return _differentiate(fn, inputs, args, kwargs, options)
@@ -208,7 +212,7 @@ def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) ->
 def _differentiate(
     fn: Any, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any, options: _Options
 ) -> tuple[_Sums, Any]:
-    """`_evaluate`, with `inputs` in the place of the arguments to differentiate."""
+    """Differentiates `fn` at `inputs`, which replace the arguments to differentiate."""
 
     def of_differentiated(*differentiated: Any) -> tuple[jax.Array, Any]:
         replaced = dict(zip(options.argnums, differentiated, strict=True))
@@ -223,7 +227,7 @@ def _differentiate(
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
     if options.microbatches > 1 or options.axes:
-        # Else the states stay as they are combined until `_kept_where_unused` takes them.
+        # Otherwise, keep the state in fm32; `_kept_where_unused` converts it to float32.
         grads = tuple(_map_overwritten(as_float, g) for g in grads)
     if isinstance(options.loss_scale, NoLossScale):
         unscale = functools.partial(_poison_one, finite)
@@ -233,7 +237,7 @@ def _differentiate(
 
 
 def _parse(out: Any, options: _Options) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Splits what a loss function returned into FP32 loss, FP32 weight or None, and aux."""
+    """Splits the result of a loss function into FP32 loss, FP32 weight or None, and aux."""
     if options.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise JaxmpError(
             f"With has_aux=True the function must return (loss, aux); it returned {_describe(out)}."
@@ -299,13 +303,13 @@ def _describe(value: Any) -> str:
 
 
 def _map_params(fn: Callable[[Any], Any], grads: Any) -> Any:
-    """Applies `fn` to the gradients, and to nothing that is overwritten by its gradient."""
+    """Applies `fn` to gradients, except to collections that their gradient overwrites."""
     params, overwritten = _trees.split_overwritten(grads)
     return _trees.join_overwritten(fn(params), overwritten, grads)
 
 
 def _map_overwritten(fn: Callable[[Any], Any], grads: Any) -> Any:
-    """Applies `fn` to what is overwritten by its gradient, and to nothing else."""
+    """Applies `fn` only to collections that their gradient overwrites."""
     params, overwritten = _trees.split_overwritten(grads)
     if overwritten is None:
         return grads
@@ -319,10 +323,11 @@ def _kept_where_unused(grads: Any, before: Any) -> Any:
 
 
 def _poison_one(finite: jax.Array, grads: Any) -> Any:
-    """Gradients in FP32; the smallest one NaN where the loss was not finite.
+    """Casts gradients to FP32, and sets the smallest leaf to NaN if the loss is not finite.
 
-    The seed is NaN already, but a `where` inside the model can stop it: one leaf is certain, and a
-    factor on every leaf would cost a pass. (A loss scale that divides by NaN poisons them all.)
+    The cotangent of the loss is already NaN, but a `where` inside the model can block it. One NaN
+    leaf is sufficient, whereas a factor on every leaf would cost a pass over all gradients. (A loss
+    scale divides by NaN, which sets all leaves to NaN.)
     """
     leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
     sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]
@@ -341,7 +346,7 @@ def _poison_one(finite: jax.Array, grads: Any) -> Any:
 def _accumulate(
     fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options
 ) -> tuple[_Sums, Any]:
-    """Sums over microbatches, one after the other."""
+    """Evaluates the microbatches one after the other, and sums their results."""
     rows = {i: _split(args[i], i, options) for i in options.batch_argnums if i < len(args)}
     if not any(rows.values()):
         raise JaxmpError(
@@ -383,7 +388,7 @@ def unpair(aux: Any) -> tuple[Any, Any]:
 
 
 def _split(batch: Any, argnum: int, options: _Options) -> list[Any]:
-    """The leaves that have rows, each as (microbatches, rows of one, ...)."""
+    """Splits each leaf that has an axis 0 to `(microbatches, rows per microbatch, ...)`."""
     count = options.microbatches
 
     def split_leaf(names: _trees.Path, leaf: Any) -> Any:
@@ -407,7 +412,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _join(part: list[Any], whole: Any) -> Any:
-    """The batch `whole` with its rows replaced by those of one part."""
+    """Returns the batch `whole` with its rows replaced by those of one part."""
     rows = iter(part)
     return jax.tree.map(lambda leaf: next(rows) if _has_rows(leaf) else leaf, whole)
 
@@ -431,7 +436,7 @@ def _sum_dtype(gradient: Any, options: _Options) -> Any:
 
 
 def _add(total: _Sums, new: _Sums) -> _Sums:
-    """Adds one part; an unweighted part counts as one."""
+    """Adds the sums of one part; an unweighted part has weight 1."""
     grads = tuple(
         _map_gradients(lambda t, g: t + _trees.cast(g, t.dtype), jnp.maximum, old, fresh)
         for old, fresh in zip(total.grads, new.grads, strict=True)
@@ -443,7 +448,7 @@ def _add(total: _Sums, new: _Sums) -> _Sums:
 
 
 def _map_gradients(of_gradient: Any, of_overwritten: Any, tree: Any, *rest: Any) -> Any:
-    """Maps gradients with one function and what is overwritten by its gradient with another."""
+    """Maps gradients with one function, and collections that they overwrite with another."""
     split = [_trees.split_overwritten(t) for t in (tree, *rest)]
     params = jax.tree.map(of_gradient, *(p for p, _ in split))
     if split[0][1] is None:
@@ -458,7 +463,7 @@ def _map_gradients(of_gradient: Any, of_overwritten: Any, tree: Any, *rest: Any)
 
 
 def _vary(args: tuple[Any, ...], options: _Options) -> tuple[Any, ...]:
-    """Differentiated arguments keep their own gradient on each device until `_reduce`."""
+    """Marks differentiated arguments as device-varying, so that only `_reduce` sums gradients."""
     if not options.axes:
         return args
     return tuple(
@@ -468,7 +473,7 @@ def _vary(args: tuple[Any, ...], options: _Options) -> tuple[Any, ...]:
 
 
 def _reduce(sums: _Sums, options: _Options) -> _Sums:
-    """Averages over devices; with a weight, adds up."""
+    """Averages over devices; weighted results are summed."""
     if not options.axes:
         return sums
     combine = lax.pmean if sums.weight is None else lax.psum
@@ -513,10 +518,10 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def check_argnums(argnums: Any) -> None:
-    """Refuses what is not an argument number, above all a loss scale given by position.
+    """Checks that `argnums` contains only argument numbers, and not a positional loss scale.
 
     Raises:
-      JaxmpError: quoting the value and showing the call that is meant.
+      JaxmpError: with the value and the intended call.
     """
     numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     for number in numbers:
@@ -539,7 +544,7 @@ def _positive(microbatches: Any) -> int:
 
 
 def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
-    """The options for a call with `args`: argument numbers counted from 0, and checked."""
+    """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
 
     def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
         given = as_tuple(getattr(options, name))
