@@ -1,4 +1,4 @@
-"""Loss scales: none, static and dynamic, each an immutable pytree of FP32 and int32 leaves."""
+"""Loss scales (none, static, dynamic): immutable pytrees with FP32 and int32 leaves."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from jaxmp.errors import LossScaleError
 T = TypeVar("T")
 Refill = Literal["growth", "clean"]
 
-# 2**-126. Below it FP32 is subnormal, and devices may flush it to zero.
+# 2**-126. Smaller FP32 numbers are subnormal, and devices may flush them to zero.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 # 2**128 - 2**104.
 LARGEST_SCALE = float(np.finfo(np.float32).max)
-# The reciprocal of a larger one is subnormal.
+# The reciprocals of larger numbers are subnormal.
 _LARGEST_DIVISOR = 2.0**126
 _LARGEST_COUNT = int(np.iinfo(np.int32).max)
 
 
 # ---------------------------------------------------------------------------
-# What the three have in common
+# Base class
 # ---------------------------------------------------------------------------
 
 
 class LossScale(abc.ABC):
-    """A loss scale: what `NoLossScale`, `StaticLossScale` and `DynamicLossScale` have in common.
+    """Base class of `NoLossScale`, `StaticLossScale` and `DynamicLossScale`.
 
-    Every subclass is an immutable pytree. Its leaves are strong-typed arrays from the first step
-    on, so a jitted step is traced once; its settings are plain Python numbers, static under jit.
-    `==` compares settings and leaves.
+    Every subclass is an immutable pytree. Its leaves are strongly typed arrays from the first step
+    on, so that a jitted step is traced only once. Its settings are plain Python numbers, static
+    under jit. `==` compares settings and leaves.
     """
 
     # Names of the attributes that are leaves, and of those that are static.
@@ -50,12 +50,12 @@ class LossScale(abc.ABC):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """`scale_value`, under the name that jmp gives it."""
+        """Alias of `scale_value`, the name that jmp uses."""
         return self.scale_value
 
     @property
     def at_floor(self) -> jax.Array:
-        """Whether the scale can fall no further: a bool scalar array."""
+        """True if the scale has reached its minimum: a bool scalar array."""
         return jnp.array(False)
 
     @abc.abstractmethod
@@ -63,9 +63,9 @@ class LossScale(abc.ABC):
         """Multiplies the floating and complex leaves of `tree` by the scale.
 
         Args:
-          tree: any pytree; usually a loss. Its float16 and bfloat16 leaves come back in float32,
-            where the product does not overflow; float64 and complex leaves keep their dtype. Ints,
-            bools, PRNG keys, float0, FP8 arrays, strings and None are handed through.
+          tree: any pytree; usually a loss. float16 and bfloat16 leaves are returned in float32,
+            where the product does not overflow; float64 and complex leaves keep their dtype.
+            Integers, bools, PRNG keys, float0, FP8 arrays, strings and None are returned unchanged.
 
         Returns:
           A tree of the same structure.
@@ -75,34 +75,34 @@ class LossScale(abc.ABC):
     def unscale(self, tree: T) -> T:
         """Divides the floating and complex leaves of `tree` by the scale.
 
-        In float32, and exact for a scale that is a power of two wherever the quotient is a normal
-        number. For any other scale compiled code may differ from true division by one rounding:
-        XLA multiplies by the reciprocal.
+        The division is in float32 (float64 for float64). It is exact if the scale is a power of two
+        and the quotient is a normal number. For any other scale, compiled code may differ from true
+        division by one rounding, because XLA multiplies by the reciprocal.
 
         Args:
-          tree: any pytree; usually gradients. Leaves are treated as by `scale`.
+          tree: any pytree; usually gradients. Leaves are treated as in `scale`.
 
         Returns:
           A tree of the same structure.
         """
 
     def adjust(self, grads_finite: Any) -> Self:
-        """The loss scale for the next step.
+        """Returns the loss scale for the next step.
 
         Args:
-          grads_finite: whether every gradient of this step was finite, on every device: a bool,
-            or a bool array of shape `()`.
+          grads_finite: True if all gradients of this step were finite on all devices: a bool, or a
+            bool array of shape `()`.
 
         Returns:
           A loss scale of the same type and settings.
 
         Raises:
-          LossScaleError: if `grads_finite` is not one bool.
+          LossScaleError: if `grads_finite` is not a single bool.
         """
         return self._next(_one_bool(grads_finite))
 
     def fresh(self) -> Self:
-        """An equal loss scale in new arrays: donating one leaves the other alive."""
+        """Returns an equal loss scale with new arrays: donating one leaves the other valid."""
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
 
     def _next(self, finite: jax.Array) -> Self:
@@ -110,12 +110,12 @@ class LossScale(abc.ABC):
         return self
 
     def with_leaves(self, **attributes: Any) -> Self:
-        """The same loss scale with other leaves, which are not checked and may be traced."""
+        """Returns this loss scale with other leaves, which are not checked and may be traced."""
         new = object.__new__(type(self))
         vars(new).update(vars(self), **attributes)
         return new
 
-    # Pytree. Unflatten checks nothing: JAX passes placeholders through it.
+    # Pytree. Unflattening does not validate, because JAX passes placeholder objects through it.
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
@@ -158,14 +158,14 @@ class LossScale(abc.ABC):
 
 
 # ---------------------------------------------------------------------------
-# The three
+# Loss scales
 # ---------------------------------------------------------------------------
 
 
 @final
 @jax.tree_util.register_pytree_with_keys_class
 class NoLossScale(LossScale):
-    """No scaling: the null object, so that one training step serves every precision.
+    """Null loss scale, with which one training step works for every precision.
 
     Example:
       >>> loss = jnp.float16(2.0)
@@ -175,26 +175,26 @@ class NoLossScale(LossScale):
 
     @property
     def scale_value(self) -> jax.Array:
-        """1.0: a float32 scalar array."""
+        """1.0 as a float32 scalar array."""
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: T) -> T:
-        """`tree` itself."""
+        """Returns `tree` itself."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """`tree` with its float16 and bfloat16 leaves in float32, as from every loss scale."""
+        """Casts float16 and bfloat16 leaves to float32, as every loss scale does."""
         return cast_floating(tree, FLOAT32)
 
 
 class _Scaling(LossScale):
-    """A loss scale that has a scale."""
+    """Base class of loss scales other than `NoLossScale`."""
 
     scale_value: jax.Array
 
     @property
     def ceiling(self) -> float:
-        """The largest scale that a step can reach."""
+        """Largest scale that a step can reach."""
         return LARGEST_SCALE
 
     def scale(self, tree: T) -> T:
@@ -211,11 +211,11 @@ class _Scaling(LossScale):
         return x / self.scale_value.astype(x.dtype)
 
     def _divider_by_large(self) -> Callable[[jax.Array], jax.Array]:
-        """`_divide` for scales that may lie above 2**126.
+        """Returns `_divide` for scales that may exceed 2**126.
 
         XLA replaces a division by a broadcast scalar with a product by its reciprocal. Above 2**126
-        that is subnormal, and where subnormals are flushed every finite gradient would become 0.
-        The barrier keeps XLA from joining two factors that it knows into that reciprocal.
+        the reciprocal is subnormal, and if subnormals are flushed, every finite gradient would
+        become 0. The barrier prevents XLA from combining two known factors into that reciprocal.
         """
         large = lax.gt(self.scale_value, _float32(_LARGEST_DIVISOR))
         shrink = lax.optimization_barrier(lax.select(large, _float32(0.25), _float32(1.0)))
@@ -226,14 +226,16 @@ class _Scaling(LossScale):
 @final
 @jax.tree_util.register_pytree_with_keys_class
 class StaticLossScale(_Scaling):
-    """A scale that never changes. It is a leaf: another value does not trace a step again.
+    """Loss scale that never changes.
+
+    The scale is a leaf, so that a jitted step is not traced again for another value.
 
     Args:
       scale_value: the scale: a positive number that is finite in FP32 and at least 2**-126, or a
-        scalar array of one. A traced value is taken unchecked.
+        scalar array of such a number. Traced values are not checked.
 
     Raises:
-      LossScaleError: if `scale_value` is no such number.
+      LossScaleError: if `scale_value` is not such a number.
 
     Example:
       >>> StaticLossScale(1024).unscale(jnp.float16(1.0))
@@ -250,9 +252,10 @@ class StaticLossScale(_Scaling):
 @final
 @jax.tree_util.register_pytree_with_keys_class
 class DynamicLossScale(_Scaling):
-    """The largest scale that keeps gradients finite, found by trying.
+    """Loss scale that grows after a number of finite steps and backs off after an overflow.
 
-    One step, in plain Python (`adjust` is the traced form, and agrees with it bit for bit)::
+    It thereby finds the largest scale that keeps gradients finite. One step, in plain Python
+    (`adjust` is the traced form, and agrees with it bit for bit)::
 
         if grads_finite:
             if hysteresis_refill == "clean":
@@ -275,29 +278,31 @@ class DynamicLossScale(_Scaling):
             else:
                 scale = max(scale * backoff_factor, min_scale)
 
-    The scale is never 0 and never infinite: without a `min_scale` the floor is 2**-126, and
-    a growth that FP32 cannot hold is refused. Factors act in FP32.
+    The scale is never 0 and never infinite: without `min_scale` its minimum is 2**-126, and it does
+    not grow beyond the range of FP32. Factors are applied in FP32.
 
-    The idea is that of Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740).
-    `torch`, `deepspeed`, `megatron`, `keras` and `tensorflow` start from the numbers of one
-    framework each and take every argument as an override. They go through that framework's own
-    sequence of scales as long as it stays finite and at or above 2**-126: to the bit where the
-    factors are powers of two, as all their defaults are, and within FP32's rounding elsewhere.
+    The method is that of Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740).
+    `torch`, `deepspeed`, `megatron`, `keras` and `tensorflow` create loss scales with the settings
+    of these frameworks; every argument can be overridden. They have the same sequence of scales as
+    the framework while it stays finite and at or above 2**-126: bit for bit if the factors are
+    powers of two, as in all defaults, and otherwise up to the rounding of FP32.
 
     Args:
-      init_scale: the scale of the first step. Like every scale here a positive number, finite in
-        FP32 and at least 2**-126, or a scalar array of one. A traced one is taken unchecked.
-      growth_factor: what the scale is multiplied by when it grows; above 1.
-      backoff_factor: what it is multiplied by after an overflow; between 0 and 1.
-      growth_interval: clean steps in a row after which it grows.
-      min_scale: the floor; None for 2**-126. Default 2**-14: with it the smallest scaled value
-        that float16 holds, 2**-24, stands for a gradient of 2**-10.
-      max_scale: the ceiling; None for none but FP32's own. Default 2**24, as in apex.
-      hysteresis: the overflow, counting from the last refill, at which the scale first backs off;
-        each further one backs off again. 1: at every overflow.
-      hysteresis_refill: when the count starts anew: "growth" at each `growth_interval`,
-        "clean" at each clean step (DeepSpeed's `consecutive_hysteresis`).
-      first_growth_delay: clean steps that are not counted, at the start and after each overflow.
+      init_scale: scale of the first step. Like all scales here, it is a positive number, finite in
+        FP32 and at least 2**-126, or a scalar array of such a number. Traced values are not
+        checked.
+      growth_factor: factor by which the scale grows; above 1.
+      backoff_factor: factor by which the scale changes after an overflow; between 0 and 1.
+      growth_interval: number of consecutive finite steps after which the scale grows.
+      min_scale: minimum scale; None for 2**-126. Default 2**-14, with which the smallest positive
+        float16 number, 2**-24, represents a gradient of 2**-10.
+      max_scale: maximum scale; None for the largest FP32 number. Default 2**24, as in apex.
+      hysteresis: number of overflows since the last refill at which the scale backs off for the
+        first time; each further overflow backs off again. 1: at every overflow.
+      hysteresis_refill: event at which the count of overflows restarts: "growth" at each
+        `growth_interval`, "clean" at each finite step (DeepSpeed's `consecutive_hysteresis`).
+      first_growth_delay: number of finite steps that do not count towards `growth_interval`, at
+        the start and after each overflow.
 
     Raises:
       LossScaleError: if an argument is out of its range, or not
@@ -368,7 +373,7 @@ class DynamicLossScale(_Scaling):
 
     @property
     def floor(self) -> float:
-        """The smallest scale that a step can reach."""
+        """Smallest scale that a step can reach."""
         return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
     @property
@@ -381,7 +386,7 @@ class DynamicLossScale(_Scaling):
 
     def _next(self, finite: jax.Array) -> Self:
         counted = lax.select(self._counts(finite), lax.add(self.good_steps, _int32(1)), _int32(0))
-        # Not equality: a count restored from a run with a longer interval must still grow.
+        # `>=` rather than `==`: a count restored from a run with a longer interval must still grow.
         grows = lax.ge(counted, _int32(self.growth_interval))
         fallen = lax.select(self._backs_off(finite), self._backed_off(), self.scale_value)
         return self.with_leaves(
@@ -400,7 +405,7 @@ class DynamicLossScale(_Scaling):
         fallen = lax.mul(self.scale_value, _float32(self.backoff_factor))
         return lax.max(fallen, _float32(self.floor))
 
-    # A counter that the settings leave unused stands still and adds no operation to a program.
+    # A counter that the settings do not use stays constant and adds no operation to the program.
 
     def _counts(self, finite: jax.Array) -> jax.Array:
         if self.first_growth_delay == 0:
@@ -426,62 +431,63 @@ class DynamicLossScale(_Scaling):
         refills = finite if self.hysteresis_refill == "clean" else grows
         return lax.select(refills, _int32(self.hysteresis), left)
 
-    # Presets: the numbers are in `_FRAMEWORKS`.
+    # Presets, with the settings in `_FRAMEWORKS`.
 
     @classmethod
     def torch(cls, init_scale: Any = 2.0**16, **overrides: Any) -> Self:
-        """As `torch.amp.GradScaler`, and so Accelerate and Lightning: no bounds of its own.
+        """Creates the loss scale of `torch.amp.GradScaler`, Accelerate and Lightning: no bounds.
 
         Args:
-          init_scale: as for `DynamicLossScale`.
+          init_scale: as in `DynamicLossScale`.
           **overrides: any other argument of `DynamicLossScale`.
         """
         return cls(init_scale, **_preset("torch", overrides))
 
     @classmethod
     def deepspeed(cls, init_scale: Any = 2.0**16, **overrides: Any) -> Self:
-        """As DeepSpeed under ZeRO: interval 1000, floor 1, hysteresis 2, one step of delay.
+        """Creates DeepSpeed's loss scale under ZeRO: interval 1000, minimum 1, hysteresis 2.
 
+        One finite step is not counted, at the start and after each overflow.
         `DynamicLossScale.deepspeed(hysteresis_refill="clean")` is `consecutive_hysteresis`.
 
         Args:
-          init_scale: as for `DynamicLossScale`.
+          init_scale: as in `DynamicLossScale`.
           **overrides: any other argument of `DynamicLossScale`.
         """
         return cls(init_scale, **_preset("deepspeed", overrides))
 
     @classmethod
     def megatron(cls, init_scale: Any = 2.0**32, **overrides: Any) -> Self:
-        """As Megatron-LM's `DynamicGradScaler`: interval 1000, floor 1, hysteresis 2.
+        """Creates Megatron-LM's `DynamicGradScaler`: interval 1000, minimum 1, hysteresis 2.
 
         Args:
-          init_scale: as for `DynamicLossScale`.
+          init_scale: as in `DynamicLossScale`.
           **overrides: any other argument of `DynamicLossScale`.
         """
         return cls(init_scale, **_preset("megatron", overrides))
 
     @classmethod
     def keras(cls, init_scale: Any = 2.0**15, **overrides: Any) -> Self:
-        """As Keras 3's `LossScaleOptimizer`: interval 2000, no bounds of its own.
+        """Creates the loss scale of Keras 3's `LossScaleOptimizer`: interval 2000, no bounds.
 
         Args:
-          init_scale: as for `DynamicLossScale`.
+          init_scale: as in `DynamicLossScale`.
           **overrides: any other argument of `DynamicLossScale`.
         """
         return cls(init_scale, **_preset("keras", overrides))
 
     @classmethod
     def tensorflow(cls, init_scale: Any = 2.0**15, **overrides: Any) -> Self:
-        """As TensorFlow's `DynamicLossScale`: interval 2000, floor 1.
+        """Creates TensorFlow's `DynamicLossScale`: interval 2000, minimum 1.
 
         Args:
-          init_scale: as for `DynamicLossScale`.
+          init_scale: as in `DynamicLossScale`.
           **overrides: any other argument of `DynamicLossScale`.
         """
         return cls(init_scale, **_preset("tensorflow", overrides))
 
 
-# What a framework sets besides the first scale. All of them double and halve.
+# Settings of each framework besides the initial scale. All use the factors 2 and 0.5.
 _FRAMEWORKS: dict[str, dict[str, Any]] = {
     "torch": {"growth_interval": 2000, "min_scale": None},
     "deepspeed": {
@@ -508,22 +514,22 @@ def _preset(framework: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------
-# Whatever stands for a loss scale
+# Conversion
 # ---------------------------------------------------------------------------
 
 
 def as_loss_scale(value: Any) -> LossScale:
-    """Turns whatever stands for a loss scale into one.
+    """Converts a value to a loss scale.
 
     Args:
-      value: a loss scale; None for no scaling; a number for a static one; or one of jmp's three
-        loss scales, whose state is kept (jmp's `counter` becomes `good_steps`).
+      value: a loss scale; None for no scaling; a number for a static loss scale; or one of jmp's
+        three loss scales, with its state (jmp's `counter` becomes `good_steps`).
 
     Returns:
-      The same object if it is a loss scale of jaxmp.
+      The loss scale; `value` itself if it is a loss scale of jaxmp.
 
     Raises:
-      LossScaleError: for anything else.
+      LossScaleError: for any other value.
 
     Example:
       >>> as_loss_scale(None)
@@ -545,7 +551,7 @@ def as_loss_scale(value: Any) -> LossScale:
 
 
 def _from_jmp(value: Any) -> LossScale | None:
-    """One of jmp's loss scales, known by its class's name: jmp need not be installed."""
+    """Converts a jmp loss scale, recognized by its class name, as jmp need not be installed."""
     names = {base.__name__ for base in type(value).__mro__}
     if "NoOpLossScale" in names:
         return NoLossScale()
@@ -590,7 +596,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _rescale(rescale: Callable[[jax.Array], jax.Array], leaf: Any) -> Any:
-    """`rescale` on a floating leaf, in FP32 or wider, and on both parts of a complex one."""
+    """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
     if isinstance(leaf, float) and dtype_of(leaf) is None:
         leaf = jnp.float32(leaf)
     if not is_inexact(leaf):
@@ -617,7 +623,7 @@ def _one_bool(value: Any) -> jax.Array:
 
 _SCALE = "a positive number, finite in FP32 and at least 2**-126"
 
-# Argument -> a call in which it is right, shown by messages.
+# Argument -> a valid call, shown in error messages.
 _RIGHT_CALL = {
     "scale_value": "StaticLossScale(1024)",
     "init_scale": "DynamicLossScale(init_scale=65536)",
@@ -633,7 +639,7 @@ _RIGHT_CALL = {
 
 
 def _is_number(value: Any) -> bool:
-    """Whether `value` is one real number, traced or not; a bool is none."""
+    """Returns True if `value` is a single real number, traced or not, and not a bool."""
     if isinstance(value, (int, float)):
         return not isinstance(value, bool)
     kind = dtype_of(value) if _is_scalar(value) else None
@@ -649,7 +655,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _fp32(value: Any) -> float:
-    """`value` rounded to FP32; NaN for whatever is not a concrete number."""
+    """Rounds `value` to FP32; returns NaN if it is not a concrete number."""
     if not _is_number(value) or _is_traced(value):
         return math.nan
     try:
@@ -660,7 +666,7 @@ def _fp32(value: Any) -> float:
 
 
 def _scale_argument(name: str, value: Any) -> Any:
-    """An FP32 scale as a float; a traced one as it is."""
+    """Returns a scale as an FP32 number; a traced scale is returned unchanged."""
     if _is_number(value) and _is_traced(value):
         return value
     return _bound_argument(name, value)
