@@ -53,16 +53,16 @@ class Shape(NamedTuple):
         """Size in memory; 4-bit types are packed."""
         if self.type == "pred":
             return self.elements
-        found = _BITS.search(self.type)
-        return -(-self.elements * int(found[1]) // 8) if found else 0
+        match = _BITS.search(self.type)
+        return -(-self.elements * int(match[1]) // 8) if match else 0
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
     """Returns the shapes of the arrays in an HLO type; tuples are flattened."""
-    found = _SHAPE.findall(text)
+    arrays = _SHAPE.findall(text)
     return tuple(
         Shape(name, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()))
-        for name, sizes in found
+        for name, sizes in arrays
         if name != "token"
     )
 
@@ -90,8 +90,8 @@ class Instruction(NamedTuple):
 
     def attribute(self, key: str) -> str:
         """Returns the value of `key=...` without braces, quotes or `%`; "" if it is missing."""
-        found = re.search(rf"[ ,]{key}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.rest)
-        return found[1].strip('{}"%') if found else ""
+        match = re.search(rf"[ ,]{key}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.rest)
+        return match[1].strip('{}"%') if match else ""
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """Returns the integers in the value of `key={0,1}`."""
@@ -100,14 +100,14 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """Name stack and primitive from JAX; "" if XLA dropped it."""
-        found = _OP_NAME.search(self.rest)
-        return found[1].replace("\\'", "'") if found else ""
+        match = _OP_NAME.search(self.rest)
+        return match[1].replace("\\'", "'") if match else ""
 
     @property
     def config(self) -> dict[str, Any]:
         """Backend configuration; empty if there is none."""
-        found = _CONFIG.search(self.rest)
-        return json.JSONDecoder().raw_decode(self.rest, found.end())[0] if found else {}
+        match = _CONFIG.search(self.rest)
+        return json.JSONDecoder().raw_decode(self.rest, match.end())[0] if match else {}
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -126,13 +126,19 @@ class Computation(NamedTuple):
 
     @property
     def root(self) -> Instruction:
-        return next(one for one in self.instructions.values() if one.is_root)
+        return next(
+            instruction for instruction in self.instructions.values() if instruction.is_root
+        )
 
     @property
     def parameters(self) -> dict[int, Instruction]:
         """Parameter number -> instruction."""
-        found = (one for one in self.instructions.values() if one.opcode == "parameter")
-        return {int(one.rest.partition(")")[0]): one for one in found}
+        parameters = (
+            instruction
+            for instruction in self.instructions.values()
+            if instruction.opcode == "parameter"
+        )
+        return {int(instruction.rest.partition(")")[0]): instruction for instruction in parameters}
 
 
 # ---------------------------------------------------------------------------
@@ -182,9 +188,9 @@ class Program:
             elif line.startswith("}"):
                 current = None
             else:
-                found = _instruction(line)
-                if found is not None:
-                    current.instructions[found.name] = found
+                instruction = _instruction(line)
+                if instruction is not None:
+                    current.instructions[instruction.name] = instruction
 
     @property
     def aliased(self) -> dict[int, int]:
@@ -201,11 +207,11 @@ class Program:
         yield from self._steps(self.entry, 1)
 
     def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
-        for one in computation.instructions.values():
-            yield Step(one, computation, times)
-            if one.opcode in ("while", "conditional", "call", "async-start"):
-                inside = times * self.trips(one)
-                for name in one.called:
+        for instruction in computation.instructions.values():
+            yield Step(instruction, computation, times)
+            if instruction.opcode in ("while", "conditional", "call", "async-start"):
+                inside = times * self.trips(instruction)
+                for name in instruction.called:
                     yield from self._steps(self.computations[name], inside)
 
     @staticmethod
@@ -221,23 +227,23 @@ class Program:
 
     def readers(self, computation: Computation, name: str) -> list[Instruction]:
         """Returns the instructions of a computation that consume the value `name`, in order."""
-        found = self._readers.get(computation.name)
-        if found is None:
-            found = self._readers[computation.name] = {}
-            for one in computation.instructions.values():
-                for operand in dict.fromkeys(one.operands):
-                    found.setdefault(operand, []).append(one)
-        return found.get(name, [])
+        readers = self._readers.get(computation.name)
+        if readers is None:
+            readers = self._readers[computation.name] = {}
+            for instruction in computation.instructions.values():
+                for operand in dict.fromkeys(instruction.operands):
+                    readers.setdefault(operand, []).append(instruction)
+        return readers.get(name, [])
 
     # -- lines ------------------------------------------------------------------------------
 
     def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Returns (file, line) of the Python frames of an instruction, innermost first."""
-        found = _FRAME.search(instruction.rest)
-        if found is None:
+        match = _FRAME.search(instruction.rest)
+        if match is None:
             source = _SOURCE.search(instruction.rest)
             return [(source[1], int(source[2] or 0))] if source else []
-        frames, number = [], int(found[1])
+        frames, number = [], int(match[1])
         while number in self._frames:
             location, parent = self._frames[number]
             frames.append(self._locations[location])
@@ -247,11 +253,11 @@ class Program:
     @functools.cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
         rows = self._table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-        found = {number: (int(a), int(b or 0)) for number, (a, b) in rows.items()}
+        frames = {number: (int(a), int(b or 0)) for number, (a, b) in rows.items()}
         # Some versions of XLA write parent + 1, and 1 for no parent. Then frame 1 appears to be its
         # own parent.
-        shift = 1 if found.get(1, (0, 0))[1] == 1 else 0
-        return {number: (location, parent - shift) for number, (location, parent) in found.items()}
+        shift = 1 if frames.get(1, (0, 0))[1] == 1 else 0
+        return {number: (location, parent - shift) for number, (location, parent) in frames.items()}
 
     @functools.cached_property
     def _locations(self) -> dict[int, tuple[str, int]]:
@@ -262,13 +268,13 @@ class Program:
     def _table(self, title: str, row: str) -> dict[int, tuple[str, ...]]:
         _, _, rest = self._header.partition(f"\n{title}\n")
         pattern = re.compile(rf"(\d+) \{{?{row}")
-        found: dict[int, tuple[str, ...]] = {}
+        table: dict[int, tuple[str, ...]] = {}
         for line in rest.splitlines():
             match = pattern.match(line)
             if match is None:
                 break
-            found[int(match[1])] = match.groups()[1:]
-        return found
+            table[int(match[1])] = match.groups()[1:]
+        return table
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -92,7 +92,7 @@ _BASE_MODULES = frozenset(
 @functools.cache
 def methods_of(cls: type) -> dict[str, Arguments]:
     """Returns name -> arguments for the methods of a module class, without Flax's base classes."""
-    found: dict[str, Arguments] = {}
+    methods: dict[str, Arguments] = {}
     for base in reversed(cls.__mro__):
         if base in _BASES or base.__module__ in _BASE_MODULES:
             continue
@@ -102,8 +102,8 @@ def methods_of(cls: type) -> dict[str, Arguments]:
                 continue
             arguments = _arguments(member, base.__module__.partition(".")[0] == "flax")
             if arguments is not None:
-                found[name] = arguments
-    return found
+                methods[name] = arguments
+    return methods
 
 
 def _arguments(method: Any, is_flax: bool) -> Arguments | None:

@@ -34,11 +34,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def sub_jaxprs(equation: Any) -> list[Any]:
     """Returns the jaxprs among the parameters of an equation, in order."""
-    found = []
+    jaxprs = []
     for value in equation.params.values():
         values = value if isinstance(value, (tuple, list)) else (value,)
-        found += [inner for inner in values if is_jaxpr(inner)]
-    return found
+        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+    return jaxprs
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -49,15 +49,15 @@ def is_jaxpr(value: Any) -> bool:
 def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
     """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
     body = jaxpr_body(jaxpr)[0]
-    found: dict[Any, list[Any]] = {}
+    result: dict[Any, list[Any]] = {}
     for equation in body.eqns:
         for var in equation.invars:
             if not is_literal(var):
-                found.setdefault(var, []).append(equation)
+                result.setdefault(var, []).append(equation)
     for var in body.outvars:
         if not is_literal(var):
-            found.setdefault(var, []).append(None)
-    return found
+            result.setdefault(var, []).append(None)
+    return result
 
 
 def is_literal(var: Any) -> bool:

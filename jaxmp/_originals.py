@@ -191,35 +191,35 @@ def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, i
     ), {name: wide_kwargs[name] if name in kept.names else value for name, value in kwargs.items()}
 
 
-def _replaced(place: Any, leaves: list[Any]) -> list[Any]:
+def _replaced(callee: Any, leaves: list[Any]) -> list[Any]:
     halves = [i for i, leaf in enumerate(leaves) if _is_half(leaf)]
     probe = _thread.probe
     if probe is not None:
-        key = _counted(probe.calls, place)
+        key = _counted(probe.calls, callee)
         probe.received[key] = [leaves[i] for i in halves]
         if key == probe.key:
             raise _Reached
         return leaves
-    keys = [_counted(boundary.calls, place) for boundary in _thread.boundaries]
-    found = {i: _unchanged(leaves[i], len(keys)) for i in halves}
+    keys = [_counted(boundary.calls, callee) for boundary in _thread.boundaries]
+    originals = {i: _unchanged(leaves[i], len(keys)) for i in halves}
     for level in reversed(range(len(keys))):
-        missing = [i for i in halves if found[i] is None]
+        missing = [i for i in halves if originals[i] is None]
         boundary = _thread.boundaries[level]
         if any(_may_come_from(leaves[i], boundary) for i in missing):
             trace = _traced(boundary, keys[level], len(halves))
             for position, i in enumerate(halves):
                 if trace is not None and i in missing:
-                    found[i] = _moved(trace, position, leaves[i], level)
-    return [leaf if found.get(i) is None else found[i] for i, leaf in enumerate(leaves)]
+                    originals[i] = _moved(trace, position, leaves[i], level)
+    return [leaf if originals.get(i) is None else originals[i] for i, leaf in enumerate(leaves)]
 
 
 def _is_half(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) and is_half(leaf.dtype)
 
 
-def _counted(calls: dict[Any, int], place: Any) -> Any:
-    calls[place] = calls.get(place, 0) + 1
-    return place, calls[place]
+def _counted(calls: dict[Any, int], callee: Any) -> Any:
+    calls[callee] = calls.get(callee, 0) + 1
+    return callee, calls[callee]
 
 
 def _unchanged(leaf: Any, level: int) -> Any:

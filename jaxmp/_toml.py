@@ -38,11 +38,11 @@ class Document:
         A key without a known position gets that of the first key below it, or else of the nearest
         table that contains it, or no position.
         """
-        below = [found for found in self.places if key and found[: len(key)] == key]
-        above = [found for found in _prefixes(key) if found in self.places]
+        below = [candidate for candidate in self.places if key and candidate[: len(key)] == key]
+        above = [candidate for candidate in _prefixes(key) if candidate in self.places]
         position = "".join(
             f", line {line}, column {column}"
-            for line, column in [self.places[found] for found in (below + above)[:1]]
+            for line, column in [self.places[candidate] for candidate in (below + above)[:1]]
         )
         return f"{self.file!r}{position}{_key_label(key)}"
 
@@ -126,15 +126,15 @@ def _decode(file: str, data: bytes) -> str:
 
 
 def _syntax_error(file: str, text: str, problem: str) -> RecipeError:
-    found = re.search(r"at line (\d+), column (\d+)", problem)
+    match = re.search(r"at line (\d+), column (\d+)", problem)
     lines = text.split("\n")
-    line, column = (int(found[1]), int(found[2])) if found else (len(lines), len(lines[-1]) + 1)
+    line, column = (int(match[1]), int(match[2])) if match else (len(lines), len(lines[-1]) + 1)
     source = lines[line - 1] if line <= len(lines) else ""
     reason = re.sub(r"\s*\(at [^)]*\)", "", problem)
-    place = f"{file!r}, line {line}, column {column}: {reason} in {source!r}."
+    location = f"{file!r}, line {line}, column {column}: {reason} in {source!r}."
     if reason.startswith(("Cannot overwrite", "Cannot declare")):
-        return RecipeError(f"{place} It is given twice; delete one of the two.")
-    return RecipeError(f"{place} Write it as TOML, such as:\n    {_repaired(source)}")
+        return RecipeError(f"{location} It is given twice; delete one of the two.")
+    return RecipeError(f"{location} Write it as TOML, such as:\n    {_repaired(source)}")
 
 
 def _repaired(line: str) -> str:

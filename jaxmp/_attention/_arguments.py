@@ -79,8 +79,8 @@ class Arguments:
         _, _, queries, keys = self.logits_shape
         window = self.settings.window
         beyond = window is not None and queries > keys + window[0]
-        given = (self.mask, self.query_lengths, self.key_lengths)
-        return beyond or any(array is not None for array in given)
+        optional = (self.mask, self.query_lengths, self.key_lengths)
+        return beyond or any(array is not None for array in optional)
 
 
 def check_implementation(implementation: Any) -> str:
@@ -101,13 +101,13 @@ def check_implementation(implementation: Any) -> str:
     return implementation
 
 
-def with_scaled_query(given: Arguments) -> Arguments:
+def with_scaled_query(args: Arguments) -> Arguments:
     """Returns arguments without an array `scale`, by multiplying the query with it in FP32."""
-    if given.scale is None:
-        return given
-    query = given.query.astype(wide_dtype(given.query.dtype))
-    query = (query * given.scale.astype(query.dtype)).astype(given.query.dtype)
-    return dataclasses.replace(given, query=query, scale=None)
+    if args.scale is None:
+        return args
+    query = args.query.astype(wide_dtype(args.query.dtype))
+    query = (query * args.scale.astype(query.dtype)).astype(args.query.dtype)
+    return dataclasses.replace(args, query=query, scale=None)
 
 
 def arguments(

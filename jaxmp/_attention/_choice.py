@@ -78,11 +78,11 @@ class AttentionChoice:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def choose(given: Arguments, implementation: str) -> AttentionChoice:
+def choose(args: Arguments, implementation: str) -> AttentionChoice:
     """Chooses the implementation for a call.
 
     Args:
-      given: the checked arguments.
+      args: the checked arguments.
       implementation: a name, or "auto". "auto" chooses "cudnn" if cuDNN's fused kernel can serve
         the call; otherwise "xla" if the FP32 logits of all pairs take at most 16 MiB; otherwise
         "blockwise". An empty result is computed by "xla", whatever the name, except "cudnn_fp8".
@@ -90,19 +90,19 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
     Raises:
       AttentionError: if the named implementation cannot serve the call.
     """
-    if implementation != "cudnn_fp8" and not math.prod(given.logits_shape):
+    if implementation != "cudnn_fp8" and not math.prod(args.logits_shape):
         return AttentionChoice("xla", "the result is empty")
     if implementation in ("blockwise", "xla"):
-        return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(given)))
+        return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(args)))
     if implementation == "cudnn_fp8":
-        return _fp8_choice(given)
-    blockers = tuple(cudnn_blockers(given))
+        return _fp8_choice(args)
+    blockers = tuple(cudnn_blockers(args))
     if implementation == "cudnn" and blockers:
         raise _refusal(implementation, blockers)
     if not blockers:
         reason = ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
-        return AttentionChoice("cudnn", reason, notes=tuple(_notes(given)))
-    size = 4 * math.prod(given.logits_shape)
+        return AttentionChoice("cudnn", reason, notes=tuple(_notes(args)))
+    size = 4 * math.prod(args.logits_shape)
     if size > _WHOLE_LOGITS:
         reason = f"the logits of all pairs would take {_mebibytes(size)}"
         return AttentionChoice("blockwise", reason, blockers)
@@ -111,9 +111,9 @@ def choose(given: Arguments, implementation: str) -> AttentionChoice:
 
 
 def _refusal(implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
-    words = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
+    reasons = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
     return AttentionError(
-        f"implementation={implementation!r} cannot serve this call:\n{words}\n"
+        f"implementation={implementation!r} cannot serve this call:\n{reasons}\n"
         "implementation='auto' takes another where cuDNN cannot serve."
     )
 
@@ -140,9 +140,9 @@ def log_once(choice: AttentionChoice) -> None:
 # ---------------------------------------------------------------------------
 
 
-def cudnn_blockers(given: Arguments) -> list[Blocker]:
+def cudnn_blockers(args: Arguments) -> list[Blocker]:
     """Lists why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
-    return [*_device_blockers(), *_operand_blockers(given), *_mask_blockers(given)]
+    return [*_device_blockers(), *_operand_blockers(args), *_mask_blockers(args)]
 
 
 def _device_blockers() -> list[Blocker]:
@@ -159,58 +159,58 @@ def _device_blockers() -> list[Blocker]:
     return []
 
 
-def _operand_blockers(given: Arguments) -> list[Blocker]:
-    found = []
-    dtype = given.query.dtype
+def _operand_blockers(args: Arguments) -> list[Blocker]:
+    blockers = []
+    dtype = args.query.dtype
     if not is_half(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
-        found.append(Blocker("policy", reason, "Write policy='bfloat16'."))
+        blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
     capability = compute_capability()
     largest = _LARGEST_HEAD_HOPPER if capability and capability >= (9, 0) else _LARGEST_HEAD
-    padded = padded_size(given.query.shape[-1], given.value.shape[-1])
+    padded = padded_size(args.query.shape[-1], args.value.shape[-1])
     if padded > largest:
         unknown = " (without a GPU here JAX assumes an A100)" if capability is None else ""
         reason = f"heads of {padded} are larger than {largest}{unknown}"
-        found.append(Blocker("query", reason, f"Use more heads, of at most {largest}."))
-    if given.dropout_rng is not None:
+        blockers.append(Blocker("query", reason, f"Use more heads, of at most {largest}."))
+    if args.dropout_rng is not None:
         reason = "JAX has no dropout in the fused kernel"
-        found.append(Blocker("dropout_rate", reason, "Write dropout_rate=0.0."))
-    window = given.settings.window
-    if window is not None and not given.settings.is_causal:
+        blockers.append(Blocker("dropout_rate", reason, "Write dropout_rate=0.0."))
+    window = args.settings.window
+    if window is not None and not args.settings.is_causal:
         reason = f"the kernel has windows of past positions only, not {window}"
-        found.append(Blocker("local_window_size", reason, "Write is_causal=True."))
-    return found
+        blockers.append(Blocker("local_window_size", reason, "Write is_causal=True."))
+    return blockers
 
 
-def _mask_blockers(given: Arguments) -> list[Blocker]:
-    found = []
-    _, _, queries, keys = given.logits_shape
-    bias, dtype = given.bias, given.query.dtype
+def _mask_blockers(args: Arguments) -> list[Blocker]:
+    blockers = []
+    _, _, queries, keys = args.logits_shape
+    bias, dtype = args.bias, args.query.dtype
     if bias is not None and is_half(dtype) and bits(bias.dtype) > bits(dtype):
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its digits can be spared."
-        found.append(Blocker("bias", reason, change))
-    for name, array in (("bias", bias), ("mask", given.mask)):
+        blockers.append(Blocker("bias", reason, change))
+    for name, array in (("bias", bias), ("mask", args.mask)):
         if array is not None and (queries % 2 or keys % 2):
             reason = f"the kernel's backward pass with a {name} needs even lengths, not {queries}"
             reason += f" and {keys}"
             stated = "State it by is_causal, local_window_size or lengths, or pad to even lengths."
             padding = "Pad to even lengths."
-            found.append(Blocker(name, reason, stated if name == "mask" else padding))
-    return found
+            blockers.append(Blocker(name, reason, stated if name == "mask" else padding))
+    return blockers
 
 
-def _notes(given: Arguments) -> list[str]:
+def _notes(args: Arguments) -> list[str]:
     notes = []
-    if given.scale is not None:
+    if args.scale is not None:
         notes.append("a scale that is an array multiplies the query, in the query's dtype")
-    sizes = given.query.shape[-1], given.value.shape[-1]
+    sizes = args.query.shape[-1], args.value.shape[-1]
     padded = padded_size(*sizes)
     if sizes != (padded, padded):
         notes.append(
             f"heads of {' and '.join(map(str, sorted(set(sizes))))} are padded to {padded}"
         )
-    if given.mask is not None:
+    if args.mask is not None:
         notes.append(
             "a bool mask is added to the logits as an array of all pairs, and its gradient may be "
             "computed; is_causal, local_window_size and lengths cost nothing"
@@ -223,21 +223,21 @@ def _notes(given: Arguments) -> list[str]:
 # ---------------------------------------------------------------------------
 
 
-def _fp8_choice(given: Arguments) -> AttentionChoice:
+def _fp8_choice(args: Arguments) -> AttentionChoice:
     """Returns the choice of FP8 attention, which the caller named; "auto" never chooses it.
 
     Raises:
       AttentionError: if it cannot serve the call, or would be slower than cuDNN's 16-bit kernel.
     """
     # A CPU has the same restrictions as a GPU, so that a program tested on a CPU runs on a GPU.
-    blockers = [*_fp8_device_blockers(), *_fp8_operand_blockers(given), *_fp8_mask_blockers(given)]
+    blockers = [*_fp8_device_blockers(), *_fp8_operand_blockers(args), *_fp8_mask_blockers(args)]
     if blockers:
         raise _refusal("cudnn_fp8", blockers)
     rounding = "query, key, value, weights, result and all gradients are rounded to E4M3"
     if target() == "gpu":
         return AttentionChoice("cudnn_fp8", ASKED, notes=(rounding,))
     device = Blocker("device", f"the program is compiled for {target()}", "Run it on a GPU.")
-    size = _mebibytes(4 * math.prod(given.logits_shape))
+    size = _mebibytes(4 * math.prod(args.logits_shape))
     emulated = f"the FP8 kernel is emulated, slowly: the logits of all pairs take {size}"
     return AttentionChoice("cudnn_fp8", ASKED, (device,), (rounding, emulated))
 
@@ -268,41 +268,41 @@ def _fp8_device_blockers() -> list[Blocker]:
     return []
 
 
-def _fp8_operand_blockers(given: Arguments) -> list[Blocker]:
-    found = []
-    sizes = sorted({given.query.shape[-1], given.value.shape[-1]})
+def _fp8_operand_blockers(args: Arguments) -> list[Blocker]:
+    blockers = []
+    sizes = sorted({args.query.shape[-1], args.value.shape[-1]})
     if sizes != [_FP8_HEAD]:
         reason = f"heads are of {' and '.join(map(str, sizes))}, and the backward kernel takes 128"
         change = "Use heads of 128, or write implementation='auto'."
-        found.append(Blocker("query", reason, change))
-    _, _, queries, keys = given.logits_shape
+        blockers.append(Blocker("query", reason, change))
+    _, _, queries, keys = args.logits_shape
     for name, length in (("query", queries), ("key", keys)):
         if length % _FP8_MULTIPLE:
             reason = f"its {length} positions are no multiple of {_FP8_MULTIPLE}"
             whole = -(-length // _FP8_MULTIPLE) * _FP8_MULTIPLE
             # With a causal mask, no query of the text sees padding at its end.
-            pad = f"Pad the text to {whole}, or write" if given.settings.is_causal else "Write"
-            found.append(Blocker(name, reason, f"{pad} implementation='auto'."))
+            pad = f"Pad the text to {whole}, or write" if args.settings.is_causal else "Write"
+            blockers.append(Blocker(name, reason, f"{pad} implementation='auto'."))
     longest = max(queries, keys)
-    if given.settings.is_causal and longest > LONGEST_CAUSAL_FP8:
+    if args.settings.is_causal and longest > LONGEST_CAUSAL_FP8:
         reason = (
             f"over {longest} positions causal training is slower in FP8: 0.90 of bfloat16's speed "
             "at 8,192 positions and 0.75 at 32,768, by NVIDIA's figures for an H200"
         )
-        found.append(Blocker("is_causal", reason, "Write implementation='auto'."))
-    return found
+        blockers.append(Blocker("is_causal", reason, "Write implementation='auto'."))
+    return blockers
 
 
-def _fp8_mask_blockers(given: Arguments) -> list[Blocker]:
+def _fp8_mask_blockers(args: Arguments) -> list[Blocker]:
     without = "the FP8 kernel knows causal attention and full attention only"
     reasons = {
-        "bias": (given.bias, without),
-        "mask": (given.mask, without),
-        "query_seq_lengths": (given.query_lengths, without),
-        "key_value_seq_lengths": (given.key_lengths, without),
-        "local_window_size": (given.settings.window, without),
-        "dropout_rate": (given.dropout_rng, "JAX has no dropout in the fused kernel"),
-        "return_residual": (given.settings.residual or None, "JAX does not return it in FP8"),
+        "bias": (args.bias, without),
+        "mask": (args.mask, without),
+        "query_seq_lengths": (args.query_lengths, without),
+        "key_value_seq_lengths": (args.key_lengths, without),
+        "local_window_size": (args.settings.window, without),
+        "dropout_rate": (args.dropout_rng, "JAX has no dropout in the fused kernel"),
+        "return_residual": (args.settings.residual or None, "JAX does not return it in FP8"),
     }
     changes = {
         "mask": "State a causal mask by is_causal=True; else write implementation='auto'.",

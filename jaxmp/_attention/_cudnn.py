@@ -21,7 +21,7 @@ def padded_size(head: int, value: int) -> int:
     return -(-max(head, value) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
-def cudnn_attention(given: Arguments) -> Any:
+def cudnn_attention(args: Arguments) -> Any:
     """Computes attention with cuDNN's fused kernel.
 
     Returns:
@@ -29,13 +29,13 @@ def cudnn_attention(given: Arguments) -> Any:
       `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`, which JAX rounds to the
       same dtype.
     """
-    given = with_scaled_query(given)
-    settings = given.settings
-    _, _, queries, keys = given.logits_shape
-    size = given.value.shape[-1]
-    padded = padded_size(given.query.shape[-1], size)
-    query, key, value = (_padded(a, padded) for a in (given.query, given.key, given.value))
-    seeing = _seeing(given)
+    args = with_scaled_query(args)
+    settings = args.settings
+    _, _, queries, keys = args.logits_shape
+    size = args.value.shape[-1]
+    padded = padded_size(args.query.shape[-1], size)
+    query, key, value = (_padded(a, padded) for a in (args.query, args.key, args.value))
+    seeing = _seeing(args)
     if seeing is not None:
         # Queries that see no key are replaced by zero here, and their results below. So neither
         # results nor gradients depend on how the kernel treats such rows.
@@ -44,10 +44,10 @@ def cudnn_attention(given: Arguments) -> Any:
         "query": query,
         "key": key,
         "value": value,
-        "bias": _whole(given.bias, queries, keys),
-        "mask": _whole(given.mask, queries, keys),
-        "query_seq_lengths": given.query_lengths,
-        "key_value_seq_lengths": given.key_lengths,
+        "bias": _whole(args.bias, queries, keys),
+        "mask": _whole(args.mask, queries, keys),
+        "query_seq_lengths": args.query_lengths,
+        "key_value_seq_lengths": args.key_lengths,
     }
     attend: Any = jax.nn.dot_product_attention
     result = attend(
@@ -80,22 +80,22 @@ def _whole(array: Any, queries: int, keys: int) -> Any:
     return jnp.broadcast_to(array, (*array.shape[:2], queries, keys))
 
 
-def _seeing(given: Arguments) -> jax.Array | None:
+def _seeing(args: Arguments) -> jax.Array | None:
     """Returns the bool mask `[B|1, T|1, N|1, 1]` of queries that see a key; None if all do."""
-    if not given.may_mask_rows:
+    if not args.may_mask_rows:
         return None
-    _, _, queries, keys = given.logits_shape
-    if given.mask is not None:
-        mask = whole_mask(given)
+    _, _, queries, keys = args.logits_shape
+    if args.mask is not None:
+        mask = whole_mask(args)
         assert mask is not None
         return mask.any(-1).transpose(0, 2, 1)[..., None]
     rows = jnp.arange(queries, dtype=jnp.int32)[None, :]
     last = jnp.full((1, 1), keys, jnp.int32) - 1
-    if given.key_lengths is not None:
-        last = given.key_lengths[:, None] - 1
-    window = given.settings.window
+    if args.key_lengths is not None:
+        last = args.key_lengths[:, None] - 1
+    window = args.settings.window
     first = jnp.zeros_like(rows) if window is None else jnp.maximum(rows - window[0], 0)
     seeing = first <= last
-    if given.query_lengths is not None:
-        seeing = seeing & (rows < given.query_lengths[:, None])
+    if args.query_lengths is not None:
+        seeing = seeing & (rows < args.query_lengths[:, None])
     return seeing[..., None, None]

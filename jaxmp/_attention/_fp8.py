@@ -111,15 +111,15 @@ class _Run(NamedTuple):
     number: jax.Array  # int32 scalar: 1 for the first run
 
 
-def fp8_attention(given: Arguments) -> jax.Array:
+def fp8_attention(args: Arguments) -> jax.Array:
     """Computes attention in FP8.
 
     Returns:
       `[B, T, N, H]` in the operands' dtype; all elements are NaN if an operand is not finite.
     """
-    given, settings = with_scaled_query(given), given.settings
+    args, settings = with_scaled_query(args), args.settings
     static = _Static(settings.scale, settings.is_causal, _compat.target() != "gpu")
-    return _attention(static, given.query, given.key, given.value)
+    return _attention(static, args.query, args.key, args.value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,7 +258,7 @@ def _backward(static: _Static, training: bool, saved: _Saved, d_out: jax.Array) 
         first,
     )
     operands = (saved.query, saved.key, saved.value)
-    usable = jnp.stack([above.finite, *(one.finite for one in operands)]).all() & ~_saturated(last)
+    usable = jnp.stack([above.finite, *(x.finite for x in operands)]).all() & ~_saturated(last)
     logits = last.exponents.logits
     of_logits = logits + lift + above.exponent + saved.value.exponent
     exponents = (
@@ -334,7 +334,7 @@ def _first_guess(static: _Static, saved: _Saved, d_out: jax.Array, lift: jax.Arr
     queries. A factor of 4 accounts for the largest of many elements compared to a typical one, and
     a further factor of 2 to 16 is a safety margin.
     """
-    query, key, value = (_wide(one.data) for one in (saved.query, saved.key, saved.value))
+    query, key, value = (_wide(operand.data) for operand in (saved.query, saved.key, saved.value))
     batch, queries, heads, size = d_out.shape
     keys, groups = key.shape[1:3]
     out, above = (
@@ -424,12 +424,12 @@ def _folding(fn: Any, static: _Static, training: bool) -> Any:
         pairs = list(zip(leaves, jax.tree.leaves(mapped), strict=True))
         if any(flag and leaf.ndim == 1 for leaf, flag in pairs):
             # The scales differ between elements, such as after a vmapped cond. Run them in a loop.
-            def one(each: list[Any]) -> Any:
+            def run_element(each: list[Any]) -> Any:
                 rest = iter(each)
                 whole = [next(rest) if flag else leaf for leaf, flag in pairs]
                 return bound(*jax.tree.unflatten(tree, whole))
 
-            result = lax.map(one, [leaf for leaf, flag in pairs if flag])
+            result = lax.map(run_element, [leaf for leaf, flag in pairs if flag])
             return result, jax.tree.map(lambda _: True, result)
         folded = [leaf if leaf.ndim == 0 else _fold(leaf, flag, size) for leaf, flag in pairs]
         result = bound(*jax.tree.unflatten(tree, folded))

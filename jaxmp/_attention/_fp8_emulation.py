@@ -74,9 +74,9 @@ def backward(
     d_key = d_key * (scales["descale_dP"] * scales["descale_q"])
 
     gradients = (d_query, d_key, d_value)
-    given = (scales["scale_dQ"], scales["scale_dK"], scales["scale_dV"])
+    factors = (scales["scale_dQ"], scales["scale_dK"], scales["scale_dV"])
     amaxes = (jnp.abs(array).max() for array in (*gradients, d_logits))
-    return *map(_to_e4m3, gradients, given), *amaxes
+    return *map(_to_e4m3, gradients, factors), *amaxes
 
 
 def _to_e4m3(array: jax.Array, scale: jax.Array) -> jax.Array:

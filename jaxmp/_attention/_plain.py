@@ -158,42 +158,42 @@ def weight_dropout(
     return dropout
 
 
-def xla_attention(given: Arguments) -> Any:
+def xla_attention(args: Arguments) -> Any:
     """Computes attention with the logits of all pairs in memory.
 
     Returns:
       `[B, T, N, V]` in the operands' dtype. With `settings.residual`, a pair of that and the
       log-sum-exp `[B, T, N]` in FP32.
     """
-    settings = given.settings
+    settings = args.settings
     rate, broadcast = settings.dropout_rate, settings.broadcast_dropout
     return attend(
-        given.query,
-        given.key,
-        given.value,
-        bias=given.bias,
-        mask=whole_mask(given),
-        dropout=weight_dropout(given.dropout_rng is None, rate, given.dropout_rng, broadcast),
+        args.query,
+        args.key,
+        args.value,
+        bias=args.bias,
+        mask=whole_mask(args),
+        dropout=weight_dropout(args.dropout_rng is None, rate, args.dropout_rng, broadcast),
         sow=None,
         precision=None,
-        scale=settings.scale if given.scale is None else given.scale,
+        scale=settings.scale if args.scale is None else args.scale,
         wide_gradients=settings.wide_gradients,
         residual=settings.residual,
     )
 
 
-def whole_mask(given: Arguments) -> jax.Array | None:
+def whole_mask(args: Arguments) -> jax.Array | None:
     """Combines mask, causality, window and lengths to one bool mask `[B|1, N|1, T|1, S|1]`.
 
     None if no argument hides a key.
     """
-    _, _, queries, keys = given.logits_shape
+    _, _, queries, keys = args.logits_shape
     rows = lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
     columns = lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)
-    masks = [] if given.mask is None else [given.mask]
-    if given.settings.is_causal or given.settings.window is not None:
-        masks.append(sees(given.settings, rows, columns))
-    for lengths, positions in ((given.query_lengths, rows), (given.key_lengths, columns)):
+    masks = [] if args.mask is None else [args.mask]
+    if args.settings.is_causal or args.settings.window is not None:
+        masks.append(sees(args.settings, rows, columns))
+    for lengths, positions in ((args.query_lengths, rows), (args.key_lengths, columns)):
         if lengths is not None:
             masks.append(positions < lengths[:, None, None, None])
     return functools.reduce(jnp.logical_and, masks) if masks else None

@@ -110,18 +110,18 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
 
     def factors(name: str, shape: tuple[int, ...], is_tied: bool) -> str:
         own = shape[len(shape) - len(_DIMENSIONS[name]) :]
-        words = []
+        terms = []
         for kind, size in zip(_DIMENSIONS[name], own, strict=True):
             shared = {"b": query[-4], "n": key[-2], ".": 1}[kind]
             if size == 1 or shared == 1 or not is_tied:
-                words.append(next(fresh))
+                terms.append(next(fresh))
             elif size == shared:
-                words.append(kind)
+                terms.append(kind)
             else:  # query heads that share key heads
                 heads = next(fresh)
                 sizes[heads] = size // shared
-                words.append(f"(n {heads})")
-        return " ".join(["...", *words])
+                terms.append(f"(n {heads})")
+        return " ".join(["...", *terms])
 
     every = list(zip(names, shapes, strict=True))
     operands = ", ".join(factors(name, shape, name in _TIED) for name, shape in every)
@@ -134,8 +134,8 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
         return tuple(NamedSharding(mesh, spec) for spec in _specs(mesh, names, infos))
 
     def partition(mesh: Any, _: Any, infos: Any) -> Any:
-        found = shardings(mesh, infos)
-        return mesh, identity, found, found
+        result = shardings(mesh, infos)
+        return mesh, identity, result, result
 
     made = custom_partitioning(identity)
     made.def_partition(

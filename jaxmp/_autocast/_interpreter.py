@@ -206,16 +206,16 @@ class Interpreter:
         arrays = [scope.cast(value, dtype) for value in values]
         if "preferred_element_type" not in params:
             return bind(equation, arrays)
-        asked = params["preferred_element_type"]
-        if asked is not None and any(asked != one for one in recorded):
-            wide = asked
+        preferred = params["preferred_element_type"]
+        if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
+            wide = preferred
         elif is_half(dtype) and self._only_fp32_reads(equation, scope):
             wide = FLOAT32
         else:
             wide = region.wide
         if in_fp8 is not None:
-            numbers, precision = params["dimension_numbers"], params["precision"]
-            return in_fp8(*arrays, numbers, precision, dtype if wide is None else wide)
+            dimensions, precision = params["dimension_numbers"], params["precision"]
+            return in_fp8(*arrays, dimensions, precision, dtype if wide is None else wide)
         changes = {"preferred_element_type": dtype}
         if not is_half(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(region.policy)
@@ -290,13 +290,13 @@ class Interpreter:
         """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
-            found: dict[tuple[str, ...], None] = {(): None}
+            result: dict[tuple[str, ...], None] = {(): None}
             for equation in body.eqns:
                 own = scope_names(str(equation.source_info.name_stack))
-                found[own] = None
+                result[own] = None
                 for inner in sub_jaxprs(equation):
-                    found |= {own + scope: None for scope in self.scopes(inner)}
-            self.inside[id(body)] = body, found
+                    result |= {own + scope: None for scope in self.scopes(inner)}
+            self.inside[id(body)] = body, result
         return self.inside[id(body)][1]
 
     def retraced(
@@ -323,8 +323,8 @@ class Interpreter:
         flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
         # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
         # they do not share retraced jaxprs.
-        place = object() if self.record is not None else names if is_recording() else None
-        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), place
+        call = object() if self.record is not None else names if is_recording() else None
+        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), call
         if key not in self.inner:
             standings: list[Standing] = []
 

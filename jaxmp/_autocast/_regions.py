@@ -96,12 +96,12 @@ class Rules:
             name = "square"
         if name == "scatter" and equation.params["update_jaxpr"] is not None:
             return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
-        found = self._categories.get(name)
-        if found is None:
-            held = name not in SCATTERS and sub_jaxprs(equation)
-            found = "opaque" if held else self.ops.category(name)
-            self._categories[name] = found
-        return found
+        category = self._categories.get(name)
+        if category is None:
+            inner = name not in SCATTERS and sub_jaxprs(equation)
+            category = "opaque" if inner else self.ops.category(name)
+            self._categories[name] = category
+        return category
 
     def check_required(self, seen: set[tuple[str, ...]]) -> None:
         """Raises RuleError if a required rule matches none of the scopes `seen`."""
@@ -120,10 +120,10 @@ class Rules:
 
     def region(self, names: tuple[str, ...]) -> Region:
         """Returns the resolved policy of the scopes `names`."""
-        found = self._regions.get(names)
-        if found is None:
-            found = self._regions[names] = self._find_region(names)
-        return found
+        region = self._regions.get(names)
+        if region is None:
+            region = self._regions[names] = self._find_region(names)
+        return region
 
     def why(self, names: tuple[str, ...]) -> str:
         """Returns the rule that decides at the scopes `names`, or the default policy, as text."""

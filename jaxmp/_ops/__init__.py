@@ -129,7 +129,7 @@ class OpTable:
           >>> OpTable().names("low")
           ('conv_general_dilated', 'dot_general', 'ragged_dot_general')
         """
-        return tuple(sorted(name for name, found in self._category.items() if found == category))
+        return tuple(sorted(name for name, other in self._category.items() if other == category))
 
     def __iter__(self) -> Iterator[Op]:
         """Iterates over the default and the added rows, sorted by name."""
