@@ -1,8 +1,9 @@
-"""Functions that go wrong in 16 bits unless somebody takes care: norms and rotary positions.
+"""Norms and rotary position embeddings, which lose precision if they are computed in 16 bits.
 
-They take half operands, compute in FP32 (float64 where the operands are), and round once, to the
-operand's dtype. What is saved for the backward pass is the half operand and FP32 statistics of size
-1 a row, never an FP32 copy of the operand. Gradients of FP32 scales and biases are summed in FP32.
+The functions accept 16-bit operands, compute in FP32 (float64 for float64 operands), and round
+once, to the dtype of the operand. They save the 16-bit operand for the backward pass, with FP32
+statistics of size 1 per row, and never an FP32 copy of the operand. Gradients of FP32 scales and
+biases are summed in FP32.
 
 Shape suffixes: ... any dimensions, D features, T positions, N heads, H features of a head.
 """
@@ -40,20 +41,20 @@ def rms_norm(
     epsilon: float = 1e-6,
     axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """`x / sqrt(mean(x**2) + epsilon) * scale` in FP32, rounded once.
+    """Computes `x / sqrt(mean(x**2) + epsilon) * scale` in FP32, and rounds once.
 
-    As in Zhang and Sennrich 2019 (arXiv:1910.07467). In float16 the square of 300 is infinite, and
-    so would the mean be; in bfloat16 a mean of 1000 squares keeps two digits. Up to 1.8e19 the
-    square fits FP32.
+    RMSNorm of Zhang and Sennrich 2019 (arXiv:1910.07467). In float16, the square of 300 and
+    therefore the mean would be infinite; in bfloat16, a mean of 1000 squares is accurate to two
+    digits. In FP32, squares are finite up to x = 1.8e19.
 
     Args:
       x: `[..., D]` (D at `axis`), floating, 16 bits or more.
       scale: `[D]`, of any floating dtype; multiplied in FP32. None: 1.
       epsilon: added to the mean square; 1e-6 is Flax's default.
-      axis: what is averaged over; several axes: `scale` has their sizes, in the order of x.
+      axis: axis or axes of the mean. With several axes, `scale` has their sizes, in the order of x.
 
     Returns:
-      `[..., D]` in x's dtype.
+      `[..., D]` in the dtype of x.
 
     Raises:
       JaxmpError: if dtypes or shapes do not fit.
@@ -73,22 +74,22 @@ def layer_norm(
     epsilon: float = 1e-6,
     axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """`(x - mean) / sqrt(variance + epsilon) * scale + bias` in FP32, rounded once.
+    """Computes `(x - mean) / sqrt(variance + epsilon) * scale + bias` in FP32, and rounds once.
 
-    As in Ba et al. 2016 (arXiv:1607.06450). The variance is the mean square of `x - mean`.
-    `mean(x**2) - mean(x)**2`, which is faster by one pass, loses it where the mean is large: at a
-    mean of 5000 and a deviation of 1 FP32 squares have steps of 2.
+    Layer normalization of Ba et al. 2016 (arXiv:1607.06450). The variance is the mean square of
+    `x - mean`. `mean(x**2) - mean(x)**2` takes one pass less, but loses the variance if the mean is
+    large: with mean 5000 and standard deviation 1, squares in FP32 have steps of 2.
 
     Args:
       x: `[..., D]` (D at `axis`), floating, 16 bits or more.
       scale: `[D]`, of any floating dtype; multiplied in FP32. None: 1.
       bias: `[D]`, of any floating dtype; added in FP32. None: 0.
       epsilon: added to the variance; 1e-6 is Flax's default.
-      axis: what is averaged over; several axes: `scale` and `bias` have their sizes, in the order
-        of x.
+      axis: axis or axes of mean and variance. With several axes, `scale` and `bias` have their
+        sizes, in the order of x.
 
     Returns:
-      `[..., D]` in x's dtype.
+      `[..., D]` in the dtype of x.
 
     Raises:
       JaxmpError: if dtypes or shapes do not fit.
@@ -101,7 +102,7 @@ def layer_norm(
     return _normalise(x, scale, bias, epsilon, axis, centred=True)
 
 
-# Saved from the forward pass, so that the backward pass need not reduce x once more.
+# Name of the saved statistics, with which the backward pass does not reduce x again.
 _STATISTICS = "jaxmp_norm_statistics"
 
 
@@ -147,7 +148,7 @@ def _axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
 
 
 def _spread(parameter: jax.Array, name: str, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """A parameter with as many dimensions as x, of size 1 beside `axes`."""
+    """Reshapes a parameter to the rank of x, with size 1 outside of `axes`."""
     sizes = tuple(x.shape[axis] for axis in axes)
     if parameter.shape != sizes:
         raise JaxmpError(
@@ -174,30 +175,30 @@ def rotary_embedding(
 ) -> jax.Array:
     """Rotates pairs of features by angles proportional to the position.
 
-    As in Su et al. 2021 (arXiv:2104.09864): pair i of H / 2 turns by
-    `position * base ** (-2 i / H) / scaling` radians. In bfloat16 positions beyond 256 run into
-    each other, and an angle of 1000 has steps of 4, more than half a turn. In FP32 the angle of
-    position 2**17 is off by up to 0.004, twice the rounding of a bfloat16 result. Here integer
-    positions are multiplied by turns per position in 64-bit fixed point, in which whole turns drop
-    out: the angle is right to 4e-7 at every int32 position, negative ones too. Sine, cosine and
-    rotation are in FP32; the result is rounded once.
+    Rotary embedding of Su et al. 2021 (arXiv:2104.09864): pair i of H / 2 is rotated by
+    `position * base ** (-2 i / H) / scaling` radians. In bfloat16, positions above 256 are not
+    all distinct, and an angle of 1000 has steps of 4, more than half a turn. In FP32, the angle of
+    position 2**17 has an error of up to 0.004, twice the rounding error of a bfloat16 result. This
+    function multiplies integer positions by turns per position in 64-bit fixed point, where whole
+    turns overflow and are dropped. The angle is accurate to 4e-7 at every int32 position, including
+    negative ones. Sine, cosine and rotation are in FP32; the result is rounded once.
 
     Args:
       x: queries or keys, `[..., T, N, H]`, floating, 16 bits or more.
-      positions: `[T]` or `[..., T]`, whatever broadcasts to x's dimensions before N: integers; or
-        float32 (its product with the frequency is then FP32), for positions between integers.
-        Half positions are refused.
-      base: of the geometric series of wavelengths. A number, not an array, as are the rest.
-      scaling: positions are divided by it (position interpolation,
-        arXiv:2306.15595).
-      frequencies: radians per position of every pair, in place of `base` and `scaling`; for Llama
-        3, YaRN and other series.
+      positions: `[T]` or `[..., T]`, or any shape that broadcasts to the dimensions of x before N.
+        Integers; or float32 for positions between integers, whose product with the frequency is
+        then in FP32. 16-bit positions raise an error.
+      base: base of the geometric series of wavelengths. A number, not an array, like the following
+        arguments.
+      scaling: number by which positions are divided (position interpolation, arXiv:2306.15595).
+      frequencies: radians per position of each pair, instead of `base` and `scaling`; for Llama 3,
+        YaRN and other series.
       interleaved: pairs are features (2 i, 2 i + 1), as in GPT-J and the paper; otherwise
         (i, i + H / 2), as in GPT-NeoX and Llama.
-      rotary_dim: only the first so many features are rotated and count as H above; None: all.
+      rotary_dim: number of leading features to rotate, which is H above; None: all.
 
     Returns:
-      `[..., T, N, H]` in x's dtype.
+      `[..., T, N, H]` in the dtype of x.
 
     Raises:
       JaxmpError: if dtypes, shapes or numbers do not fit.
@@ -245,7 +246,7 @@ def rotary_embedding(
 
 
 def _angles(positions: jax.Array, radians: np.ndarray, wide: Any) -> jax.Array:
-    """`[..., H / 2]`, modulo whole turns where positions are integers."""
+    """Returns the angles, `[..., H / 2]`; modulo whole turns if positions are integers."""
     if jnp.issubdtype(positions.dtype, jnp.integer) and wide == FLOAT32:
         turns = _turns(positions.astype(jnp.int32), radians / (2 * math.pi))
         return turns.astype(FLOAT32) * np.float32(2 * math.pi / 2**32)
@@ -255,10 +256,11 @@ def _angles(positions: jax.Array, radians: np.ndarray, wide: Any) -> jax.Array:
 
 
 def _turns(positions: jax.Array, rates: np.ndarray) -> jax.Array:
-    """`positions * rates` modulo 1, in units of 2**-32, from -2**31 to 2**31: int32 `[..., H / 2]`.
+    """Computes `positions * rates` modulo 1, in units of 2**-32, as int32 `[..., H / 2]`.
 
-    A rate is 64 bits behind the binary point, as two words. Of the product, the word behind the
-    point is wanted; what is in front of it are whole turns, which 32-bit arithmetic drops.
+    A rate has 64 bits after the binary point, in two 32-bit words. The result is the first word of
+    the product after the binary point. The bits before it are whole turns, which overflow and are
+    dropped in 32-bit arithmetic.
     """
     words = [int(math.ldexp(rate, 64)) % 2**64 for rate in rates]
     shape = (1,) * positions.ndim + rates.shape
@@ -267,13 +269,13 @@ def _turns(positions: jax.Array, rates: np.ndarray) -> jax.Array:
     positions = positions[..., None]
     signed = lax.bitcast_convert_type(positions, jnp.uint32)
     carried = _high_word(signed, low)
-    # A negative position was read as 2**32 too much.
+    # As uint32, a negative position is too large by 2**32.
     carried -= jnp.where(positions < 0, low, np.zeros_like(low))
     return lax.bitcast_convert_type(signed * high + carried, jnp.int32)
 
 
 def _high_word(a: jax.Array, b: np.ndarray) -> jax.Array:
-    """The upper half of the 64-bit product of uint32, but for up to 2 units of carries."""
+    """Returns the upper half of the 64-bit product of uint32, minus up to 2 ignored carries."""
     upper, lower, sixteen = a >> 16, a & 0xFFFF, np.uint32(16)
     b_upper, b_lower = b >> sixteen, b & np.uint32(0xFFFF)
     return upper * b_upper + ((upper * b_lower) >> 16) + ((lower * b_upper) >> 16)
@@ -307,7 +309,7 @@ def _rotary_dim(size: Any, x: jax.Array) -> int:
 
 
 def _frequencies(size: int, base: Any, scaling: Any, given: Any) -> np.ndarray:
-    """Radians per position of every pair, float64 `[H / 2]`."""
+    """Returns the radians per position of each pair, float64 `[H / 2]`."""
     number = functools.partial(_number, least=0.0)
     if given is None:
         exponents = np.arange(0, size, 2, dtype=np.float64) / size

@@ -1,18 +1,19 @@
-"""Losses whose arithmetic is in FP32, or in float64 where the operands are, and whose half operands
-stay half: no array of the logits' size is ever held in FP32.
+"""Losses that compute in FP32 and keep 16-bit operands in 16 bits.
 
-`softmax_cross_entropy` takes logits, `linear_cross_entropy` the layer before them, `mse`,
-`kl_divergence` and `sigmoid_binary_cross_entropy` what their namesakes elsewhere take. All share
-`weights` and `reduction`:
+They compute in float64 if the operands are float64. No array of the size of the logits is stored in
+FP32. `softmax_cross_entropy` takes logits, and `linear_cross_entropy` takes the input and the
+kernel of the layer that computes them. `mse`, `kl_divergence` and `sigmoid_binary_cross_entropy`
+take the usual operands. All losses share the arguments `weights` and `reduction`:
 
-- `"mean"`: the sum over the sum of weights (without weights: over the number of rows that are not
-  ignored); 0 where that is 0, as in a batch of padding only.
-- `"sum"`, and `"none"`: every row's loss times its weight, 0 where ignored.
-- `"sum_and_weight"`: the pair that "mean" divides. `jaxmp.value_and_grad(fn, weighted=True)` takes
-  such a pair in the place of the loss, and then means over microbatches or devices of unequal
-  weight are right.
+- `"mean"`: the sum of weighted losses, divided by the sum of weights (without weights: by the
+  number of rows that are not ignored); 0 if the divisor is 0, as in a batch of padding only.
+- `"sum"`: the sum of weighted losses. `"none"`: the loss of each row times its weight, 0 for
+  ignored rows.
+- `"sum_and_weight"`: numerator and denominator of "mean". `jaxmp.value_and_grad(fn, weighted=True)`
+  accepts this pair instead of the loss, so that means over microbatches or devices of unequal
+  weight are correct.
 
-A row of weight 0 has loss 0 and a gradient of exactly 0, whatever it holds: inf and NaN too.
+A row of weight 0 has loss 0 and a gradient of exactly 0, even if it contains inf or NaN.
 
 Shape suffixes: ... any dimensions, V classes, D features, N rows, C rows of one chunk.
 """
@@ -65,30 +66,32 @@ def softmax_cross_entropy(
     reduction: Reduction = "mean",
     axis: int = -1,
 ) -> Any:
-    """`-sum(q log softmax(logits))` in FP32, from half logits that are never held in FP32.
+    """Computes `-sum(q log softmax(logits))` in FP32, without storing 16-bit logits in FP32.
 
-    The backward pass reads the logits and two FP32 numbers a row, and writes the gradient in the
-    logits' dtype. Logits split over devices along V are not gathered: every sum over V is a sum
-    over devices.
+    The backward pass reads the logits and two FP32 numbers per row, and writes the gradient in the
+    dtype of the logits. Logits that are sharded over devices along V are not gathered: each sum
+    over V is computed as a sum over devices.
 
-    An entry of -inf (a masked class) has probability 0, gradient 0 and no share in label smoothing.
-    A label whose own logit is -inf costs inf. The gradient holds no NaN in either case.
+    An entry of -inf (a masked class) has probability 0, gradient 0 and no share of the label
+    smoothing. If the logit of a label is -inf, the loss is inf. The gradient contains no NaN in
+    either case.
 
-    Derivatives: reverse mode, and forward over reverse; `jax.jvp` of the loss itself raises.
+    Reverse mode and forward-over-reverse mode are supported; `jax.jvp` of the loss itself raises.
 
     Args:
       logits: `[..., V]` (V at `axis`), floating, 16 bits or more.
-      labels: class indices, integers of the shape `[...]`; or probabilities, floating, of the
-        logits' shape. A class index outside `[0, V)` raises where its value is known; under `jit`
-        the loss of its row is NaN and the gradient of its row 0.
-      label_smoothing: the part of `q` that is spread evenly over all classes, in `[0, 1]`, as in
-        Szegedy et al. 2016 (arXiv:1512.00567) and in torch. A number, not an array.
+      labels: class indices, integers of shape `[...]`; or probabilities, floating, of the shape of
+        the logits. A class index outside `[0, V)` raises if its value is known. Under `jit`, the
+        loss of its row is NaN and the gradient of its row is 0.
+      label_smoothing: fraction of `q` that is distributed evenly over all classes, in `[0, 1]`, as
+        in Szegedy et al. 2016 (arXiv:1512.00567) and in torch. A number, not an array.
       z_loss: adds `z_loss * logsumexp(logits) ** 2`, as in PaLM (arXiv:2204.02311, section 5:
         1e-4). A number, not an array.
-      ignore_index: rows of this class index count for nothing; torch's default is -100.
-      weights: of every row, `[...]`; floating, integer or bool.
-      reduction: "mean", "sum", "none" or "sum_and_weight", as this module's first lines say.
-      axis: where V is.
+      ignore_index: class index of rows to ignore; torch's default is -100.
+      weights: weight of each row, `[...]`; floating, integer or bool.
+      reduction: "mean", "sum", "none" or "sum_and_weight", as described in the docstring of this
+        module.
+      axis: axis of the classes.
 
     Returns:
       FP32 (float64 for float64 logits): a scalar; `[...]` for "none"; `(sum, weight)` for
@@ -133,7 +136,7 @@ def softmax_cross_entropy(
 
 
 class _Terms(NamedTuple):
-    """What the loss of a row is made of; static."""
+    """Static settings of the loss of a row."""
 
     label_smoothing: float
     z_loss: float
@@ -141,19 +144,20 @@ class _Terms(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What a row's gradient needs beside its logits: FP32, of size 1 at the class axis.
+    """Statistics of each row that its gradient requires: FP32, with size 1 on the class axis.
 
-    Two numbers where one logsumexp would do: next to a logit of 65504 FP32 has steps of 0.004, and
-    `exp(x - top - log_sum)` keeps what `exp(x - (top + log_sum))` would lose.
+    `top` and `log_sum` are separate, although their sum would be sufficient: next to a logit of
+    65504, FP32 has steps of 0.004, and `exp(x - top - log_sum)` preserves what
+    `exp(x - (top + log_sum))` would lose.
     """
 
-    # The largest logit; 0 where all are -inf.
+    # Largest logit; 0 if all are -inf.
     top: jax.Array
-    # log(sum(exp(logits - top))); -inf where all are -inf.
+    # log(sum(exp(logits - top))); -inf if all logits are -inf.
     log_sum: jax.Array
-    # sum(q): 1, unless the labels are probabilities that add up to something else.
+    # sum(q): 1, unless the labels are probabilities with another sum.
     mass: jax.Array | float
-    # What label smoothing adds to the target of every class that is not masked.
+    # Target probability that label smoothing adds to each class that is not masked.
     share: jax.Array | None
 
     @property
@@ -166,11 +170,11 @@ def _masked(logits: jax.Array) -> jax.Array:
 
 
 def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
-    """Labels as probabilities in FP32, to be fused with their use."""
+    """Returns the labels as probabilities in FP32, for XLA to fuse with their use."""
     wide = wide_dtype(logits.dtype)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(wide)
-    # A comparison, not a gather: along a V that is split over devices it stays where it is.
+    # Compare instead of gathering: if V is sharded over devices, this needs no communication.
     sharding = jax.typeof(logits).sharding
     explicit = sharding if any(sharding.spec) else None
     classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis, out_sharding=explicit)
@@ -180,19 +184,20 @@ def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
 def _forward(
     terms: _Terms, logits: jax.Array, labels: jax.Array, *, small: bool
 ) -> tuple[jax.Array, _Rows]:
-    """The losses of all rows, without the class axis, and what their gradient needs.
+    """Computes the loss of each row, without the class axis, and statistics for its gradient.
 
-    Small: logits of which FP32 copies do no harm. XLA for CPU then sums their powers in a library
-    call, which is faster, and wants such a copy.
+    `small` means that FP32 copies of the logits are acceptable. XLA for CPU then sums the
+    exponentials in a library call, which is faster and requires such a copy.
     """
     wide = wide_dtype(logits.dtype)
-    # In the logits' own dtype: a maximum is never rounded. Any constant gives the same derivative.
+    # The maximum is exact in the dtype of the logits. The loss does not depend on `top`, so its
+    # gradient can be stopped.
     top = lax.stop_gradient(jnp.max(logits, terms.axis, keepdims=True)).astype(wide)
     top = jnp.where(_masked(top), jnp.zeros_like(top), top)
     raised, hits = logits.astype(wide), _hits(labels, logits, terms.axis)
     shifted, zero = raised - top, jnp.zeros_like(raised)
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
-    # 0 log 0 = 0. Of class indices one logit is left, which can be shifted afterwards.
+    # 0 log 0 = 0. With class indices, the sum contains a single logit, which is shifted afterwards.
     parts = {"hit": jnp.where(hits == 0, zero, hits * (shifted if soft else raised))}
     if soft or small:
         parts["mass"] = hits
@@ -224,10 +229,11 @@ def _forward(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums of two parts or more along `axis`, which stays with size 1, in one pass.
+    """Sums two or more arrays along `axis`, kept with size 1, in one pass.
 
-    One reduction of several operands, which XLA for CPU fuses with what makes them. Of reductions
-    of one operand it makes library calls there, which want the operand in memory, in FP32.
+    XLA for CPU fuses a reduction of several operands with the operations that compute them. It
+    replaces a reduction of one operand by a library call, which reads the operand in FP32 from
+    memory.
     """
     arrays = list(parts.values())
     zero = np.zeros((), arrays[0].dtype)
@@ -245,7 +251,7 @@ def _sums_jvp(axis: int, parts: Any, tangents: Any) -> Any:
 def _slope_of(
     terms: _Terms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
-    """The logits' gradient, each row times its factor; in FP32, to be rounded where it is used."""
+    """Returns the FP32 gradient of the logits, each row times its factor; the caller rounds it."""
     targets = _hits(labels, logits, terms.axis)
     if rows.share is not None:
         targets = targets * (1 - terms.label_smoothing) + rows.share
@@ -275,7 +281,8 @@ def _row_losses_bwd(terms: _Terms, saved: Any, cotangent: jax.Array) -> Any:
         return slope, None
     surprise = rows.log_sum - (logits.astype(rows.top.dtype) - rows.top)
     surprise *= (1 - terms.label_smoothing) * jnp.expand_dims(cotangent, terms.axis)
-    # A masked class is no class: nothing is to be gained by moving probability there.
+    # The derivative with respect to the label of a masked class is infinite. It is set to 0,
+    # because the class cannot receive probability.
     surprise = jnp.where(_masked(logits), jnp.zeros_like(surprise), surprise)
     return slope, surprise.astype(labels.dtype)
 
@@ -303,47 +310,51 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     precision: Any = None,
 ) -> Any:
-    """`softmax_cross_entropy(hidden @ kernel + bias, labels)` without ever holding all logits.
+    """Computes `softmax_cross_entropy(hidden @ kernel + bias, labels)` without storing all logits.
 
-    Rows are taken `chunk` at a time: their logits are made in FP32 by a product of operands in
-    hidden's dtype, used and forgotten. The kernel's gradient is added up in FP32, hidden's is kept
-    in FP32, and each is rounded once, to its argument's dtype. So an FP32 kernel beside bf16 hidden
-    gets a gradient that was never rounded.
+    Rows are processed in chunks of `chunk` rows. The logits of a chunk are computed in FP32 by a
+    matmul with operands in the dtype of `hidden`, and discarded after use. The gradient of the
+    kernel is accumulated in FP32, that of `hidden` is stored in FP32, and each is rounded once, to
+    the dtype of its argument. With an FP32 kernel and bfloat16 `hidden`, the gradient of the kernel
+    is therefore never rounded.
 
-    Where one number is asked for ("mean", "sum"), gradients are made in the forward pass, while a
-    chunk's logits are at hand, and the backward pass multiplies them by one number: three products
-    in all, as without chunks. Making the logits again would cost a fourth, of the same size. What
-    it saves is holding the two gradients from forward to backward; but this layer is the last one,
-    its backward pass is the first, and there they would be made anyway. With `reduction="none"`
-    each row's factor is known only in the backward pass: then the logits are made again. An
-    evaluation that nobody differentiates makes one product.
+    If the result is a scalar ("mean", "sum"), the gradients are computed in the forward pass, while
+    the logits of a chunk are available, and the backward pass multiplies them by a scalar. This
+    takes three matmuls, as without chunks. Recomputing the logits would take a fourth matmul of the
+    same size, to avoid storing the two gradients between the passes. But this layer is the last
+    one, so its backward pass is the first and would compute them immediately anyway. With
+    `reduction="none"`, the factor of each row is known only in the backward pass, which therefore
+    recomputes the logits. Without differentiation, only one matmul is computed.
 
-    Rows that follow each other go to different chunks, so hidden that is split over devices along
-    its first axis is worked on by all devices in every chunk; a kernel split along V stays split.
-    In a data-parallel `jit` every device adds to the same kernel gradient: see docs/losses.md.
+    Adjacent rows belong to different chunks. If `hidden` is sharded over devices along its first
+    axis, all devices therefore work on every chunk. A kernel that is sharded along V stays sharded.
+    In a data-parallel `jit`, every device adds to the same gradient of the kernel: see
+    docs/losses.md.
 
-    Float16: the logits' gradient is multiplied by a power of two before it is rounded and divided
-    by it after the product, so that its small entries are not lost whatever the loss scale.
+    With float16, the gradient of the logits is multiplied by a power of two before it is rounded,
+    and divided by it after the matmul, so that small entries are preserved for every loss scale.
 
     Args:
-      hidden: `[..., D]`, floating, 16 bits or more. Its dtype is the products' dtype.
+      hidden: `[..., D]`, floating, 16 bits or more. Its dtype is that of the matmul operands.
       kernel: `[D, V]`, or `[V, D]` with `transposed=True`, as an embedding table is stored.
-      labels: class indices, integers of the shape `[...]`. Out of range: as in
-        `softmax_cross_entropy`. Probabilities are refused: they would be as large as the logits.
+      labels: class indices, integers of shape `[...]`. For indices out of range see
+        `softmax_cross_entropy`. Probabilities raise an error, because they would be as large as the
+        logits.
       bias: `[V]`, floating; added in FP32.
-      transposed: whether the kernel is `[V, D]`.
-      chunk: how many rows at a time. None: D, rounded down to a power of two, between 256 and
-        1024. A chunk's logits then take no more than the kernel's gradient in FP32, which has to
-        be held anyway; beyond about 750 rows an H200's products take longer than reading and
-        writing that gradient (8 bytes and 2 C operations an entry, at 4.3 TB/s and 790 TFLOP/s).
+      transposed: the kernel is `[V, D]`.
+      chunk: number of rows per chunk. None: D, rounded down to a power of two, between 256 and
+        1024. For D >= 256, the logits of a chunk then take no more memory than the FP32 gradient of
+        the kernel, which is stored anyway. Above about 750 rows, the matmuls on an H200 take longer
+        than reading and writing that gradient (8 bytes and 2 C operations per element, at 4.3 TB/s
+        and 790 TFLOP/s).
       label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
-      precision: of the three products, as in `jax.lax.dot_general`.
+      precision: precision of the three matmuls, as in `jax.lax.dot_general`.
 
     Returns:
-      As `softmax_cross_entropy`.
+      As in `softmax_cross_entropy`.
 
     Raises:
-      JaxmpError: as `softmax_cross_entropy`, or if the kernel's or bias's shape does not fit.
+      JaxmpError: as in `softmax_cross_entropy`, or if the shape of kernel or bias does not fit.
 
     Example:
       >>> hidden = jnp.ones((2, 6, 4), jnp.bfloat16)
@@ -382,7 +393,7 @@ def linear_cross_entropy(
 
 
 class _Layer(NamedTuple):
-    """How the layer's loss is computed; static."""
+    """Static settings of the loss of a linear layer."""
 
     terms: _Terms
     chunk: int
@@ -391,25 +402,25 @@ class _Layer(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """What the layer's loss is computed of: `[N, D]`, a kernel, `[V]`, `[N]`, `[N]`."""
+    """Arrays of the loss of a linear layer: `[N, D]`, a kernel, `[V]`, `[N]`, `[N]`."""
 
     hidden: jax.Array
     kernel: jax.Array
     bias: jax.Array | None
     labels: jax.Array
-    # Whether a label names a class; None where all are known to.
+    # True for labels that are class indices; None if all are known to be.
     valid: jax.Array | None
 
 
 def _flat(hidden: Any, kernel: Any, bias: Any, labels: Any, valid: Any, factors: Any) -> Any:
-    """Arrays and factors with rows in one dimension."""
+    """Flattens the rows of arrays and factors to one dimension."""
     hidden = hidden.reshape(labels.size, hidden.shape[-1])
     valid, factors = (None if one is None else one.reshape(-1) for one in (valid, factors))
     return _vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
 
 
 def _each_loss(layer: _Layer, *given: Any) -> jax.Array:
-    """The loss of every row, in the shape of the labels, times its factor."""
+    """Returns the loss of each row times its factor, in the shape of the labels."""
     arrays, factors = _flat(*given)
     losses: Any = _layer_losses(layer, arrays)
     weighted = losses if factors is None else _weighted(losses, factors)
@@ -417,7 +428,7 @@ def _each_loss(layer: _Layer, *given: Any) -> jax.Array:
 
 
 def _total_loss(layer: _Layer, *given: Any) -> Any:
-    """The sum of all rows' losses times their factors."""
+    """Returns the sum of the losses of all rows times their factors."""
     arrays, factors = _flat(*given)
     if factors is None:
         ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
@@ -426,9 +437,9 @@ def _total_loss(layer: _Layer, *given: Any) -> Any:
 
 
 def _automatic(fn: Callable[..., Any], *arrays: jax.Array, like: jax.Array | None) -> Any:
-    """`fn`, and on a mesh of explicit axes with the partitioner choosing how its insides are split.
+    """Returns `fn`, with automatic partitioning inside if the mesh has explicit axes.
 
-    The result is split as `like`; None: it is a scalar.
+    The result is sharded like `like`, or a scalar if `like` is None.
     """
     for mesh in (jax.typeof(array).sharding.mesh for array in arrays):
         if AxisType.Explicit in mesh.axis_types:
@@ -445,7 +456,7 @@ class _Gradients(NamedTuple):
     bias: jax.Array | None
 
     def scaled(self, arrays: _Arrays, factor: Any) -> _Arrays:
-        """Times `factor`, in the dtypes of `arrays`; as the cotangent of `arrays`."""
+        """Returns the gradients times `factor`, as cotangents in the dtypes of `arrays`."""
         cast = lambda slope, array: (slope * factor).astype(array.dtype)
         bias = None if self.bias is None else cast(self.bias, arrays.bias)
         kernel = cast(self.kernel, arrays.kernel)
@@ -458,7 +469,7 @@ def _no_cotangents(arrays: _Arrays) -> tuple[Any, Any]:
 
 
 def _chunk_rows(chunk: int | None, rows: int, features: int) -> int:
-    """Rows of one chunk: as many in each as can be, so that little is padded."""
+    """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
     if chunk is None:
         chunk = min(max(1 << max(features.bit_length() - 1, 0), 256), 1024)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
@@ -467,14 +478,14 @@ def _chunk_rows(chunk: int | None, rows: int, features: int) -> int:
             "chunk=512, or leave it out."
         )
     even = -(-rows // max(-(-rows // chunk), 1))
-    # Multiples of 64 fill a tensor core's tiles, and split over devices.
+    # Multiples of 64 fill the tiles of a Tensor Core, and can be split over devices.
     return max(min(-(-even // 64) * 64, int(chunk), max(rows, 1)), 1)
 
 
 def _split(array: jax.Array, chunk: int) -> jax.Array:
-    """`[N, ...]` -> `[chunks, C, ...]`, row i in chunk `i % chunks`; zeros fill the last rows.
+    """Reshapes `[N, ...]` to `[chunks, C, ...]`, with row i in chunk `i % chunks` and zero padding.
 
-    Neighbours go to different chunks: where N is split over devices, so is C.
+    Adjacent rows belong to different chunks, so that C is sharded over devices if N is.
     """
     chunks = max(-(-array.shape[0] // chunk), 1)
     missing = chunks * chunk - array.shape[0]
@@ -484,16 +495,19 @@ def _split(array: jax.Array, chunk: int) -> jax.Array:
 
 
 def _join(array: jax.Array, rows: int) -> jax.Array:
-    """Undoes `_split`."""
+    """Inverts `_split`."""
     return jnp.swapaxes(array, 0, 1).reshape(-1, *array.shape[2:])[:rows]
 
 
 def _over_chunks(
     layer: _Layer, arrays: _Arrays, factors: jax.Array | None
 ) -> tuple[jax.Array, _Gradients | None]:
-    """The loss of every row, `[N]`, and the gradients of their sum weighted with `factors`."""
+    """Returns the loss of each row, `[N]`, and the gradients of the sum weighted with `factors`.
+
+    Without `factors`, the gradients are None.
+    """
     dtype, wide = arrays.hidden.dtype, wide_dtype(arrays.hidden.dtype)
-    # Once, before the loop.
+    # Cast once, before the loop.
     kernel = arrays.kernel.astype(dtype)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
     inner = 1 if layer.transposed else 0
@@ -516,7 +530,7 @@ def _over_chunks(
         slope = _slope_of(layer.terms, rows, logits, labels, factors)
         rounded = (slope * stretch).astype(dtype)
         d_hidden = multiply(rounded, kernel, 1, 1 - inner) / stretch
-        # Against 0 * inf from rows that count for nothing.
+        # Rows with factor 0 may contain inf, and 0 * inf is NaN.
         hidden = jnp.where(factors[:, None] == 0, jnp.zeros_like(hidden), hidden)
         pair = (rounded, hidden) if layer.transposed else (hidden, rounded)
         d_kernel, d_bias = sums
@@ -541,11 +555,11 @@ def _over_chunks(
 
 
 def _stretch(factors: jax.Array, dtype: Any) -> Any:
-    """A power of two: the logits' gradient times it fits float16 and keeps its small entries.
-
-    A row's entries are at most its factor, or with z_loss `1 + 2 z_loss |logsumexp|` times that.
-    The largest factor goes to 2**12, so 16 times it fits; softmax probabilities down to 1.5e-11
-    are not lost. 1 for other dtypes, which have FP32's range.
+    """Returns a power of two that scales the gradient of the logits to the range of float16.
+    The entries of a row are at most its factor, or with z_loss `1 + 2 z_loss |logsumexp|` times
+    that. The largest factor is scaled to at most 2**12, so that 16 times it fits and softmax
+    probabilities down to 1.5e-11 are not lost. Other dtypes have the range of FP32, so that the
+    result is 1.
     """
     wide = factors.dtype
     if dtype != np.float16:
@@ -559,7 +573,7 @@ def _stretch(factors: jax.Array, dtype: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_total(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> jax.Array:
-    """`sum(factors * losses)`; its gradients are made in the forward pass."""
+    """Computes `sum(factors * losses)`; the forward pass also computes its gradients."""
     return _weighted_sum(_over_chunks(layer, arrays, None)[0], factors)
 
 
@@ -580,7 +594,7 @@ _layer_total.defvjp(_layer_total_fwd, _layer_total_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_losses(layer: _Layer, arrays: _Arrays) -> jax.Array:
-    """The loss of every row, `[N]`; the backward pass makes the logits again."""
+    """Computes the loss of each row, `[N]`; the backward pass recomputes the logits."""
     return _over_chunks(layer, arrays, None)[0]
 
 
@@ -610,17 +624,17 @@ def mse(
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
 ) -> Any:
-    """`(predictions - targets) ** 2`, subtracted and squared in FP32.
+    """Computes `(predictions - targets) ** 2` in FP32.
 
-    In float16 a difference of 256 squares to infinity; `optax.squared_error` squares in the dtype
-    that it is given. It computes here, on FP32 that is never held: the half operands are saved for
-    the backward pass, and the gradient has their dtype.
+    In float16, the square of a difference of 256 is infinite, and `optax.squared_error` computes in
+    the dtype of its operands. This function calls it with FP32 operands that are not stored:
+    16-bit operands are saved for the backward pass, and the gradient has their dtype.
 
     Args:
       predictions: `[...]`, floating, 16 bits or more.
-      targets: `[...]`, the predictions' shape, floating.
-      weights: of every entry `[...]`, or of the rows along its first dimensions; floating, integer
-        or bool.
+      targets: `[...]`, floating, of the shape of the predictions.
+      weights: weights of all entries, `[...]`, or of the rows along the first dimensions; floating,
+        integer or bool.
       reduction: "mean" (over entries), "sum", "none" or "sum_and_weight".
 
     Returns:
@@ -649,21 +663,23 @@ def sigmoid_binary_cross_entropy(
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
 ) -> Any:
-    """`-y log sigmoid(x) - (1 - y) log sigmoid(-x)` for every entry, in FP32 from half logits.
+    """Computes `-y log sigmoid(x) - (1 - y) log sigmoid(-x)` in FP32 for each entry.
 
-    `optax.sigmoid_binary_cross_entropy` computes, given FP32. One case is taken from it: an
-    infinite logit on its label's side (a masked entry) would be 0 * inf; here loss and gradient
-    are 0. On the other side the loss is inf and the gradient finite.
+    It calls `optax.sigmoid_binary_cross_entropy` with FP32 operands that are not stored, except for
+    infinite logits on the side of their label (masked entries), whose loss would be 0 * inf; their
+    loss and gradient are 0. On the other side, the loss is inf and the gradient is finite.
 
     Args:
       logits: `[...]`, floating, 16 bits or more.
-      labels: `[...]`, the logits' shape: probabilities, floating; or integers or bools, 0 and 1.
-      label_smoothing: labels are drawn to 1/2 by this part, in `[0, 1]`. A number, not an array.
+      labels: `[...]`, of the shape of the logits: probabilities, floating; or 0 and 1 as integers
+        or bools.
+      label_smoothing: fraction by which labels are moved towards 1/2, in `[0, 1]`. A number, not an
+        array.
       weights: as in `mse`.
       reduction: as in `mse`.
 
     Returns:
-      As `mse`.
+      As in `mse`.
 
     Raises:
       JaxmpError: if dtypes, shapes or options do not fit.
@@ -681,7 +697,7 @@ def sigmoid_binary_cross_entropy(
     smoothing = _number(label_smoothing, "label_smoothing", 1.0)
 
     def entries(logits: jax.Array, labels: jax.Array) -> jax.Array:
-        # The masked entry first: smoothing would move its label off the side it is on.
+        # Before smoothing, which would change the label of a masked entry.
         certain = jnp.isinf(logits) & (labels == (logits > 0).astype(labels.dtype))
         logits = jnp.where(certain, jnp.zeros_like(logits), logits)
         labels = labels * (1 - smoothing) + smoothing / 2
@@ -701,23 +717,23 @@ def kl_divergence(
     reduction: Reduction = "mean",
     axis: int = -1,
 ) -> Any:
-    """`sum(t (log t - log p))` of every row, in FP32 from half operands.
+    """Computes `sum(t (log t - log p))` of each row in FP32.
 
-    With `0 log 0 = 0`: a class that targets rule out costs nothing, and gets gradient 0, even where
-    its log prediction is -inf. There `optax.kl_divergence` is NaN, and its gradient by the targets
-    is NaN at every 0, so this one does not call it; elsewhere they agree. A class that only the
-    predictions rule out costs inf.
+    With `0 log 0 = 0`, a class whose target is 0 has loss 0 and gradient 0, even if its log
+    prediction is -inf. There, `optax.kl_divergence` is NaN, and its gradient with respect to the
+    targets is NaN at every 0, so it is not called here; elsewhere both agree. A class with
+    prediction 0 and a positive target has loss inf.
 
-    Half predictions: a log probability of -10 has steps of 0.06 in bfloat16. Where both come from
-    logits, `log_softmax` them in FP32 first.
+    Near a log probability of -10, bfloat16 has steps of 0.06. If predictions and targets are
+    computed from logits, apply `log_softmax` to the logits in FP32.
 
     Args:
       log_predictions: `[..., V]` (V at `axis`), log probabilities; floating, 16 bits or more.
-      targets: `[..., V]`, probabilities, or their logs with `log_targets=True`; floating.
-      log_targets: whether the targets are logs.
-      weights: of every row, `[...]`; floating, integer or bool.
-      reduction: as in `mse`; "mean" is over rows (torch calls that "batchmean").
-      axis: where V is.
+      targets: `[..., V]`, probabilities, or log probabilities with `log_targets=True`; floating.
+      log_targets: the targets are log probabilities.
+      weights: weight of each row, `[...]`; floating, integer or bool.
+      reduction: as in `mse`; "mean" is over rows ("batchmean" in torch).
+      axis: axis of the classes.
 
     Returns:
       FP32 (float64 for float64 operands): a scalar; `[...]` for "none"; `(sum, weight)` for
@@ -739,7 +755,8 @@ def kl_divergence(
     def rows(log_predictions: jax.Array, targets: jax.Array) -> jax.Array:
         none = jnp.zeros_like(targets)
         absent = targets == (-jnp.inf if log_targets else 0)
-        # Both operands are made harmless before the formula, or its gradient would be 0 * inf.
+        # Mask both operands before the formula: masking only its result would leave 0 * inf in the
+        # gradient.
         log_predictions = jnp.where(absent, none, log_predictions)
         targets = jnp.where(absent, none if log_targets else none + 1, targets)
         logs = targets if log_targets else jnp.log(targets)
@@ -752,7 +769,7 @@ def kl_divergence(
 
 
 def _from_half(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`fn` on operands in FP32; what is saved for its backward pass are the operands as given."""
+    """Returns `fn` with operands cast to FP32; its backward pass saves the original operands."""
 
     def widened(*operands: jax.Array) -> jax.Array:
         wide = _widest(*operands)
@@ -766,7 +783,7 @@ def _widest(*operands: jax.Array) -> Any:
 
 
 def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
-    """The factor of every entry; weights may be those of rows."""
+    """Returns the factor of each entry; `weights` may be those of rows."""
     shape = operands[0].shape
     if weights is not None:
         weights = jnp.asarray(weights)
@@ -782,7 +799,7 @@ def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
 
 
 def _factors(weights: Any, kept: jax.Array | None, rows: Any, wide: Any) -> jax.Array | None:
-    """The factor of every row, in `wide`; None where all are 1."""
+    """Returns the factor of each row, in `wide`; None if all are 1."""
     if weights is None:
         return None if kept is None else kept.astype(wide)
     weights = jnp.asarray(weights)
@@ -797,7 +814,7 @@ def _factors(weights: Any, kept: jax.Array | None, rows: Any, wide: Any) -> jax.
 
 
 def _known(losses: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """NaN where a label names no class; no gradient passes there."""
+    """Replaces losses of invalid labels by NaN, through which no gradient passes."""
     if valid is None:
         return losses
     return jnp.where(valid, losses, jnp.full_like(losses, jnp.nan))
@@ -808,7 +825,7 @@ def _weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _harmless(losses: jax.Array, factors: jax.Array) -> jax.Array:
-    """Without what would make 0 * inf."""
+    """Replaces non-finite losses of factor 0 by 0, because 0 * inf is NaN."""
     return jnp.where((factors == 0) & ~jnp.isfinite(losses), jnp.zeros_like(losses), losses)
 
 
@@ -847,7 +864,7 @@ def _shape(array: Any) -> list[int]:
 
 def _same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array:
     if array.shape != other.shape:
-        # Broadcasting [N] against [N, 1] gives N * N losses, the best known bug of such functions.
+        # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
         raise JaxmpError(
             f"{name} has shape {_shape(other)}, and what it is compared with {_shape(array)} "
             f"({array.dtype}). They must be equal: reshape one, or jnp.broadcast_to it."
@@ -897,7 +914,7 @@ def _reduction(value: Any) -> Reduction:
 
 
 def _check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
-    """The number of classes."""
+    """Checks the shapes of a linear layer and returns its number of classes."""
     layout = "[V, D]" if transposed else "[D, V]"
     if hidden.ndim < 1 or kernel.ndim != 2:
         raise JaxmpError(
@@ -921,7 +938,7 @@ def _check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
 def _check_indices(
     labels: jax.Array, rows: Any, size: int, ignore_index: Any, name: str, given: Any
 ) -> None:
-    """Raises for labels that cannot be class indices of `rows`; reads them where it can."""
+    """Raises if the labels are not class indices of `rows`; checks their values if known."""
     if ignore_index is not None and (
         isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))
     ):
@@ -957,7 +974,10 @@ def _check_indices(
 def _read_indices(
     labels: jax.Array, size: int, ignore_index: int | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Labels that name a class, which rows count (None: all), and which labels were right."""
+    """Returns the class indices, which rows count (None: all), and which labels are valid.
+
+    Labels that are ignored or invalid become 0; ignored ones count as valid.
+    """
     labels = labels.astype("int64" if labels.dtype.itemsize == 8 else "int32")
     valid = (labels >= 0) & (labels < size)
     kept = None
@@ -968,9 +988,8 @@ def _read_indices(
 
 
 def _vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
-    """Inside `shard_map`: every array marked as differing over the axes that any of them does.
-
-    A replicated kernel's gradient is then summed over the mesh once, after all chunks.
+    """Inside `shard_map`, marks all arrays as varying over each axis over which one varies.
+    The gradient of a replicated kernel is then summed over the mesh once, after all chunks.
     """
     axes = _compat.varying_axes((trees, like))
     return _compat.vary(trees, axes) if axes else trees
