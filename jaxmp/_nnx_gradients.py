@@ -1,4 +1,4 @@
-"""Gradients of functions of Flax NNX objects, and the values that such functions write."""
+"""Gradients of functions of Flax NNX objects, and records of the values that they write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Slot:
 
     def __init__(self, root: Any, path: tuple[Any, ...], leaf: Any) -> None:
         self.variable = leaf if isinstance(leaf, nnx.Variable) else None
-        # Weak, because an object may hold the optimizer whose writes are stored under it.
+        # A weak reference, because the object may contain the optimizer that stores its writes.
         self._root = None if self.variable is not None else weakref.ref(root)
         self._path = path
 
@@ -44,7 +44,7 @@ class Slot:
         return id(self.variable) if self.variable is not None else hash(self._path)
 
     def get(self) -> Any:
-        """The value at the location; None if it is gone."""
+        """Returns the value at the location, or None if the location no longer exists."""
         if self.variable is not None:
             return self.variable.get_raw_value()
         root = None if self._root is None else self._root()
@@ -62,10 +62,10 @@ class Slot:
 
 @dataclasses.dataclass
 class Write:
-    """One write of a forward pass.
+    """Record of one write of a forward pass.
 
-    slot: where.
-    before, after: the values there before and after the call.
+    slot: the location.
+    before, after: the values at the location before and after the call.
     """
 
     slot: Slot
@@ -93,12 +93,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
-    """Gives a location the value before `write`, unless the step was applied.
+    """Restores the value at a location before `write`, unless the step was applied.
 
     Args:
-      write: of the call whose step is applied or skipped.
-      others: pending writes of other optimizers. Those that came after `write` were computed from
-        its value, so they are undone with it; those before it refer to its new value afterwards.
+      write: a write of the call whose step is applied or skipped.
+      others: pending writes of other optimizers. Later writes were computed from the value of
+        `write`, so they are undone as well. An earlier write is updated to the restored value.
       applied: bool scalar.
     """
     others = [other for other in others if other.slot == write.slot]
@@ -116,10 +116,10 @@ def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
 
 
 def continued(write: Write, earlier: Write) -> Write:
-    """`write`, where the same optimizer has computed gradients before and not applied them.
+    """Extends `write` if the same optimizer computed gradients earlier and did not apply them.
 
-    A skip then keeps what the earlier call wrote, unless that is not finite: gradients can be
-    added up over several calls, and no skip may leave a NaN.
+    A skipped step then restores the value that the earlier call wrote, unless it is not finite:
+    gradients can be accumulated over several calls, and a skipped step must not leave a NaN.
     """
     if not same(earlier.after, write.before):
         return write
@@ -146,7 +146,7 @@ def is_object(value: Any) -> bool:
 
 
 def _without_objects(tree: Any, objects: list[Any]) -> Any:
-    """`tree` with a `_Ref` in the place of each Flax object, which is appended to `objects`."""
+    """Replaces each Flax object in `tree` by a `_Ref`, and appends the object to `objects`."""
 
     def take(leaf: Any) -> Any:
         if not is_object(leaf):
@@ -174,19 +174,19 @@ def _refs(tree: Any) -> list[int]:
 def _by_position(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments passed by keyword get their position, so that argument numbers can name them."""
+    """Converts keyword arguments to positional ones, to which argument numbers can refer."""
     if not kwargs:
         return args, kwargs
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        # No signature, or a wrong call, of which the function itself complains.
+        # No signature, or an invalid call, for which the function itself raises.
         return args, kwargs
     return bound.args, bound.kwargs
 
 
 def _counted(name: str, numbers: Any, count: int) -> tuple[int, ...]:
-    """Argument numbers, counted from 0 where they were counted from the end."""
+    """Returns argument numbers with negative ones counted from the end."""
     for number in _gradients.as_tuple(numbers):
         if name != "batch_argnums" and not -count <= number < count:
             raise JaxmpError(
@@ -205,10 +205,10 @@ def _counted(name: str, numbers: Any, count: int) -> tuple[int, ...]:
 class Gradient:
     """`value_and_grad` of a function that takes Flax objects.
 
-    fn: takes Flax objects in any arguments, also inside lists, tuples and dicts.
-    argnums: numbers of arguments, or `nnx.DiffState`.
-    has_aux: `fn` returns auxiliary data beside the loss.
-    wrt: filter of the Variables to differentiate where `argnums` holds a number.
+    fn: function with Flax objects in any arguments, also inside lists, tuples and dicts.
+    argnums: argument numbers, or `nnx.DiffState`.
+    has_aux: `fn` also returns auxiliary data.
+    wrt: filter of the Variables to differentiate, for each number in `argnums`.
     """
 
     fn: Callable[..., Any]
@@ -229,7 +229,7 @@ class Gradient:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The arguments to differentiate, as numbers."""
+        """Numbers of the arguments to differentiate."""
         return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in self._selected)
 
     @property
@@ -237,21 +237,25 @@ class Gradient:
         return _gradients.as_tuple(self.argnums)
 
     def filters(self, count: int) -> dict[int, Any]:
-        """For each argument to differentiate, the filter of its Variables."""
+        """Returns the filter of the Variables of each argument to differentiate."""
         filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in self._selected)
         return dict(zip(_counted("argnums", self.numbers, count), filters, strict=True))
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Any, list[Write]]:
-        """Returns the result of `value_and_grad` and all that `fn` wrote into Flax objects."""
+        """Returns the result of `value_and_grad`, and all writes of `fn` to Flax objects."""
         args, kwargs = _by_position(self.fn, args, kwargs)
         with nnx.update_context(_TAG):
             return _Call(self, args, kwargs, options).run()
 
 
 class _Call:
-    """One call of a `Gradient`: objects are split into arrays, and merged inside and outside."""
+    """One call of a `Gradient`.
+
+    Objects are split into arrays, and merged again inside and outside of the differentiated
+    function.
+    """
 
     def __init__(
         self, gradient: Gradient, args: tuple[Any, ...], kwargs: Any, options: dict[str, Any]
@@ -269,7 +273,7 @@ class _Call:
         self.kwargs = _without_objects(kwargs, self.objects)
         with nnx.split_context(_TAG) as context:
             self.graphdef, flat = context.flatten(tuple(self.objects))
-        # Outer Variables and arrays, each once, with the index of its object at the head.
+        # The caller's Variables and arrays, each once; paths start with the index of the object.
         self.paths: tuple[Any, ...] = tuple(flat.paths)
         self.leaves: list[Any] = list(flat.leaves)
         self.index = {path: i for i, path in enumerate(self.paths)}
@@ -320,10 +324,10 @@ class _Call:
                             "nnx.clone(module)."
                         )
 
-    # Inside of the gradient.
+    # Inside the differentiated function.
 
     def _pure_args(self) -> list[Any]:
-        """The arguments as trees of arrays; objects to differentiate as their Variables' values."""
+        """Returns the arguments as trees of arrays; objects to differentiate as Variable values."""
         out = []
         for i, arg in enumerate(self.args):
             if i not in self.filters:
@@ -342,13 +346,13 @@ class _Call:
         return out
 
     def _state(self, k: int, indices: list[int]) -> Any:
-        """The Variables of object `k` at `indices`: itself if it is one, else an `nnx.State`."""
+        """Returns the Variables of object `k` at `indices`: an `nnx.State` or the object itself."""
         if isinstance(self.objects[k], nnx.Variable):
             return self.leaves[indices[0]] if indices else nnx.State({})
         return nnx.from_flat_state([(self.paths[i][1:], self.leaves[i]) for i in indices])
 
     def _indices(self, k: int, state: Any) -> Iterator[tuple[int, Any]]:
-        """For each Variable of a state that `_state` made: its number among `leaves`, and it."""
+        """Yields each Variable of a state from `_state`, with its index in `leaves`."""
         if isinstance(self.objects[k], nnx.Variable):
             yield self.index[(k,)], state
             return
@@ -356,7 +360,7 @@ class _Call:
             yield self.index[(k, *path)], leaf
 
     def _inner_leaves(self, pure_args: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
-        """New Variables around the arrays that the gradient calls the function with."""
+        """Creates Variables around the arrays with which the function is differentiated."""
         inner: list[Any] = list(map(_renewed, self.leaves, self.values))
         for i, value in zip(self.carried, carried, strict=True):
             inner[i] = _renewed(self.leaves[i], value)
@@ -395,7 +399,7 @@ class _Call:
         return out
 
     def _pure(self, *args: Any) -> Any:
-        """The function on arrays; returns `(loss, (carried, (new values, aux)))`."""
+        """Evaluates the function on arrays; returns `(loss, (carried, (new values, aux)))`."""
         *pure_args, carried = args
         inner = self._inner_leaves(pure_args, carried)
         put = [_value(leaf) for leaf in inner]
@@ -434,7 +438,7 @@ class _Call:
             )
         return out
 
-    # Outside of it.
+    # Outside the differentiated function.
 
     def run(self) -> tuple[Any, list[Write]]:
         run = _gradients.value_and_grad(
@@ -453,7 +457,7 @@ class _Call:
         return (loss, grads), self._writes()
 
     def _merge_outside(self, carried: Sequence[Any], values: list[Any]) -> Any:
-        """Updates the objects, and makes those that are new; returns the objects in `aux`."""
+        """Updates the objects and creates new ones; returns the objects in `aux`."""
         by_index = dict(zip(self.carried, carried, strict=True))
         with nnx.merge_context(_TAG, inner=False) as context:
             leaves = self.plan.outer_leaves(self.leaves, by_index, iter(values))
@@ -461,7 +465,7 @@ class _Call:
         return aux_objects
 
     def _grads(self, i: int, grads: Any) -> Any:
-        """Gradients of argument `i`: an `nnx.State` in the place of each module."""
+        """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
         params, overwritten = _trees.split_overwritten(grads)
         treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
         refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
@@ -489,11 +493,11 @@ class _Call:
 
 
 class _Plan:
-    """Where the leaves of the objects come from once the function has run; made while it is traced.
+    """Record, made while tracing, of the sources of the objects' leaves after the call.
 
-    graphdef: of all objects and of those in the auxiliary data.
-    written: numbers of the leaves that the function changed.
-    values: the new values, as long as the function is traced.
+    graphdef: graph of all objects, including those in the auxiliary data.
+    written: indices of the leaves that the function changed.
+    values: the new values, while the function is traced.
     """
 
     def __init__(self, graphdef: Any) -> None:
@@ -505,7 +509,7 @@ class _Plan:
     def add(
         self, path: tuple[Any, ...], leaf: Any, index: int | None, changed: bool, call: _Call
     ) -> None:
-        """Adds one leaf of the objects as they are inside, with its number if it was there."""
+        """Adds one leaf of the objects after the call; `index` is None for a new leaf."""
         structure = jax.tree.structure(leaf)
         if index is not None and changed:
             self.written.add(index)
@@ -529,7 +533,7 @@ class _Plan:
                     "microbatch to the next. Create it before the first step, or return it as "
                     "auxiliary data (has_aux=True)."
                 )
-            # The last microbatch's value of a Variable that is differentiated; else all of them.
+            # An existing Variable gets the value of the last microbatch, a new one all values.
             source = "last" if call.microbatches > 1 and index is not None else "new"
             self.values.append(_value(leaf))
         self._sources.append((source, index, structure))
@@ -556,7 +560,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _renewed(leaf: Any, value: Any) -> Any:
-    """A Variable like `leaf` that belongs to the present trace; an array as it is."""
+    """Returns a Variable like `leaf` that belongs to the current trace; an array stays an array."""
     if not isinstance(leaf, nnx.Variable):
         return value
     return jax.tree.structure(leaf).unflatten(jax.tree.leaves(value))
@@ -575,7 +579,7 @@ def _is_sown(leaf: Any) -> bool:
 
 
 def _is_carried(leaf: Any) -> bool:
-    """Returns True for arrays that each microbatch passes on: not sown, not differentiated."""
+    """Returns True for arrays, except sown ones, that each microbatch passes to the next."""
     arrays = jax.tree.leaves(_value(leaf))
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
 
