@@ -159,7 +159,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any) -> Any:
-    """Replaces inputs of a module that an enclosing module cast by their uncast originals.
+    """Replaces inputs that an enclosing module cast with their uncast originals.
 
     Args:
       plan: the resolved policy of the module. All inputs are replaced if it computes in more than

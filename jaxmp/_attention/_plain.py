@@ -53,7 +53,8 @@ def attend(
 
     Returns:
       `[B..., T, N, V]` in the dtype of `query`, zero for queries that see no key. With `residual`,
-      a pair of that and the log-sum-exp `[B..., T, N]` in FP32.
+      a pair of that and the log-sum-exp `[B..., T, N]`, in FP32 (float64 for float64 operands) and
+      without a gradient.
     """
     if key.shape[-2] != query.shape[-2]:
         key, value = (_repeat_heads(array, query.shape[-2]) for array in (key, value))

@@ -2,8 +2,9 @@
 
 The op table assigns a category to each operation. The interpreter applies it with these rules:
 
-* Arguments, constants and reshapes of them are weakly typed: in a binary operation they take the
-  dtype of the other operand. Otherwise, an FP32 bias would promote the 16-bit output of its layer.
+* Arguments and constants are weakly typed: in a binary operation they take the dtype of the other
+  operand. Otherwise, an FP32 bias would promote the 16-bit output of its layer. Values computed
+  from them are also weakly typed until a matmul, an FP32 operation or an explicit cast.
 * Scalars next to arrays are also weakly typed, as in torch.
 * An intermediate value that only FP32 operations consume is not rounded to 16 bits: in
   `exp(x - max)` and `sum((x - y) * z)` the subtraction and the multiplication run in FP32 too.
@@ -59,10 +60,10 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     in which they were traced. `explain_autocast` lists every matmul with its dtype and the reason.
 
     If a policy sets `matmul = "fp8"`, each `dot_general` without batch dimensions becomes an
-    `fp8.dot_general`, which runs three matmuls in FP8 under `jax.grad(autocast(fn, ...))`. If
-    exactly one operand is not the result of a computation, such as an argument, it is the kernel;
-    otherwise the second operand is. `fp8.explain` lists these matmuls, and why some stay in 16
-    bits.
+    `fp8.dot_general`, which runs three matmuls in FP8 under `jax.grad(autocast(fn, ...))`. If only
+    one operand is an argument, or is computed from arguments without a matmul, an FP32 operation or
+    a cast, it is the kernel; otherwise the second operand is. `fp8.explain` lists these matmuls,
+    and why some stay in 16 bits.
 
     Args:
       fn: a pure function of pytrees of arrays. Arguments that are not arrays are passed unchanged.

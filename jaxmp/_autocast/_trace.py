@@ -1,4 +1,4 @@
-"""Tracing of the function that autocast runs again."""
+"""Traces the function that autocast interprets."""
 
 from __future__ import annotations
 

@@ -21,11 +21,12 @@ from jaxmp._trees import cast, clamped_cast, is_castable, saturating_cast
 class Standing(enum.IntEnum):
     """Promotion priority of a value: COMPUTED arrays determine the dtype of a binary operation.
 
-    The result of an operation has the largest priority of its operands, or COMPUTED.
+    Matmuls, FP32 operations, casts and loop carries are COMPUTED. Other results have the largest
+    priority of their operands.
     """
 
-    CONSTANT = 0  # made of literals and integers alone; weakly typed
-    NEUTRAL = 1  # an argument, or the result of data movement on one; weakly typed
+    CONSTANT = 0  # computed from literals and integers alone; weakly typed
+    NEUTRAL = 1  # an argument, or computed from arguments; weakly typed
     COMPUTED = 2
 
 
