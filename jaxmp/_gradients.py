@@ -547,16 +547,16 @@ def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
     """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
 
     def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
-        given = as_tuple(getattr(options, name))
-        for index in given:
+        numbers = as_tuple(getattr(options, name))
+        for index in numbers:
             if not -len(args) <= index < len(args) and not optional:
                 raise JaxmpError(
                     f"{name} names argument {index}, but the function was called with {len(args)} "
                     "positional argument(s); pass it by position."
                 )
-        counted = tuple(i % len(args) for i in given if -len(args) <= i < len(args))
+        counted = tuple(i % len(args) for i in numbers if -len(args) <= i < len(args))
         if len(set(counted)) < len(counted):
-            raise JaxmpError(f"{name}={given} names one argument twice; name each once.")
+            raise JaxmpError(f"{name}={numbers} names one argument twice; name each once.")
         return counted
 
     mutable = count("mutable_argnum")

@@ -75,10 +75,10 @@ class Write:
     @property
     def is_restorable(self) -> bool:
         """True if a skipped step undoes this write: not for RNG state or a changed shape."""
-        kept = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
-        return not isinstance(self.slot.variable, kept) and _described(self.before) == _described(
-            self.after
-        )
+        excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
+        return not isinstance(self.slot.variable, excluded) and _described(
+            self.before
+        ) == _described(self.after)
 
 
 def _described(value: Any) -> Any:
@@ -86,10 +86,12 @@ def _described(value: Any) -> Any:
     return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Returns True if two values consist of the same array objects."""
-    ones, others = jax.tree.leaves(one), jax.tree.leaves(other)
-    return len(ones) == len(others) and all(a is b for a, b in zip(ones, others, strict=True))
+    leaves, other_leaves = jax.tree.leaves(value), jax.tree.leaves(other)
+    return len(leaves) == len(other_leaves) and all(
+        a is b for a, b in zip(leaves, other_leaves, strict=True)
+    )
 
 
 def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:

@@ -110,8 +110,8 @@ def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centre
     x = floating_array(x, "x")
     axes = _axes(axis, x)
     parameters = [
-        None if one is None else _spread(floating_array(one, name), name, x, axes)
-        for name, one in (("scale", scale), ("bias", bias))
+        None if parameter is None else _spread(floating_array(parameter, name), name, x, axes)
+        for name, parameter in (("scale", scale), ("bias", bias))
     ]
     wide = wide_dtype(x.dtype)
 
@@ -132,17 +132,17 @@ def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centre
 
 
 def _axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
-    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    for one in given:
-        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
-            raise JaxmpError(f"axis={axis!r}: {one!r} is not an integer, such as axis=-1.")
-        if not -x.ndim <= one < x.ndim:
+    items = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise JaxmpError(f"axis={axis!r}: {item!r} is not an integer, such as axis=-1.")
+        if not -x.ndim <= item < x.ndim:
             raise JaxmpError(
                 f"axis={axis!r} does not fit x of shape {list(x.shape)}. Allowed: {-x.ndim} to "
                 f"{x.ndim - 1}; for example axis=-1."
             )
-    axes = tuple(sorted({int(one) % x.ndim for one in given}))
-    if not given or len(axes) != len(given):
+    axes = tuple(sorted({int(item) % x.ndim for item in items}))
+    if not items or len(axes) != len(items):
         raise JaxmpError(f"axis={axis!r} must name one axis or several different ones: axis=-1.")
     return axes
 
@@ -239,7 +239,7 @@ def rotary_embedding(
     turned = x[..., :size].astype(wide)
     pairs = (*x.shape[:-1], size // 2, 2) if interleaved else (*x.shape[:-1], 2, size // 2)
     axis = -1 if interleaved else -2
-    first, second = (jnp.squeeze(one, axis) for one in jnp.split(turned.reshape(pairs), 2, axis))
+    first, second = (jnp.squeeze(half, axis) for half in jnp.split(turned.reshape(pairs), 2, axis))
     out = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis)
     out = out.reshape(*x.shape[:-1], size).astype(x.dtype)
     return out if size == x.shape[-1] else jnp.concatenate([out, x[..., size:]], axis=-1)
@@ -262,10 +262,10 @@ def _turns(positions: jax.Array, rates: np.ndarray) -> jax.Array:
     the product after the binary point. The bits before it are whole turns, which overflow and are
     dropped in 32-bit arithmetic.
     """
-    words = [int(math.ldexp(rate, 64)) % 2**64 for rate in rates]
+    fixed_point = [int(math.ldexp(rate, 64)) % 2**64 for rate in rates]
     shape = (1,) * positions.ndim + rates.shape
-    high = np.array([word >> 32 for word in words], np.uint32).reshape(shape)
-    low = np.array([word % 2**32 for word in words], np.uint32).reshape(shape)
+    high = np.array([value >> 32 for value in fixed_point], np.uint32).reshape(shape)
+    low = np.array([value % 2**32 for value in fixed_point], np.uint32).reshape(shape)
     positions = positions[..., None]
     signed = lax.bitcast_convert_type(positions, jnp.uint32)
     carried = _high_word(signed, low)
@@ -308,10 +308,10 @@ def _rotary_dim(size: Any, x: jax.Array) -> int:
     return int(size)
 
 
-def _frequencies(size: int, base: Any, scaling: Any, given: Any) -> np.ndarray:
+def _frequencies(size: int, base: Any, scaling: Any, frequencies: Any) -> np.ndarray:
     """Returns the radians per position of each pair, float64 `[H / 2]`."""
     number = functools.partial(_number, least=0.0)
-    if given is None:
+    if frequencies is None:
         exponents = np.arange(0, size, 2, dtype=np.float64) / size
         return number(base, "base") ** -exponents / number(scaling, "scaling")
     if (base, scaling) != (10000.0, 1.0):
@@ -319,11 +319,11 @@ def _frequencies(size: int, base: Any, scaling: Any, given: Any) -> np.ndarray:
             f"frequencies are given, and so are base={base!r} or scaling={scaling!r}, which they "
             "replace. Leave out base and scaling."
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(frequencies)):
         raise JaxmpError(
             "frequencies are traced; they must be known when the program is built: a NumPy array."
         )
-    array = np.asarray(given, np.float64)
+    array = np.asarray(frequencies, np.float64)
     if array.shape != (size // 2,) or not np.isfinite(array).all():
         raise JaxmpError(
             f"frequencies have shape {list(array.shape)}; {size} features have {size // 2} pairs, "

@@ -124,12 +124,12 @@ def softmax_cross_entropy(
                 f"probabilities ({labels.dtype}). Give what counts: weights=rows_that_count."
             )
         labels = _same_shape(floating_array(labels, "labels"), logits, "logits")
-        kept, valid = None, None
+        counted, valid = None, None
     else:
         _check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
-        labels, kept, valid = _read_indices(labels, size, ignore_index)
+        labels, counted, valid = _read_indices(labels, size, ignore_index)
         labels = jnp.expand_dims(labels, axis)
-    factors = _factors(weights, kept, rows, wide)
+    factors = _factors(weights, counted, rows, wide)
     logits, labels, factors, valid = _vary_alike(logits, labels, factors, valid)
     losses = _known(_row_losses(terms, logits, labels), valid)
     return _reduce(losses, factors, reduction)
@@ -239,7 +239,7 @@ def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
     zero = np.zeros((), arrays[0].dtype)
     add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
     sums = lax.reduce(arrays, [zero] * len(arrays), add, (axis,))
-    return {key: jnp.expand_dims(one, axis) for key, one in zip(parts, sums, strict=True)}
+    return {key: jnp.expand_dims(total, axis) for key, total in zip(parts, sums, strict=True)}
 
 
 @_sums.defjvp
@@ -379,17 +379,17 @@ def linear_cross_entropy(
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
     _check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
-    labels, kept, valid = _read_indices(labels, size, ignore_index)
+    labels, counted, valid = _read_indices(labels, size, ignore_index)
     wide = wide_dtype(hidden.dtype)
-    factors = _factors(weights, kept, rows, wide)
+    factors = _factors(weights, counted, rows, wide)
     layer = _Layer(
         terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
     )
-    each = reduction == "none"
-    compute = functools.partial(_each_loss if each else _total_loss, layer)
-    compute = _automatic(compute, hidden, kernel, like=labels if each else None)
-    found = compute(hidden, kernel, bias, labels, valid, factors)
-    return found if each else _finish(found, _total_weight(factors, rows, wide), reduction)
+    per_row = reduction == "none"
+    compute = functools.partial(_each_loss if per_row else _total_loss, layer)
+    compute = _automatic(compute, hidden, kernel, like=labels if per_row else None)
+    result = compute(hidden, kernel, bias, labels, valid, factors)
+    return result if per_row else _finish(result, _total_weight(factors, rows, wide), reduction)
 
 
 class _Layer(NamedTuple):
@@ -415,21 +415,21 @@ class _Arrays(NamedTuple):
 def _flat(hidden: Any, kernel: Any, bias: Any, labels: Any, valid: Any, factors: Any) -> Any:
     """Flattens the rows of arrays and factors to one dimension."""
     hidden = hidden.reshape(labels.size, hidden.shape[-1])
-    valid, factors = (None if one is None else one.reshape(-1) for one in (valid, factors))
+    valid, factors = (None if array is None else array.reshape(-1) for array in (valid, factors))
     return _vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
 
 
-def _each_loss(layer: _Layer, *given: Any) -> jax.Array:
+def _each_loss(layer: _Layer, *args: Any) -> jax.Array:
     """Returns the loss of each row times its factor, in the shape of the labels."""
-    arrays, factors = _flat(*given)
+    arrays, factors = _flat(*args)
     losses: Any = _layer_losses(layer, arrays)
     weighted = losses if factors is None else _weighted(losses, factors)
-    return weighted.reshape(given[3].shape)
+    return weighted.reshape(args[3].shape)
 
 
-def _total_loss(layer: _Layer, *given: Any) -> Any:
+def _total_loss(layer: _Layer, *args: Any) -> Any:
     """Returns the sum of the losses of all rows times their factors."""
-    arrays, factors = _flat(*given)
+    arrays, factors = _flat(*args)
     if factors is None:
         ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
         (factors,) = _vary_alike(ones, like=arrays)
@@ -753,15 +753,15 @@ def kl_divergence(
     axis = _axis(axis, log_predictions)
 
     def rows(log_predictions: jax.Array, targets: jax.Array) -> jax.Array:
-        none = jnp.zeros_like(targets)
+        zero = jnp.zeros_like(targets)
         absent = targets == (-jnp.inf if log_targets else 0)
         # Mask both operands before the formula: masking only its result would leave 0 * inf in the
         # gradient.
-        log_predictions = jnp.where(absent, none, log_predictions)
-        targets = jnp.where(absent, none if log_targets else none + 1, targets)
+        log_predictions = jnp.where(absent, zero, log_predictions)
+        targets = jnp.where(absent, zero if log_targets else zero + 1, targets)
         logs = targets if log_targets else jnp.log(targets)
         chances = jnp.exp(targets) if log_targets else targets
-        return jnp.sum(jnp.where(absent, none, chances * (logs - log_predictions)), axis)
+        return jnp.sum(jnp.where(absent, zero, chances * (logs - log_predictions)), axis)
 
     shape = targets.shape[:axis] + targets.shape[axis + 1 :]
     factors = _factors(weights, None, shape, _widest(log_predictions, targets))
@@ -773,13 +773,13 @@ def _from_half(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def widened(*operands: jax.Array) -> jax.Array:
         wide = _widest(*operands)
-        return fn(*(one.astype(wide) for one in operands))
+        return fn(*(operand.astype(wide) for operand in operands))
 
     return jax.checkpoint(widened)
 
 
 def _widest(*operands: jax.Array) -> Any:
-    return FLOAT64 if any(one.dtype == FLOAT64 for one in operands) else FLOAT32
+    return FLOAT64 if any(operand.dtype == FLOAT64 for operand in operands) else FLOAT32
 
 
 def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
@@ -798,10 +798,10 @@ def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
 # ---------------------------------------------------------------------------
 
 
-def _factors(weights: Any, kept: jax.Array | None, rows: Any, wide: Any) -> jax.Array | None:
+def _factors(weights: Any, counted: jax.Array | None, rows: Any, wide: Any) -> jax.Array | None:
     """Returns the factor of each row, in `wide`; None if all are 1."""
     if weights is None:
-        return None if kept is None else kept.astype(wide)
+        return None if counted is None else counted.astype(wide)
     weights = jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jnp.complexfloating) or weights.shape != tuple(rows):
         raise JaxmpError(
@@ -810,7 +810,7 @@ def _factors(weights: Any, kept: jax.Array | None, rows: Any, wide: Any) -> jax.
             f"weights=jnp.full({tuple(rows)}, weight)."
         )
     weights = weights.astype(wide)
-    return weights if kept is None else jnp.where(kept, weights, jnp.zeros_like(weights))
+    return weights if counted is None else jnp.where(counted, weights, jnp.zeros_like(weights))
 
 
 def _known(losses: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -936,7 +936,7 @@ def _check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
 
 
 def _check_indices(
-    labels: jax.Array, rows: Any, size: int, ignore_index: Any, name: str, given: Any
+    labels: jax.Array, rows: Any, size: int, ignore_index: Any, name: str, shape: Any
 ) -> None:
     """Raises if the labels are not class indices of `rows`; checks their values if known."""
     if ignore_index is not None and (
@@ -946,13 +946,13 @@ def _check_indices(
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise JaxmpError(
             f"labels are {labels.dtype} of shape {_shape(labels)}; with {name} of shape "
-            f"{list(given)} they must be class indices, integers of shape {list(rows)}: "
+            f"{list(shape)} they must be class indices, integers of shape {list(rows)}: "
             "labels.astype(jnp.int32)."
             + (" For probabilities: softmax_cross_entropy." if name == "hidden" else "")
         )
     if labels.shape != tuple(rows):
         raise JaxmpError(
-            f"labels have shape {_shape(labels)}, and {name} of shape {list(given)} has rows of "
+            f"labels have shape {_shape(labels)}, and {name} of shape {list(shape)} has rows of "
             f"shape {list(rows)}. Give one class index a row: labels.reshape({tuple(rows)})."
         )
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
@@ -962,12 +962,12 @@ def _check_indices(
     if ignore_index is not None:
         wrong &= values != ignore_index
     if wrong.any():
-        place = tuple(int(i) for i in np.argwhere(wrong)[0])
-        found = values[place]
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        label = values[index]
         raise JaxmpError(
-            f"labels[{', '.join(map(str, place))}] is {found}, one of {int(wrong.sum())} that name "
-            f"none of {size} classes. Allowed: 0 to {size - 1}. If {found} marks rows that do not "
-            f"count: ignore_index={found}."
+            f"labels[{', '.join(map(str, index))}] is {label}, one of {int(wrong.sum())} that name "
+            f"none of {size} classes. Allowed: 0 to {size - 1}. If {label} marks rows that do not "
+            f"count: ignore_index={label}."
         )
 
 
@@ -980,11 +980,11 @@ def _read_indices(
     """
     labels = labels.astype("int64" if labels.dtype.itemsize == 8 else "int32")
     valid = (labels >= 0) & (labels < size)
-    kept = None
+    counted = None
     if ignore_index is not None:
-        kept = labels != ignore_index
-        valid |= ~kept
-    return jnp.where(valid if kept is None else valid & kept, labels, 0), kept, valid
+        counted = labels != ignore_index
+        valid |= ~counted
+    return jnp.where(valid if counted is None else valid & counted, labels, 0), counted, valid
 
 
 def _vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:

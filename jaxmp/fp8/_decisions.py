@@ -131,8 +131,8 @@ def decide_product(
     """
     contract, batch = params["dimension_numbers"]
     sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
-    k, many = sizes(contract[kernel]), sizes(batch[kernel])
-    n = math.prod(shapes[kernel]) // max(k * many, 1)
+    k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
+    n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
     if batch[kernel]:
         why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
     if params.get("out_sharding") is not None:
@@ -150,13 +150,13 @@ def _check_device(path: str) -> None:
         device = jax.devices()[0]
         parts = str(getattr(device, "compute_capability", "") or "").split(".")
         capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
-        card = device.device_kind
+        gpu = device.device_kind
     else:
-        capability, card = context.capability or (), "the card that is compiled for"
+        capability, gpu = context.capability or (), "the card that is compiled for"
     if len(capability) == 2 and capability < (8, 9):
         major, minor = capability
         raise CompositionError(
-            f'matmul = "fp8" for {path!r}: {card} (compute capability {major}.{minor}) has no FP8 '
+            f'matmul = "fp8" for {path!r}: {gpu} (compute capability {major}.{minor}) has no FP8 '
             'products, which begin with 8.9. Use the recipe without it, such as "bf16"; to round '
             "as FP8 does and multiply in 16 bits, write\n"
             "    [fp8]\n    emulate = true"

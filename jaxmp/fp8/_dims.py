@@ -85,9 +85,9 @@ class Dims(NamedTuple):
         if factor.ndim == 0:
             return factor
         order = (*self.batch[side], *self.free(side), *self.contract[side])
-        kept = len(self.batch[side]) + len(self.free(side))
+        uncontracted = len(self.batch[side]) + len(self.free(side))
         sizes = jnp.transpose(factor, order)
-        sizes = sizes.reshape(sizes.shape[:kept])
+        sizes = sizes.reshape(sizes.shape[:uncontracted])
         batch = sizes.shape[: len(self.batch[side])]
         free = sizes.shape[len(self.batch[side]) :]
         other = (1,) * len(self.free(1 - side))
@@ -103,8 +103,8 @@ def make_dims(lhs: Any, rhs: Any, dimension_numbers: Any) -> Dims:
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         axes = [
-            tuple(int(a) % x.ndim if -x.ndim <= a < x.ndim else _raise() for a in given)
-            for given, x in zip(
+            tuple(int(a) % x.ndim if -x.ndim <= a < x.ndim else _raise() for a in operand_axes)
+            for operand_axes, x in zip(
                 (lhs_contract, rhs_contract, lhs_batch, rhs_batch), (lhs, rhs) * 2, strict=True
             )
         ]

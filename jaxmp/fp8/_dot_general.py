@@ -150,8 +150,8 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
 
 
 def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) -> None:
-    each = precision if isinstance(precision, tuple) else (precision,)
-    if not all(one is None or isinstance(one, _PRECISIONS) for one in each):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if not all(item is None or isinstance(item, _PRECISIONS) for item in precisions):
         raise JaxmpError(
             f"precision is {type(precision).__name__}, and must be None, a name such as 'highest', "
             "a jax.lax.Precision, an algorithm, or a pair of them. An FP8 product takes two "
@@ -235,8 +235,8 @@ def _kept(operand: Any) -> tuple[Any, Any]:
     # Name the bytes, and bitcast them back in a separate equation for each pass: `jax.checkpoint`
     # applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
     # E4M3 values from 248 up into NaN.
-    kept, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
-    back = lambda: type(operand)(lax.bitcast_convert_type(kept, values.dtype), factor)
+    saved, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
+    back = lambda: type(operand)(lax.bitcast_convert_type(saved, values.dtype), factor)
     return back(), back()
 
 
@@ -272,11 +272,11 @@ def _before(state: Any) -> Any:
 
 def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
     """Quantizes the operands of the forward dot, and measures their amaxes for delayed scaling."""
-    found = [
+    pairs = [
         _first(call, "fprop", call.role(side), x, call.dims, side, state)
         for side, x in enumerate((lhs, rhs))
     ]
-    return [operand for operand, _ in found], [seen for _, seen in found]
+    return [operand for operand, _ in pairs], [seen for _, seen in pairs]
 
 
 def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
@@ -289,17 +289,17 @@ def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array
     lhs, rhs = _differentiated_once(type(call.recipe).__name__, lhs, rhs)
     before = _before(state)
     operands, seen = _operands(call, lhs, rhs, before)
-    kept = []
+    saved = []
     for side, x in enumerate((lhs, rhs)):
         backwards = _for_backward(call, side, x, operands[side], seen[side])
         of_backward, of_forward = _kept(backwards)
-        kept.append(of_backward)
+        saved.append(of_backward)
         if backwards is operands[side]:
             operands[side] = of_forward
     # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
     # saved to record it.
-    given = None if state is None else state[AGE]
-    return _forward(call, *operands), (tuple(kept), seen, before, given)
+    state_leaf = None if state is None else state[AGE]
+    return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
 
 
 def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> Any:
@@ -311,12 +311,12 @@ def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> A
     return _operand(call, gemm, role, x, dims, side, seen)
 
 
-def _shared(call: _Call, role: str, one: str, other: str) -> bool:
+def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
     """Checks if two dots can share the quantized `role`, although they contract different axes."""
-    if call.format(one, role) != call.format(other, role):
+    if call.format(gemm, role) != call.format(other, role):
         return False
     return (
-        call.format(one, role) is None
+        call.format(gemm, role) is None
         or call.recipe.kind in ("current", "delayed")
         # Kernels have square blocks, which serve both directions.
         or (call.recipe.kind == "block" and role == "kernel")
@@ -324,7 +324,7 @@ def _shared(call: _Call, role: str, one: str, other: str) -> bool:
 
 
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
-    kept, seen, before, given = residuals
+    saved, seen, before, state_leaf = residuals
     (gradient,) = _differentiated_once(type(call.recipe).__name__, gradient)
     results: list[Any] = []
     operand: Any = None
@@ -338,10 +338,10 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
             operand = _operand(call, gemm, "output_grad", gradient, dims, side, of_gradient)
         if isinstance(operand, Operand) and operand.factor is None:
             # Without FP8, cast the gradient of a wide result to the dtype of the other operand.
-            values = lax.convert_element_type(operand.values, kept[1 - side].values.dtype)
+            values = lax.convert_element_type(operand.values, saved[1 - side].values.dtype)
             operand = Operand(values, None)
         # The gradient of the result replaces operand `side`.
-        lhs, rhs = (kept[0], operand) if side else (operand, kept[1])
+        lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
     if not isinstance(call.recipe, DelayedScaling) or before is None:
@@ -349,7 +349,7 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )
-    return results[0], results[1], next_state(call.recipe, before, by_role, given)
+    return results[0], results[1], next_state(call.recipe, before, by_role, state_leaf)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -48,10 +48,12 @@ def check_device(recipe: MXScaling) -> None:
     capability = _compat.target_capability() if target == "gpu" else None
     if target == "gpu" and (capability is None or capability >= (10, 0)):
         return  # Unknown capability when cross-compiling: the audit checks the compiled program.
-    found = f"this GPU has {capability[0]}.{capability[1]}" if capability else f"this is a {target}"
+    device = (
+        f"this GPU has {capability[0]}.{capability[1]}" if capability else f"this is a {target}"
+    )
     raise CompositionError(
         "MXScaling: products of MX numbers begin with compute capability 10.0 (Blackwell), and "
-        f"{found}: it would multiply in 16 bits, and no faster. Use fp8.CurrentScaling() or "
+        f"{device}: it would multiply in 16 bits, and no faster. Use fp8.CurrentScaling() or "
         "fp8.RowwiseScaling(); to study its rounding, fp8.MXScaling(emulate=True)."
     )
 
@@ -115,10 +117,10 @@ def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:
         # integers, because XLA may replace a division by a product with a rounded reciprocal.
         bits = bits + np.int32(_MANTISSA - (limit & _MANTISSA))
     largest = (limit >> _MANTISSA_BITS) - _BIAS
-    found = (bits >> np.int32(_MANTISSA_BITS)) - np.int32(largest)
-    found = jnp.maximum(found, np.int32(_LEAST))
-    found = lax.select(amax == np.float32(0), lax.full_like(found, _BIAS), found)
-    return lax.select(lax.is_finite(amax), found, lax.full_like(found, _NAN))
+    biased = (bits >> np.int32(_MANTISSA_BITS)) - np.int32(largest)
+    biased = jnp.maximum(biased, np.int32(_LEAST))
+    biased = lax.select(amax == np.float32(0), lax.full_like(biased, _BIAS), biased)
+    return lax.select(lax.is_finite(amax), biased, lax.full_like(biased, _NAN))
 
 
 def _power(biased: jax.Array) -> jax.Array:

@@ -39,8 +39,8 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 @functools.cache
-def _state_amax(kept: int) -> Any:
-    """Returns a function that computes `amax` over all axes but the first `kept`, for a state.
+def _state_amax(leading: int) -> Any:
+    """Returns a function that computes `amax` over all axes but the first `leading`, for a state.
 
     Under `vmap`, examples that share a state share one amax. If each example has a separate state,
     it also has a separate amax.
@@ -49,16 +49,16 @@ def _state_amax(kept: int) -> Any:
     @custom_vmap
     def measure(x: jax.Array, age: jax.Array) -> jax.Array:
         del age
-        return amax(x, tuple(range(kept, x.ndim))).reshape(x.shape[:kept])
+        return amax(x, tuple(range(leading, x.ndim))).reshape(x.shape[:leading])
 
     @measure.def_vmap
     def _(axis_size: int, in_batched: list[bool], x: jax.Array, age: jax.Array) -> Any:
         x_batched, has_state = in_batched
         if not has_state:
-            return _state_amax(kept)(jnp.moveaxis(x, 0, kept), age), False
+            return _state_amax(leading)(jnp.moveaxis(x, 0, leading), age), False
         if not x_batched:
             x = jnp.broadcast_to(x, (axis_size, *x.shape))
-        return _state_amax(kept + 1)(x, age), True
+        return _state_amax(leading + 1)(x, age), True
 
     return measure
 
@@ -147,8 +147,8 @@ def observed(
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, recipe)
-    found, seen = _OBSERVE_AND_QUANTIZE[role](x, state, recipe=recipe, dtype=dtype)
-    return Operand(*found), seen
+    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, recipe=recipe, dtype=dtype)
+    return Operand(*arrays), seen
 
 
 def quantized(

@@ -43,11 +43,11 @@ def as_floats(x: Any, name: str, caller: str) -> jax.Array:
 
 def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> None:
     """Raises if `scale` does not broadcast to an array of `shape`."""
-    given = jnp.shape(scale)
-    wide = len(given) > len(shape)
-    if wide or any(n not in (1, size) for n, size in zip(given[::-1], shape[::-1], strict=False)):
+    actual = jnp.shape(scale)
+    wide = len(actual) > len(shape)
+    if wide or any(n not in (1, size) for n, size in zip(actual[::-1], shape[::-1], strict=False)):
         raise JaxmpError(
-            f"{caller}: scale has shape {given}, which does not broadcast to {name}'s {shape}. "
+            f"{caller}: scale has shape {actual}, which does not broadcast to {name}'s {shape}. "
             "Give a scalar, or size 1 on the axes that share a scale: "
             f"fp8.compute_scale(jnp.abs({name}).max(axis=-1, keepdims=True), 'e4m3fn')."
         )

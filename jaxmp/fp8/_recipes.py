@@ -97,16 +97,18 @@ def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
 
 def _formats(recipe: Scaling, gemm: str) -> Any:
     """Returns the formats of a dot as short names such as `("e4m3fn", "e5m2")`, or `HIGH`."""
-    given = getattr(recipe, gemm)
+    setting = getattr(recipe, gemm)
     operands = " and ".join(GEMMS[gemm])
     allowed = (
         f"the formats of {operands}, of 'e4m3fn' and 'e5m2', not both 'e5m2' (cuBLAS has no such "
         f"product), or {HIGH!r}"
     )
     error = _bad(recipe, gemm, allowed, "('e4m3fn', 'e4m3fn')")
-    if isinstance(given, str) and given == HIGH:
+    if isinstance(setting, str) and setting == HIGH:
         return HIGH
-    pair = (given, given) if isinstance(given, str) or not _is_pair(given) else tuple(given)
+    pair = (
+        (setting, setting) if isinstance(setting, str) or not _is_pair(setting) else tuple(setting)
+    )
     try:
         dtypes = [canonical_dtype(name) for name in pair]
     except PolicyError as unknown:
@@ -123,9 +125,9 @@ def _is_pair(value: Any) -> bool:
 
 
 def _gemm_names(recipe: Scaling, name: str) -> tuple[str, ...]:
-    given = getattr(recipe, name)
-    names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, (tuple, list)) or any(one not in tuple(GEMMS) for one in names):
+    setting = getattr(recipe, name)
+    names = (setting,) if isinstance(setting, str) else setting
+    if not isinstance(names, (tuple, list)) or any(item not in tuple(GEMMS) for item in names):
         raise _bad(recipe, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
     return tuple(gemm for gemm in GEMMS if gemm in names)
 

@@ -75,20 +75,20 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
     Raises:
       JaxmpError: with the keys, or the first leaf that differs.
     """
-    wanted = _shapes(recipe)
+    expected = _shapes(recipe)
     fix = "Make it with fp8.init_state(recipe)."
-    if not isinstance(state, Mapping) or set(state) != set(wanted):
+    if not isinstance(state, Mapping) or set(state) != set(expected):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
-            f"The state of DelayedScaling has the keys {sorted(wanted)}, not {keys}. {fix}"
+            f"The state of DelayedScaling has the keys {sorted(expected)}, not {keys}. {fix}"
         )
-    for name, shape in wanted.items():
-        given = state[name]
-        if not hasattr(given, "dtype"):
-            raise JaxmpError(f"state[{name!r}] is {type(given).__name__}, no array. {fix}")
-        if given.shape != shape or not (given.dtype == FLOAT32 or _is_max(given)):
+    for name, shape in expected.items():
+        leaf = state[name]
+        if not hasattr(leaf, "dtype"):
+            raise JaxmpError(f"state[{name!r}] is {type(leaf).__name__}, no array. {fix}")
+        if leaf.shape != shape or not (leaf.dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
-                f"state[{name!r}] has shape {given.shape} and dtype {given.dtype}; with "
+                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; with "
                 f"amax_history_len={recipe.amax_history_len} it must have shape {shape} and "
                 f"dtype float32. {fix}"
             )
@@ -182,14 +182,16 @@ def layer_states(tree: Any) -> list[dict[str, int]]:
     Returns:
       For each state, a dict from leaf name (without prefix) to index.
     """
-    places: dict[Any, dict[str, int]] = {}
+    locations: dict[Any, dict[str, int]] = {}
     for index, (path, _) in enumerate(leaves_with_path(tree)):
         if path:
             prefix = PREFIX if path[-1].startswith(PREFIX) else ""
-            place = places.setdefault((path[:-1], prefix), {})
-            place[path[-1].removeprefix(prefix)] = index
+            location = locations.setdefault((path[:-1], prefix), {})
+            location[path[-1].removeprefix(prefix)] = index
     return [
-        {name: place[name] for name in NAMES} for place in places.values() if place.keys() >= _SET
+        {name: location[name] for name in NAMES}
+        for location in locations.values()
+        if location.keys() >= _SET
     ]
 
 
@@ -237,10 +239,12 @@ def kept_where_unused(new: Any, old: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(new)
     before = jax.tree.leaves(old)
-    for places in layer_states(new):
-        kept = _kept_where_unused(*({n: t[i] for n, i in places.items()} for t in (leaves, before)))
-        for name, index in places.items():
-            leaves[index] = kept[name]
+    for indices in layer_states(new):
+        selected = _kept_where_unused(
+            *({n: t[i] for n, i in indices.items()} for t in (leaves, before))
+        )
+        for name, index in indices.items():
+            leaves[index] = selected[name]
     return structure.unflatten(leaves)
 
 
@@ -251,11 +255,11 @@ def _kept_where_unused(new: State, old: State) -> State:
 
     def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
         # If layers are stacked on an axis other than the first, all or none count as used.
-        each = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
-        each = jnp.broadcast_to(
-            each.reshape(each.shape + (1,) * (leaf.ndim - each.ndim)), leaf.shape
+        mask = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
+        mask = jnp.broadcast_to(
+            mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim)), leaf.shape
         )
-        return lax.select(each, leaf, before)
+        return lax.select(mask, leaf, before)
 
     return {name: select(leaf, old[name]) for name, leaf in new.items()}
 
@@ -288,11 +292,11 @@ def settled(state: Mapping[str, Any]) -> State:
     """
     state = {name: lax.convert_element_type(leaf, FLOAT32) for name, leaf in state.items()}
     uses = jnp.maximum(state[USES], np.float32(1))
-    found = {name: leaf / uses for name, leaf in state.items()}
+    averaged = {name: leaf / uses for name, leaf in state.items()}
     for operand in OPERANDS:
         name = f"{operand}_amax_history"
-        found[name] = found[name].at[0].set(state[name][0])
-    return found
+        averaged[name] = averaged[name].at[0].set(state[name][0])
+    return averaged
 
 
 class OperandState(NamedTuple):
@@ -322,10 +326,10 @@ def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Arr
     Returns:
       A float32 scalar.
     """
-    held, history = state.amax, state.amax_history
+    stored, history = state.amax, state.amax_history
     recent = jnp.max(history) if recipe.amax_compute == "max" else history[0]
-    due = (state.age >= np.float32(recipe.interval)) | (held == np.float32(0))
-    known = lax.select(due, recent, held)
+    due = (state.age >= np.float32(recipe.interval)) | (stored == np.float32(0))
+    known = lax.select(due, recent, stored)
     # Select instead of branching: every step measures the amax for the history anyway, and on a GPU
     # one branch per tensor would cost more than waiting for the amax.
     return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
@@ -390,11 +394,11 @@ def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
       >>> to_flax(from_flax(to_flax(init_state())))["kernel_scale"].tolist()
       [1.0]
     """
-    wanted = {f"{x}_{leaf}" for x in OPERANDS for leaf in ("scale", "amax_history")}
-    if not isinstance(collection, Mapping) or set(collection) != wanted:
+    leaves = {f"{x}_{leaf}" for x in OPERANDS for leaf in ("scale", "amax_history")}
+    if not isinstance(collection, Mapping) or set(collection) != leaves:
         keys = sorted(collection) if isinstance(collection, Mapping) else collection
         raise JaxmpError(
-            f"A layer of Flax's FP8 collection has the keys {sorted(wanted)}, not {keys}. Give the "
+            f"A layer of Flax's FP8 collection has the keys {sorted(leaves)}, not {keys}. Give the "
             "inner dict of one layer: variables['_overwrite_with_gradient']['Dense_0']"
             "['Fp8DirectDotGeneralOp_0']."
         )

@@ -111,11 +111,11 @@ class _Harvest:
     def quantises(self, jaxpr: Any) -> bool:
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.known:
-            found = any(
+            quantizes = any(
                 _role(equation) or any(map(self.quantises, sub_jaxprs(equation)))
                 for equation in body.eqns
             )
-            self.known[id(body)] = body, found
+            self.known[id(body)] = body, quantizes
         return self.known[id(body)][1]
 
     def run(self, jaxpr: Any, args: list[Any], outer: _Place) -> tuple[list, list[_Seen]]:
