@@ -50,7 +50,7 @@ class LossScale(abc.ABC):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """Alias of `scale_value`, the name that jmp uses."""
+        """Alias of `scale_value` under the name that jmp uses."""
         return self.scale_value
 
     @property

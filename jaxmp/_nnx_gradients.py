@@ -25,7 +25,7 @@ _TAG = "jaxmp"
 
 
 class Slot:
-    """A location in a Flax object that holds a value: a Variable, or an array attribute."""
+    """Location of a value in a Flax object: a Variable, or an array attribute."""
 
     def __init__(self, root: Any, path: tuple[Any, ...], leaf: Any) -> None:
         self.variable = leaf if isinstance(leaf, nnx.Variable) else None
@@ -74,7 +74,10 @@ class Write:
 
     @property
     def is_restorable(self) -> bool:
-        """True if a skipped step undoes this write: not for RNG state or a changed shape."""
+        """True if a skipped step undoes this write.
+
+        False for RNG state, intermediates, FP8 state, and changes of structure, shape or dtype.
+        """
         excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
         return not isinstance(self.slot.variable, excluded) and _described(
             self.before
@@ -118,7 +121,7 @@ def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
 
 
 def continued(write: Write, earlier: Write) -> Write:
-    """Extends `write` if the same optimizer computed gradients earlier and did not apply them.
+    """Returns `write`, extended to an earlier call whose gradients were not applied.
 
     A skipped step then restores the value that the earlier call wrote, unless it is not finite:
     gradients can be accumulated over several calls, and a skipped step must not leave a NaN.
@@ -138,7 +141,7 @@ def continued(write: Write, earlier: Write) -> Write:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Ref:
-    """Marks the position of a Flax object in a tree of arguments or results."""
+    """Marker for the position of a Flax object in a tree of arguments or results."""
 
     index: int
 

@@ -41,11 +41,12 @@ def rms_norm(
     epsilon: float = 1e-6,
     axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """Computes `x / sqrt(mean(x**2) + epsilon) * scale` in FP32, and rounds once.
+    """Applies RMS normalization in FP32, and rounds once.
 
-    RMSNorm of Zhang and Sennrich 2019 (arXiv:1910.07467). In float16, the square of 300 and
-    therefore the mean would be infinite; in bfloat16, a mean of 1000 squares is accurate to two
-    digits. In FP32, squares are finite up to x = 1.8e19.
+    Computes `x / sqrt(mean(x**2) + epsilon) * scale`, as in Zhang and Sennrich 2019
+    (arXiv:1910.07467). In float16, the square of 300 and therefore the mean would be infinite; in
+    bfloat16, a mean of 1000 squares is accurate to two digits. In FP32, squares are finite up to
+    x = 1.8e19.
 
     Args:
       x: `[..., D]` (D at `axis`), floating, 16 bits or more.
@@ -74,11 +75,12 @@ def layer_norm(
     epsilon: float = 1e-6,
     axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """Computes `(x - mean) / sqrt(variance + epsilon) * scale + bias` in FP32, and rounds once.
+    """Applies layer normalization in FP32, and rounds once.
 
-    Layer normalization of Ba et al. 2016 (arXiv:1607.06450). The variance is the mean square of
-    `x - mean`. `mean(x**2) - mean(x)**2` takes one pass less, but loses the variance if the mean is
-    large: with mean 5000 and standard deviation 1, squares in FP32 have steps of 2.
+    Computes `(x - mean) / sqrt(variance + epsilon) * scale + bias`, as in Ba et al. 2016
+    (arXiv:1607.06450). The variance is the mean square of `x - mean`. `mean(x**2) - mean(x)**2`
+    takes one pass less, but loses the variance if the mean is large: with mean 5000 and standard
+    deviation 1, squares in FP32 have steps of 2.
 
     Args:
       x: `[..., D]` (D at `axis`), floating, 16 bits or more.

@@ -66,11 +66,12 @@ def softmax_cross_entropy(
     reduction: Reduction = "mean",
     axis: int = -1,
 ) -> Any:
-    """Computes `-sum(q log softmax(logits))` in FP32, without storing 16-bit logits in FP32.
+    """Computes softmax cross entropy in FP32, without storing 16-bit logits in FP32.
 
-    The backward pass reads the logits and two FP32 numbers per row, and writes the gradient in the
-    dtype of the logits. Logits that are sharded over devices along V are not gathered: each sum
-    over V is computed as a sum over devices.
+    The loss of a row with label distribution `q` is `-sum(q log softmax(logits))`. The backward
+    pass reads the logits and two FP32 numbers per row, and writes the gradient in the dtype of the
+    logits. Logits that are sharded over devices along V are not gathered: each sum over V is
+    computed as a sum over devices.
 
     An entry of -inf (a masked class) has probability 0, gradient 0 and no share of the label
     smoothing. If the logit of a label is -inf, the loss is inf. The gradient contains no NaN in
@@ -624,7 +625,7 @@ def mse(
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
 ) -> Any:
-    """Computes `(predictions - targets) ** 2` in FP32.
+    """Computes the squared error `(predictions - targets) ** 2` in FP32.
 
     In float16, the square of a difference of 256 is infinite, and `optax.squared_error` computes in
     the dtype of its operands. This function calls it with FP32 operands that are not stored:
@@ -663,11 +664,12 @@ def sigmoid_binary_cross_entropy(
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
 ) -> Any:
-    """Computes `-y log sigmoid(x) - (1 - y) log sigmoid(-x)` in FP32 for each entry.
+    """Computes the binary cross entropy of each entry in FP32.
 
-    It calls `optax.sigmoid_binary_cross_entropy` with FP32 operands that are not stored, except for
-    infinite logits on the side of their label (masked entries), whose loss would be 0 * inf; their
-    loss and gradient are 0. On the other side, the loss is inf and the gradient is finite.
+    The loss of an entry is `-y log sigmoid(x) - (1 - y) log sigmoid(-x)`, computed by
+    `optax.sigmoid_binary_cross_entropy` with FP32 operands that are not stored. Infinite logits on
+    the side of their label (masked entries) are an exception: their loss would be 0 * inf, and is
+    0 here, like its gradient. On the other side, the loss is inf and the gradient is finite.
 
     Args:
       logits: `[...]`, floating, 16 bits or more.
@@ -717,7 +719,7 @@ def kl_divergence(
     reduction: Reduction = "mean",
     axis: int = -1,
 ) -> Any:
-    """Computes `sum(t (log t - log p))` of each row in FP32.
+    """Computes the KL divergence `sum(t (log t - log p))` of each row in FP32.
 
     With `0 log 0 = 0`, a class whose target is 0 has loss 0 and gradient 0, even if its log
     prediction is -inf. There, `optax.kl_divergence` is NaN, and its gradient with respect to the
@@ -988,7 +990,7 @@ def _read_indices(
 
 
 def _vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
-    """Inside `shard_map`, marks all arrays as varying over each axis over which one varies.
+    """Marks all arrays as varying over each `shard_map` axis over which one of them varies.
     The gradient of a replicated kernel is then summed over the mesh once, after all chunks.
     """
     axes = _compat.varying_axes((trees, like))
