@@ -183,7 +183,7 @@ class NoLossScale(LossScale):
         return tree
 
     def unscale(self, tree: T) -> T:
-        """Casts float16 and bfloat16 leaves to float32, as every loss scale does."""
+        """Casts the float16 and bfloat16 leaves of `tree` to float32, as every loss scale does."""
         return cast_floating(tree, FLOAT32)
 
 
