@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental import topologies
@@ -48,6 +49,12 @@ def target() -> str:
     """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
     backend = current_context().target or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
+
+
+def current_mesh() -> Any:
+    """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`; it may be empty."""
+    mesh = mesh_lib.get_concrete_mesh()
+    return mesh_lib.thread_resources.env.physical_mesh if mesh.empty else mesh
 
 
 def described_gpus(description: str, count: int) -> list[Any]:

@@ -1,5 +1,6 @@
 """The audit of programs compiled for a GPU that is not there; XLA's GPU compiler has to be."""
 
+import contextlib
 import functools
 import os
 import re
@@ -413,6 +414,36 @@ def test_a_mesh_that_the_program_alone_names(mesh, make):
     # What jit is told to spread is spread; where nothing is said, each card has all of it.
     whole = 256 * 64 * 4
     assert report.memory.arguments == (whole // 4 if make is by_jit else whole)
+
+
+def jitted_over(mesh):
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(jnp.matmul, in_shardings=(sharding, sharding)), (64, 64)
+
+
+def mapped_over(mesh):
+    return jax.pmap(jnp.matmul, devices=mesh.devices.ravel().tolist()), (1, 64, 64)
+
+
+@needs_compiler
+@pytest.mark.parametrize("make", [jitted_over, mapped_over])
+def test_a_mesh_of_a_single_device(make):
+    fn, sizes = make(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    report = audit(fn, shape(*sizes), shape(*sizes), target="h200")
+
+    assert operands(report) == {("bfloat16", "bfloat16")}
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+@pytest.mark.parametrize("enter", [jax.set_mesh, contextlib.nullcontext])
+def test_the_current_mesh(enter):
+    current = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    by_with = current if enter is contextlib.nullcontext else contextlib.nullcontext()
+    with enter(current), by_with:
+        report = audit(jnp.matmul, shape(64, 64), shape(64, 64), target="h200")
+
+    assert operands(report) == {("bfloat16", "bfloat16")}
 
 
 @needs_compiler

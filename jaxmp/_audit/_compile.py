@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from jaxmp._audit._arguments import Traced
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._places import Lines
-from jaxmp._compat import described_gpus
+from jaxmp._compat import current_mesh, described_gpus
 from jaxmp._jaxprs import equations, is_literal, with_parameters
 from jaxmp.errors import AuditError, did_you_mean, missing_dependency
 
@@ -164,27 +164,32 @@ def _described(target: str, count: int) -> list[Any]:
 
 
 def _mesh_of(traced: Traced) -> Any:
-    """The mesh that arguments are sharded over, or else the largest that the program names."""
+    """Returns the mesh of the arguments, or else the largest that the program names.
+
+    Without either, it is the mesh that the caller has made the current one. A mesh of one device
+    counts, too: the program names that device, which is not the target.
+    """
     meshes = dict.fromkeys(
         mesh for array in traced.arrays for mesh in _meshes_in(getattr(array, "sharding", None))
     )
-    if len(meshes) > 1:
+    if len([mesh for mesh in meshes if mesh.size > 1]) > 1:
         raise AuditError(
             f"the arguments are sharded over {len(meshes)} meshes: {', '.join(map(str, meshes))}. "
             "Put all of them on one: jax.device_put(state, NamedSharding(mesh, spec))."
         )
-    if meshes:
-        return next(iter(meshes))
+    if any(mesh.size > 1 for mesh in meshes):
+        return max(meshes, key=lambda mesh: mesh.size)
     values = (one for equation in equations(traced.jaxpr) for one in equation.params.values())
     named = (mesh for value in values for mesh in _meshes_in(value))
-    return max(named, key=lambda mesh: mesh.size, default=None)
+    current = _meshes_in(current_mesh())
+    return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
 
 
 def _meshes_in(value: Any) -> list[Any]:
-    """The meshes of several devices, abstract ones too, of a sharding or a parameter."""
+    """Returns the meshes, abstract ones too, of a sharding or a parameter."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     meshes = (one.mesh if isinstance(one, NamedSharding) else one for one in values)
-    return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and m.size > 1]
+    return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and not m.empty]
 
 
 def _asked_shardings(jaxpr: Any) -> dict[int, NamedSharding]:
@@ -229,7 +234,7 @@ class _Move:
         sharding = own if _meshes_in(own) else asked
         if self._new is None:
             sharding = SingleDeviceSharding(self._devices[0])
-        elif isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        elif isinstance(sharding, NamedSharding):
             sharding = NamedSharding(self._moved(sharding.mesh), sharding.spec)
         else:
             sharding = NamedSharding(self._new, PartitionSpec())
@@ -238,7 +243,7 @@ class _Move:
 
     def parameter(self, value: Any) -> Any:
         """A parameter of an equation, on the new devices."""
-        if isinstance(value, Mesh) and value.size > 1:
+        if isinstance(value, Mesh) and not value.empty:
             return self._moved(value)
         if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
             return NamedSharding(self._moved(value.mesh), value.spec)
