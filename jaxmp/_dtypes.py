@@ -42,6 +42,7 @@ DTYPE_NAMES: dict[str, np.dtype] = {
 }
 
 HALF = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
+FLOAT16 = np.dtype("float16")
 FLOAT32 = np.dtype("float32")
 FLOAT64 = np.dtype("float64")
 # Formats between which `cast_floating` converts by default.

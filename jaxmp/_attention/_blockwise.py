@@ -312,7 +312,7 @@ def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: Any) ->
     scale = wide.type(settings.scale)
     d_outs = _split(d_out, shape.query_block, shape.query_blocks, shape)
     # The part of the softmax's gradient that all weights of a row share.
-    product = jnp.einsum("btnv,btnv->btn", d_out.astype(wide), out.astype(wide))
+    product = (d_out.astype(wide) * out.astype(wide)).sum(-1)
     shared = _split(product[..., None], shape.query_block, shape.query_blocks, shape)[..., 0]
 
     def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:

@@ -25,9 +25,9 @@ from jaxmp._audit._places import Place
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._report import Finding as Finding
+from jaxmp._audit._steps import mark_arguments, step_findings
 from jaxmp._compat import context, unchecked_cuda
-from jaxmp._ops import OpTable
-from jaxmp._recipe_data import as_op_table, as_policy_map
+from jaxmp._recipe_data import recipe_data
 from jaxmp.errors import AuditError
 
 
@@ -76,12 +76,13 @@ def audit(
     _check_function(fn)
     if target is not None:
         check_target(target)
-    rules = None if policies is None else as_policy_map(policies)
-    ops = OpTable() if policies is None else as_op_table(policies)
+    recipe = None if policies is None else recipe_data(policies)
+    spelled = policies if isinstance(policies, str) else "bf16" if policies is None else ""
+    text = repr(spelled) if spelled else "recipe" if hasattr(policies, "data") else "policies"
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else unchecked_cuda():
         device = _compat.target() if target is None else "gpu"
-        return _audit(Judge(rules, ops, device), fn, args, kwargs, target)
+        return _audit(Judge(recipe, device, text), fn, args, kwargs, target)
 
 
 def _audit(
@@ -96,8 +97,11 @@ def _audit(
         auditor.flow.mark(var, SCALED)
     for label, var in traced.inputs():
         auditor.flow.mark(var, label)
+    mark_arguments(auditor, traced)
     auditor.run(traced.jaxpr, Place(), 1)
+    auditor.finish(traced.jaxpr)
     others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
+    others += step_findings(auditor, traced, judge.recipe, others)
     compiled = None if target is None else compile_for(target, traced)
     return make_report(auditor, others, compiled, held_arrays(traced))
 

@@ -186,7 +186,7 @@ def state_findings(traced: Traced) -> list[Finding]:
     for (_, dtype), places in found.items():
         file, line = _first_use(traced, places[0][1])
         message = (
-            f"{len(places)} arrays are {dtype}, such as {_short(places[0][0])}: small updates are"
+            f"{len(places)} arrays are {dtype}, such as {short(places[0][0])}: small updates are"
             " rounded away, second moments underflow."
         )
         findings.append(
@@ -228,14 +228,20 @@ def _first_use(traced: Traced, number: int) -> tuple[str, int]:
 
 def held_arrays(traced: Traced) -> list[bool]:
     """For each array among the arguments: whether an optimizer state or a loss scale holds it."""
+    flags = in_optimizer(traced)
+    return [flags[number] for number in traced.variables]
+
+
+def in_optimizer(traced: Traced) -> list[bool]:
+    """For each leaf of the arguments: whether an optimizer state or a loss scale holds it."""
     flags: list[bool] = []
     for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=_is_optax_state)[0]:
         held = _is_optax_state(node) or _names_optimizer(path)
         flags += [held] * len(jax.tree.leaves(node))
-    return [flags[number] for number in traced.variables]
+    return flags
 
 
-def _short(place: str) -> str:
+def short(place: str) -> str:
     """`[0][1].opt_state[0].mu['w']` without what says that it is an argument."""
     return place.removeprefix("[0]").removeprefix("[1]")
 

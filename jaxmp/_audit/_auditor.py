@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmp._attention import MARK, choice_of, implementation_of
-from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, named
+from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import (
+    REDUCES,
     WAS_HALF,
     Flow,
+    ForwardUse,
+    HalfReduce,
     Logits,
+    Pending,
+    Promotion,
     RoundedInput,
     WasFp8,
     attention_logits,
@@ -20,13 +28,28 @@ from jaxmp._audit._labels import (
     logits_bytes,
     why_unfused,
 )
-from jaxmp._audit._operations import judge_carry, judge_half, judge_promotion, judge_root
-from jaxmp._audit._places import FULL_PRECISION, Place, Places
-from jaxmp._audit._products import MULTIPLES, PRODUCTS, Product, multiple_of, padded, product_of
+from jaxmp._audit._lineage import GRADIENT
+from jaxmp._audit._operations import (
+    judge_carry,
+    judge_half,
+    judge_promotion,
+    judge_root,
+    judge_terms,
+)
+from jaxmp._audit._places import FULL_PRECISION, Place, Places, call_site
+from jaxmp._audit._products import (
+    MULTIPLES,
+    PRODUCTS,
+    Product,
+    kernel_products,
+    multiple_of,
+    padded,
+    product_of,
+)
 from jaxmp._audit._sections import bytes_words
 from jaxmp._compat import scan_counts
-from jaxmp._dtypes import CASTABLE, FLOAT32, FLOAT64, is_fp8, is_half
-from jaxmp._jaxprs import FORWARD, Path, inners, is_literal, module_paths_of, sub_jaxprs
+from jaxmp._dtypes import CASTABLE, FLOAT16, FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._jaxprs import BACKWARD, FORWARD, Path, inners, is_literal, module_paths_of, sub_jaxprs
 from jaxmp.fp8._eligible import why_not
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
@@ -41,7 +64,9 @@ _KERNELS = named(
 )
 _FLOATS = CASTABLE | {FLOAT64}
 _PERIODIC = named("sin cos tan")
+_MOVED = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
 _FUSED = "dot_product_attention_"
+_REDUCES_OVER_DEVICES = named("psum psum_invariant psum2 reduce_scatter")
 
 
 class Auditor:
@@ -52,6 +77,9 @@ class Auditor:
         self.flow = Flow(judge.ops)
         self.equations = 0
         self.has_backward = False
+        # A matmul of a backward pass that reads float16.
+        self.float16_backward: Site | None = None
+        self._reduces: list[HalfReduce] = []
         # (names, phase, lhs, rhs) -> [FLOPs, count].
         self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
         # (names, phase, source, target) -> [bytes, count].
@@ -79,19 +107,64 @@ class Auditor:
             site = Site(equation, place, times, body, around)
             name = equation.primitive.name
             if name in _ENTERED:
-                self.flow.step(equation, place.phase)
+                self.flow.call(site)
                 self._enter(site)
                 continue
             special = _JUDGES.get(name)
             if special is not None:
                 special(self, site)
             elif name in _KERNELS or name.startswith(_FUSED):
-                self._note_kernel(site)
+                self._kernel(site)
+            pending = None
             if name not in _PERIODIC or not self._judge_rounded(site):
-                judge_half(site, self.judge, self.drafts)
-            self.flow.step(equation, place.phase)
+                pending = judge_half(site, self.judge, self.drafts)
+            if name in REDUCES and place.phase == FORWARD:
+                self._report(ForwardUse, equation.invars, "")
+            self.flow.step(site)
+            if pending is not None:
+                self.flow.mark(equation.outvars[0], pending)
             if name == "dot_general" and place.phase == "forward":
                 self.flow.mark(equation.outvars[0], Logits(site))
+            elif name in ("add", "add_any"):
+                judge_terms(site, self.drafts, self.flow)
+            elif name in _REDUCES_OVER_DEVICES:
+                self._mark_reduces(site)
+            elif name == "convert_element_type":
+                judge_promotion(site, self.judge, self.drafts, self.flow)
+
+    def finish(self, jaxpr: Any) -> None:
+        """Judges the results of the program, after the walk.
+
+        Args:
+          jaxpr: the whole program.
+        """
+        self._report(Promotion, jaxpr.outvars, ", and the program returns the wider value")
+        self._report(ForwardUse, jaxpr.outvars, "")
+        self._name_remedies()
+        for reduce in self._reduces:
+            reduce.report(self.drafts, is_asked=self.judge.wants_wide_reduces)
+
+    def _report(self, cls: type[Pending], variables: Iterable[Any], harm: str) -> None:
+        for label in {label for var in variables for label in self.flow.of(var)}:
+            if isinstance(label, cls):
+                label.report(harm, self.drafts)
+
+    def _name_remedies(self) -> None:
+        """Suggests autocast where a model is wrapped, and wrapping does not reach a matmul."""
+        rows = self.matmuls
+        if any(names and is_half(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+            for draft in self.drafts:
+                if draft.kind not in ("fp32_matmul", "off_policy_matmul"):
+                    continue
+                draft.fix = draft.fix.replace(self.judge.wrap_code, self.judge.autocast_code)
+
+    def _mark_reduces(self, site: Site) -> None:
+        """Remembers a sum over devices in 16 bits."""
+        for operand, result in zip(site.equation.invars, site.equation.outvars, strict=True):
+            if is_half(dtype_of(operand)) and operand.aval.size > 1:
+                label = HalfReduce(site, GRADIENT in self.flow.of(operand))
+                self._reduces.append(label)
+                self.flow.mark(result, label)
 
     # -- jaxprs inside ----------------------------------------------------------------------
 
@@ -131,7 +204,7 @@ class Auditor:
         if name in PRODUCTS:
             return product_of(equation).flops
         if name not in _ENTERED:
-            return 0
+            return sum(one.flops for one in kernel_products(equation) or ())
         counts = [inner.times * self._flops_of(inner.jaxpr) for inner in inners(equation)]
         return max(counts, default=0) if name == "cond" else sum(counts)
 
@@ -139,7 +212,7 @@ class Auditor:
         incoming = loop.invars[consts : consts + carried]
         pairs = list(zip(incoming, loop.outvars[:carried], strict=True))
         if any(is_half(dtype_of(var)) for var in incoming if dtype_of(var) in _FLOATS):
-            judge_carry(site, Body(loop), pairs, self.drafts)
+            judge_carry(site, Body(loop), pairs, self.drafts, self.flow)
 
     # -- products ---------------------------------------------------------------------------
 
@@ -149,19 +222,19 @@ class Auditor:
         if found.is_integer:
             self._note_integers(site, found)
             return
-        flops = found.flops * site.times
-        key = (site.place.names, site.place.phase, found.lhs.name, found.rhs.name)
-        row = self.matmuls.setdefault(key, [0, 0])
-        row[0] += flops
-        row[1] += 1
-        for multiple in MULTIPLES:
-            if all(size % multiple == 0 for size in found.widths.values()):
-                self.aligned[multiple] += flops
+        flops = self._count(site, found)
         self._note_fp8(site, found)
         if found.contracts and found.lhs in _FLOATS | {found.rhs}:
-            self._judge_dtypes(site, found, flops)
+            if not self._is_attentions_own(site, found):
+                self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
             self._judge_fp8(site, flops)
+        if site.place.phase == BACKWARD:
+            if FLOAT16 in (found.lhs, found.rhs) and self.float16_backward is None:
+                self.float16_backward = site
+            for label in {x for var in site.equation.invars[:2] for x in self.flow.of(var)}:
+                if isinstance(label, HalfReduce):
+                    label.is_activation = True
         logits = attention_logits(site, self.flow)
         if logits is not None and not any(map(_is_attention, site.around)):
             self._judge_attention(logits, flops)
@@ -182,13 +255,29 @@ class Auditor:
             key = site.place.names, site.place.phase, self.drafts.line_of(site)
             self.fp8[key] = names[0]
 
+    def _is_attentions_own(self, site: Site, found: Product) -> bool:
+        """Returns True for products that jaxmp's attention takes in FP32 from 16-bit operands.
+
+        On devices without Tensor Cores it multiplies the gradient of the logits in FP32.
+        """
+        calls = [equation for equation in site.around if _is_attention(equation)]
+        return FLOAT32 in (found.lhs, found.rhs) and any(
+            half_of(equation.invars) is not None for equation in calls
+        )
+
     def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs
+        if FLOAT32 in (lhs, rhs) and site.place.phase == FORWARD:
+            harm = f", and {site.name} at {self._where(site)} reads it"
+            self._report(Promotion, site.equation.invars[:2], harm)
         if lhs != rhs:
             if lhs in _FLOATS or rhs in _FLOATS:
                 message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
                 narrow = min((lhs, rhs), key=lambda dtype: dtype.itemsize).name
-                fix = f"cast the other operand: y.astype(jnp.{narrow})"
+                fix = f"cast the wider operand: y.astype(jnp.{narrow})"
+                if site.place.phase != FORWARD:
+                    # The cotangent of a product with a wider preferred_element_type is wide.
+                    fix = "(x @ w).astype(jnp.float32) in place of preferred_element_type"
                 self.drafts.add("mixed_operands", site, message, fix, flops=flops)
             return
         wanted = self.judge.wanted(site.place)
@@ -201,7 +290,8 @@ class Auditor:
         else:
             names = " or ".join(sorted(dtype.name for dtype in wanted))
             message = f"{site.name} of {lhs.name} where the policies say {names}."
-            self.drafts.add("off_policy_matmul", site, message, flops=flops)
+            fix = f"remove casts by hand, and {self._policy_code(site)}"
+            self.drafts.add("off_policy_matmul", site, message, fix, flops=flops)
 
     def _judge_fp8(self, site: Site, flops: int) -> None:
         """A linear layer that the policies want in FP8 and that is not."""
@@ -232,11 +322,36 @@ class Auditor:
         highest = "HIGHEST" in str(site.equation.params.get("precision"))
         asked = "; its author asks for precision=HIGHEST" if highest else ""
         message = f"{site.name} of float32 where the policies say {wanted}{asked}."
-        module = "/".join(site.place.names[-1:]) or "module"
-        fix = f"remove dtype=jnp.float32 or .astype; or say so: Rule('**/{module}', 'c=f32')"
+        fix = self._remove_cast(site) or self._policy_code(site)
+        if site.place.names:
+            fix += f"; or say so: Rule('**/{site.place.names[-1]}', 'c=f32')"
         self.drafts.add(
             "fp32_matmul", site, message, fix, level=NOTE if highest else FAULT, flops=flops
         )
+
+    def _policy_code(self, site: Site) -> str:
+        """Code that makes a matmul follow the policies.
+
+        If no matmul of a module is in low precision, the model is not wrapped. Otherwise this layer
+        casts its operands itself, or its matmul is no layer's, and only autocast reaches it.
+        """
+        return self.judge.wrap_code if site.place.names else self.judge.autocast_code
+
+    def _remove_cast(self, site: Site) -> str:
+        """The user's own cast to FP32 that an operand of a matmul comes from; "" if none."""
+        for var in site.equation.invars[:2]:
+            maker = site.body.maker(var)
+            while maker is not None and maker.primitive.name in _MOVED:
+                maker = site.body.maker(maker.invars[0])
+            if maker is None or maker.primitive.name != "convert_element_type":
+                continue
+            source = dtype_of(maker.invars[0])
+            if not is_half(source) or not self.drafts.is_own_call(maker):
+                continue
+            if call_site(maker) == call_site(site.equation):
+                return f"cast the other operand: w.astype(jnp.{source.name})"
+            return f"remove .astype(jnp.float32) at {self._where(site._replace(equation=maker))}"
+        return ""
 
     def _judge_unasked(self, site: Site, flops: int) -> None:
         operands = site.equation.invars[:2]
@@ -244,7 +359,7 @@ class Auditor:
             return
         if any(WAS_HALF in self.flow.of(var) for var in operands):
             message = f"{site.name} of float32 whose operand was 16 bits before."
-            fix = "cast operands down before the product, or name a policy that wants FP32 here"
+            fix = self._remove_cast(site) or self._policy_code(site)
             self.drafts.add("fp32_matmul", site, message, fix, flops=flops)
 
     def _judge_sizes(self, site: Site, found: Product, flops: int) -> None:
@@ -306,11 +421,32 @@ class Auditor:
         row = self.casts.setdefault(key, [0, 0])
         row[0] += result.aval.size * (source.itemsize + target.itemsize) * site.times
         row[1] += 1
-        judge_promotion(site, self.judge, self.drafts)
 
     def root(self, site: Site) -> None:
         """A square root."""
-        judge_root(site, self.drafts)
+        judge_root(site, self.judge, self.drafts)
+
+    def _kernel(self, site: Site) -> None:
+        """A kernel whose products are counted where they are known; nothing in it is judged."""
+        products = kernel_products(site.equation)
+        if products is None:
+            self._note_kernel(site)
+        for product in products or ():
+            self._count(site, product)
+
+    def _count(self, site: Site, product: Product) -> int:
+        """Counts a product, and returns the FLOPs of all its runs."""
+        flops = product.flops * site.times
+        phase = site.place.phase
+        row = self.matmuls.setdefault(
+            (site.place.names, phase, product.lhs.name, product.rhs.name), [0, 0]
+        )
+        row[0] += flops
+        row[1] += 1
+        for multiple in MULTIPLES:
+            if all(size % multiple == 0 for size in product.widths.values()):
+                self.aligned[multiple] += flops
+        return flops
 
     def _note_kernel(self, site: Site) -> None:
         inside = "" if not sub_jaxprs(site.equation) else ", as is all inside of it"

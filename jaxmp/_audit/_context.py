@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._audit._kinds import FAULT, KINDS
-from jaxmp._audit._places import FULL_PRECISION, Lines, Place
+from jaxmp._audit._places import FULL_PRECISION, Lines, Place, call_site
 from jaxmp._dtypes import FLOAT32, HALF
 from jaxmp._jaxprs import Path, consumers, is_literal, module_paths_of
 from jaxmp._ops import OpTable
-from jaxmp._rules import PolicyMap
+from jaxmp._recipe_data import RecipeData
 
 
 def named(words: str) -> frozenset[str]:
@@ -36,6 +36,11 @@ class Body:
     def producers(self) -> dict[Any, Any]:
         """Variable -> the equation that makes it."""
         return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
+
+    @functools.cached_property
+    def positions(self) -> dict[Any, int]:
+        """Variable -> the number of the equation that makes it."""
+        return {var: n for n, equation in enumerate(self.jaxpr.eqns) for var in equation.outvars}
 
     def readers(self, var: Any) -> list[Any]:
         """The equations that read a variable."""
@@ -69,9 +74,16 @@ class Site(NamedTuple):
 class Judge:
     """What policies say of a place."""
 
-    def __init__(self, policies: PolicyMap | None, ops: OpTable, target: str = "cpu") -> None:
+    def __init__(
+        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+    ) -> None:
+        self.recipe = recipe
+        self.policies = None if recipe is None else recipe.policies
+        self.ops = OpTable() if recipe is None else recipe.ops
         # The kind of device that the program is traced for.
-        self.policies, self.ops, self.target = policies, ops, target
+        self.target = target
+        # The policies as a user writes them in code: "'bf16'", "recipe" or "policies".
+        self.text = text
         self._wanted: dict[Path, frozenset[Any]] = {}
 
     def wanted(self, place: Place) -> frozenset[Any]:
@@ -98,6 +110,24 @@ class Judge:
             if other.module_type is not None and other.compute_dtype is not None:
                 wanted.add(other.compute_dtype)
         return frozenset(wanted)
+
+    @property
+    def wrap_code(self) -> str:
+        """Code that applies the policies to a model."""
+        if self.text == "policies":
+            return "model = jaxmp.linen.apply_policy(model, policies)"
+        recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
+        return f"model = {recipe}.wrap(model)"
+
+    @property
+    def autocast_code(self) -> str:
+        """Code that applies the policies to a function."""
+        return f"fn = jaxmp.autocast(fn, {self.text})"
+
+    @property
+    def wants_wide_reduces(self) -> bool:
+        """True if the policies say that gradients are summed over devices in FP32."""
+        return self.recipe is not None and self.recipe.reduce_dtype == "float32"
 
     def wants_fp8(self, place: Place) -> bool:
         """Whether the policies say that linear layers at a place multiply in FP8."""
@@ -139,6 +169,10 @@ class Draft:
     outside: bool = False
 
 
+# Findings about gradients after the backward pass, outside of every module.
+_OF_STEPS = frozenset({"half_accumulator", "half_all_reduce"})
+
+
 class Drafts:
     """Findings, one for each kind, module and line."""
 
@@ -158,7 +192,7 @@ class Drafts:
     ) -> None:
         """Counts one operation."""
         line = self._lines.of((site.equation, *site.around))
-        outside = site.place.is_outside
+        outside = site.place.is_outside and kind not in _OF_STEPS
         key = kind, level, site.place.names, line, outside
         draft = self._found.get(key)
         if draft is None:
@@ -171,6 +205,11 @@ class Drafts:
     def line_of(self, site: Site) -> tuple[str, int]:
         """The user's own line of an operation."""
         return self._lines.of((site.equation, *site.around))
+
+    def is_own_call(self, equation: Any) -> bool:
+        """Returns True if the call that made an equation is written in the user's own code."""
+        call = call_site(equation)
+        return call is not None and self._lines.is_own(call[0].co_filename)
 
     def __iter__(self) -> Any:
         return iter(self._found.values())

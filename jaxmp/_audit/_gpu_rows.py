@@ -89,6 +89,8 @@ class CollectiveRow(_Row):
       count: how many arrays are sent, in all runs; XLA may send several at once.
       file: the user's file; "" where it is not known.
       line: the line in it.
+      in_matmul: True if a matmul reads the result, as of activations; the gradient of a parameter
+        goes to the optimizer.
     """
 
     module: str
@@ -99,6 +101,7 @@ class CollectiveRow(_Row):
     count: int
     file: str = ""
     line: int = 0
+    in_matmul: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

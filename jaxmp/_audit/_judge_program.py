@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxmp._audit._context import Judge
 from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
-from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._places import Place
 from jaxmp._audit._report import Finding
 from jaxmp._audit._sections import bytes_words
@@ -18,6 +19,13 @@ from jaxmp._jaxprs import BACKWARD, Path
 _SMALL = 4096  # bytes
 _WIDE = ("float32", "tf32")
 _HALF = ("bfloat16", "float16")
+# Under `jit` the compiler sums what the matmul of a gradient emits. `shard_map` leaves the sum to
+# the user's code.
+_FIX_REDUCE = (
+    "grads = jax.shard_map(lambda params, batch: jax.lax.pmean(jax.tree.map(lambda g:"
+    " g.astype(jnp.float32), jax.grad(loss_fn)(params, batch)), 'data'), mesh=mesh,"
+    " in_specs=(P(), P('data')), out_specs=P(), check_vma=False)(params, batch)"
+)
 
 
 def program_findings(
@@ -37,7 +45,9 @@ def program_findings(
       fp8: (module, phase, file, line) of products that were traced with FP8 operands -> the dtype.
         XLA may take a cast to FP8 and back away, so that the compiled program shows none.
     """
+    known = list(known)
     said = {finding.module for finding in known if finding.kind == "fp32_matmul"}
+    reduced = {(f.file, f.line) for f in known if f.kind == "half_all_reduce"}
     for row in compilation.gemms:
         was = row.was_fp8 or fp8.get((row.module, row.phase, row.file, row.line), "")
         if was and not (row.lhs.startswith("float8") and row.rhs.startswith("float8")):
@@ -47,7 +57,8 @@ def program_findings(
         if wide and row.module not in said and _is_half_wanted(judge, row.module, root):
             yield _finding("fp32_gemm", row, f"the GPU multiplies in {row.lhs} x {row.rhs} here.")
     for row in compilation.collectives:
-        yield from _judge_collective(row, judge, root)
+        if (row.file, row.line) not in reduced or row.operation == "all-gather":
+            yield from _judge_collective(row, judge, root)
     if not compilation.memory.aliased:
         kind = "undonated_state"
         message = "no argument is donated: old and new state are in memory together."
@@ -66,9 +77,13 @@ def _judge_collective(row: CollectiveRow, judge: Judge, root: Path) -> Iterator[
             )
             yield _finding("fp32_all_gather", row, f"{size} are gathered in float32.", fix)
     elif row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF:
-        what = "gradients" if row.phase == BACKWARD else "partial sums"
-        message = f"{size} of {what} are added up over devices in {row.dtype} ({row.operation})."
-        yield _finding("half_all_reduce", row, message)
+        is_gradient = row.phase == BACKWARD and not row.in_matmul
+        what = "gradients" if is_gradient else "activations"
+        message = f"{size} of {what} are summed over devices in {row.dtype} ({row.operation})."
+        fix = _FIX_REDUCE if is_gradient else "no change: activations are summed in their dtype"
+        finding = _finding("half_all_reduce", row, message, fix)
+        is_fault = is_gradient and judge.wants_wide_reduces
+        yield dataclasses.replace(finding, level=FAULT if is_fault else NOTE)
 
 
 def _is_half_wanted(judge: Judge, module: str, root: Path) -> bool:

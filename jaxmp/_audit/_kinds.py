@@ -14,56 +14,68 @@ class Kind(NamedTuple):
     level: str
     meaning: str
     fix: str
+    # "no": found in the traced program; "yes": only with `target=`; else when it is needed.
+    target: str = "no"
 
 
 KINDS: dict[str, Kind] = {
     "fp32_matmul": Kind(
         FAULT,
-        "a matmul or convolution reads FP32 where the policies say 16 bits; without policies: reads"
-        " FP32 that was cast up from 16 bits",
-        "let the module compute in the policy's dtype, or give it a rule of its own",
+        "a matmul or convolution reads FP32 where the policies say 16 bits; without policies:"
+        " reads FP32 that was cast up from 16 bits",
+        "jaxmp.load_recipe('bf16').wrap(model), or jaxmp.autocast(fn, 'bf16') for functions and"
+        " for layers that cast their operands themselves",
     ),
     "off_policy_matmul": Kind(
         FAULT,
-        "a matmul or convolution reads another 16-bit dtype than the policies say, or 16 bits where"
-        " they say FP32",
-        "wrap the model, and remove casts by hand",
+        "a matmul or convolution reads another 16-bit dtype than the policies say, or 16 bits"
+        " where they say FP32",
+        "remove casts by hand, and wrap the model or use jaxmp.autocast",
     ),
     "mixed_operands": Kind(
         FAULT,
         "the operands of a matmul or convolution have two dtypes, so that it runs in the wider one",
-        "cast the wider operand",
+        "y.astype(x.dtype) on the wider operand",
     ),
     "silent_promotion": Kind(
         FAULT,
-        "16 bits and FP32 meet in an operation that nobody told to cast, and all after it is FP32",
-        "cast the FP32 operand, or use a Python number in its place",
+        "a 16-bit array meets FP32 (or float64) in an operation without a cast, and the wide"
+        " result is multiplied in FP32, promotes other 16-bit arrays, or is returned; a note"
+        " where a residual stream was FP32 from its start. What is cast back before that, as in"
+        " norms, FP32 softmax and losses, is no finding",
+        "cast the wide operand, or use a Python number in its place",
     ),
-    "half_softmax": Kind(FAULT, "a softmax in 16 bits", "take the softmax in FP32"),
+    "half_softmax": Kind(
+        FAULT,
+        "a softmax in 16 bits",
+        "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)",
+    ),
     "half_loss": Kind(
         FAULT,
         "a log-softmax, a log-sum-exp or a scalar result in 16 bits",
-        "cast the logits to FP32 before the loss",
+        "logits = logits.astype(jnp.float32) before the loss",
     ),
     "half_norm": Kind(
-        FAULT, "the statistics of a normalisation in 16 bits", "take the statistics in FP32"
+        FAULT,
+        "the statistics of a normalisation in 16 bits",
+        "x = x.astype(jnp.float32) before mean and variance; cast the result",
     ),
     "half_reduction": Kind(
         FAULT,
-        "a sum, product or running sum in 16 bits; the sums of a backward pass, which JAX itself"
-        " makes for what was broadcast or gathered forwards, are notes",
-        "add up in FP32, and cast the result",
+        "a sum, product or running sum in 16 bits; the sums of a backward pass, which JAX"
+        " itself makes for what was broadcast or gathered forwards, are notes",
+        "sum in FP32, and cast the result",
     ),
     "half_exp": Kind(
         FAULT,
-        "an exponential, logarithm, power or trigonometric function in 16 bits; small whole powers"
-        " are notes",
-        "take it in FP32, or under jaxmp.autocast",
+        "an exponential, logarithm, power or trigonometric function in 16 bits in the forward"
+        " pass; small whole powers are notes",
+        "x = x.astype(jnp.float32) before it, or jaxmp.autocast",
     ),
     "rounded_input": Kind(
         FAULT,
-        "an FP32 argument is rounded to 16 bits before a sine or cosine is taken of it: a time step"
-        " of 257 becomes 256 in bfloat16",
+        "an FP32 argument is rounded to 16 bits before a sine or cosine is taken of it: a time"
+        " step of 257 becomes 256 in bfloat16",
         "keep the argument in FP32, or compute the module in FP32: keep_inputs, compute_dtype",
     ),
     "misaligned_matmul": Kind(
@@ -81,46 +93,70 @@ KINDS: dict[str, Kind] = {
     ),
     "unfused_attention": Kind(
         NOTE,
-        "attention that is no fused kernel: two matmuls and a softmax, or jaxmp's own where it says"
-        " what keeps cuDNN's kernel from it",
+        "attention that is no fused kernel: two matmuls and a softmax, or jaxmp's own where it"
+        " says what keeps cuDNN's kernel from it",
         "call the fused kernel",
     ),
     "half_optimizer_state": Kind(
         FAULT,
-        "the optimizer's moments or accumulators are stored in 16 bits",
-        "leave out mu_dtype and its like, or make the optimizer with recipe.optimizer(tx), which"
-        " keeps FP32 masters",
+        "the optimizer's moments or accumulators are stored in 16 bits: those of optax states,"
+        " and arrays that a step averages gradients in",
+        "leave out mu_dtype and its like, or make the optimizer with recipe.optimizer(tx),"
+        " which keeps FP32 masters",
     ),
     "unused_loss_scale": Kind(
         FAULT,
         "a dynamic loss scale is among the arguments, and no gradient was computed with it",
         "take gradients with state.value_and_grad(loss_fn)",
     ),
+    "missing_loss_scale": Kind(
+        FAULT,
+        "a training step multiplies in float16 in its backward pass, and no loss scale reaches it",
+        "tx = jaxmp.load_recipe('fp16').optimizer(tx), and loss, grads ="
+        " state.value_and_grad(loss_fn)(batch)",
+    ),
+    "missing_master": Kind(
+        FAULT,
+        "a training step adds its updates to parameters in 16 bits, and no FP32 master keeps"
+        " what is rounded away",
+        "tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+    ),
+    "half_accumulator": Kind(
+        FAULT,
+        "gradients are accumulated in 16 bits, over microbatches or steps, or parameters averaged",
+        "total = jnp.zeros(p.shape, jnp.float32); total + grads.astype(jnp.float32)",
+    ),
     "fp32_gemm": Kind(
         FAULT,
         "the GPU multiplies in FP32 or TF32 where the policies say 16 bits, although the traced"
         " program does not",
         "keep the operands in 16 bits up to the product",
+        "yes",
     ),
     "fp8_fallback": Kind(
         FAULT,
         "operands pass through FP8 and are multiplied in a wider dtype",
         "hand FP8 operands to jax.lax.dot_general, on a card that multiplies FP8 (H100 or later)",
+        "yes",
     ),
     "fp32_all_gather": Kind(
         FAULT,
         "devices gather an array in FP32 where the policies say 16 bits",
         "cast the shard, and gather the result",
+        "yes",
     ),
     "half_all_reduce": Kind(
-        NOTE,
-        "a sum over devices in 16 bits",
-        "add up in FP32: jax.lax.psum(x.astype(jnp.float32), axis)",
+        FAULT,
+        "gradients of parameters are summed over devices in 16 bits where the recipe says FP32;"
+        " without policies, and for activations, a note",
+        "jax.lax.pmean(grads.astype(jnp.float32), axis_name)",
+        "under `jit` with shardings; not for `shard_map` and `pmap`",
     ),
     "undonated_state": Kind(
         NOTE,
         "no result takes over the memory of an argument, so that the state exists twice",
         "jax.jit(train_step, donate_argnums=0)",
+        "yes",
     ),
     "unused_rule": Kind(
         FAULT,

@@ -7,14 +7,25 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._attention import ASKED, AttentionChoice
-from jaxmp._audit._context import Site, dtype_of, named
-from jaxmp._dtypes import FLOAT32, is_fp8, is_half
-from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, is_literal
+from jaxmp._audit._context import Drafts, Site, dtype_of, named
+from jaxmp._audit._kinds import FAULT, NOTE
+from jaxmp._audit._lineage import (
+    GRADIENT,
+    SCALAR,
+    From,
+    is_chosen_scale,
+    is_lineage,
+    is_scale,
+    lineage,
+)
+from jaxmp._dtypes import FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, inners, is_literal
 
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_HALF = "was 16 bits"
 # A value that depends on the loss scale.
 SCALED = "depends on the loss scale"
+_FOLLOWS_ALL = frozenset({SCALED, GRADIENT})
 
 
 class WasFp8(NamedTuple):
@@ -38,6 +49,73 @@ class RoundedInput(NamedTuple):
     dtype: str
 
 
+class Pending:
+    """A finding that is reported only if the value that it is about does harm."""
+
+    kind = ""
+
+    def __init__(self, site: Site, message: str, fix: str) -> None:
+        self.site, self.message, self.fix = site, message, fix
+        self.is_reported = False
+
+    def report(self, harm: str, drafts: Drafts) -> None:
+        """Adds the finding, once, with the first harm."""
+        if not self.is_reported:
+            self.is_reported = True
+            drafts.add(self.kind, self.site, f"{self.message}{harm}.", self.fix)
+
+
+class Promotion(Pending):
+    """A 16-bit array that an operation promoted to FP32.
+
+    Harm is an FP32 matmul, another 16-bit array that is promoted in turn, or an FP32 result of the
+    program. A value that is cast back before that was promoted on purpose or at no cost.
+    """
+
+    kind = "silent_promotion"
+
+
+class ForwardUse(Pending):
+    """A 16-bit exponential in a function that is differentiated.
+
+    Harm is any use in the forward pass. JAX computes some for derivatives alone: that of erf, in an
+    exact GELU, is exp(-x**2).
+    """
+
+    kind = "half_exp"
+
+
+class HalfReduce:
+    """A sum over devices in 16 bits: of activations if a matmul of the backward pass reads it."""
+
+    def __init__(self, site: Site, is_gradient: bool) -> None:
+        self.site, self.is_gradient = site, is_gradient
+        self.is_activation = False
+
+    def report(self, drafts: Drafts, *, is_asked: bool) -> None:
+        """Adds the finding.
+
+        Args:
+          drafts: where it goes.
+          is_asked: True if the policies require that gradients are summed in FP32.
+        """
+        dtype = dtype_of(self.site.equation.invars[0]).name
+        axes = self.site.equation.params.get("axes", self.site.equation.params.get("axis_name"))
+        names = axes if isinstance(axes, (tuple, list)) else (axes,)
+        name = repr(names[0]) if len(names) == 1 else repr(tuple(names))
+        if not self.is_gradient or self.is_activation:
+            message = f"activations are summed over devices in {dtype} ({self.site.name})."
+            fix = f"jax.lax.psum(x.astype(jnp.float32), {name}).astype(x.dtype)"
+            drafts.add("half_all_reduce", self.site, message, fix, level=NOTE)
+            return
+        message = f"gradients are summed over devices in {dtype} ({self.site.name})."
+        fix = f"jax.lax.pmean(grads.astype(jnp.float32), {name})"
+        if self.site.place.phase == BACKWARD:
+            fix = f"params = jax.lax.pcast(params, {name}, to='varying') before the loss"
+        level = FAULT if is_asked else NOTE
+        drafts.add("half_all_reduce", self.site, message, fix, level=level)
+
+
 class Logits(NamedTuple):
     """The result of a product, scaled, masked or biased since; attention's if a softmax follows."""
 
@@ -56,6 +134,11 @@ _MOVES = named(
 )
 # A rounded argument stays rounded by these too.
 _SCALES = _MOVES | named("mul div add sub neg")
+# After these a value has other elements than those that were promoted.
+REDUCES = named(
+    "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
+    " ragged_dot_general reduce_window_sum reduce_window_max"
+)
 _BREAKS = named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
@@ -68,8 +151,12 @@ class Flow:
     def __init__(self, ops: Any) -> None:
         self._labels: dict[Any, Labels] = {}
         self._ops = ops
-        # Whether a value that depends on the loss scale reached a backward pass.
+        # True if a value that depends on the loss scale reached a backward pass.
         self.scale_used = False
+        # True if a backward pass reads a scalar that may be a loss scale.
+        self.has_scale = False
+        # Numbers of the arguments that a differentiated function reads.
+        self.differentiated: set[int] = set()
 
     def mark(self, var: Any, label: Any) -> None:
         """Starts a label."""
@@ -97,26 +184,57 @@ class Flow:
         """Labels of results from a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
-    def step(self, equation: Any, phase: str) -> None:
+    def call(self, site: Site) -> None:
+        """Labels of the results of an equation that holds jaxprs, before these are entered.
+
+        `leave` adds those that come out of them.
+        """
+        self._step(site, is_call=True)
+
+    def step(self, site: Site) -> None:
         """Labels of an equation's results."""
+        self._step(site, is_call=False)
+
+    def _step(self, site: Site, *, is_call: bool) -> None:
+        equation, phase = site.equation, site.place.phase
         found = _NONE
         for var in equation.invars:
             if not is_literal(var) and var in self._labels:
                 found |= self._labels[var]
         name = equation.primitive.name
+        if phase == BACKWARD:
+            self.has_scale = self.has_scale or is_scale(site, self.of)
+            found |= {GRADIENT}
+        elif site.place.differentiated and phase == FORWARD and not is_call:
+            self.differentiated.update(x.number for x in found if isinstance(x, From))
         if name == "convert_element_type":
             found = _after_cast(found, equation)
         elif found:
             found = self._still_fp8(found, equation)
-        if not found:
+        if is_chosen_scale(equation):
+            found |= {SCALAR}
+        if not found and name != "broadcast_in_dim":
             for var in equation.outvars:
                 self._labels.pop(var, None)
             return
         if phase == BACKWARD and SCALED in found:
             self.scale_used = True
-        kept = self._kept(found, name) | _inputs_after(found, name)
+        own = frozenset(x for x in found if isinstance(x, (Pending, HalfReduce)) or is_lineage(x))
+        kept = self._kept(found - own, name) | _inputs_after(found, name)
+        if _are_scalars(equation) and not is_call:
+            kept |= found & {SCALAR}
+        else:
+            kept -= {SCALAR}
+        if is_call:
+            kept -= {GRADIENT} if phase == FORWARD and _is_matched(equation) else set()
+        else:
+            kept |= lineage(site, self.of)
+            if name not in REDUCES:
+                lasting = (Pending, HalfReduce) if phase == FORWARD else HalfReduce
+                kept |= {x for x in own if isinstance(x, lasting)}
         for var in equation.outvars:
-            self._labels[var] = kept if dtype_of(var) == FLOAT32 else kept - {WAS_HALF}
+            wide = dtype_of(var) in (FLOAT32, FLOAT64)
+            self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))
 
     def _still_fp8(self, found: Labels, equation: Any) -> Labels:
         """Without FP8 labels where something else, no scalar, comes in too."""
@@ -133,13 +251,10 @@ class Flow:
             # a difference.
             found = frozenset(x for x in found if not (_is_logits(x) and x.normalised))
         if name in _BREAKS:
-            return found & {SCALED}
+            return found & _FOLLOWS_ALL
         if name not in _KEEPS and self._ops.category(name) not in ("widest", "follow"):
-            return (
-                found & {SCALED, WAS_HALF}
-                if self._ops.category(name) == "fp32"
-                else found & {SCALED}
-            )
+            wide = self._ops.category(name) == "fp32"
+            return found & (_FOLLOWS_ALL | {WAS_HALF} if wide else _FOLLOWS_ALL)
         if name in ("exp", "exp2"):
             return frozenset(x._replace(normalised=True) if _is_logits(x) else x for x in found)
         return found
@@ -152,6 +267,20 @@ def _inputs_after(found: Labels, name: str) -> Labels:
         if (isinstance(label, FloatInput) and name in _MOVES)
         or (isinstance(label, RoundedInput) and name in _SCALES)
     )
+
+
+def _are_scalars(equation: Any) -> bool:
+    return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
+
+
+def _is_matched(equation: Any) -> bool:
+    """Returns True if the results of an equation are known to be those of its jaxprs."""
+    return all(None not in inner.results for inner in inners(equation)[-1:])
+
+
+def _is_wide(label: Any) -> bool:
+    """Returns True for a label that an FP32 value loses where it is cast to 16 bits."""
+    return label == WAS_HALF or isinstance(label, Promotion)
 
 
 def _is_logits(label: Any) -> bool:

@@ -8,8 +8,11 @@ from typing import Any
 
 from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
 from jaxmp._audit._kinds import NOTE
+from jaxmp._audit._labels import Flow, ForwardUse, Pending, Promotion
+from jaxmp._audit._lineage import GRADIENT, Terms
 from jaxmp._audit._places import call_site
-from jaxmp._dtypes import FLOAT32, HALF, is_half
+from jaxmp._compat import scan_counts
+from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, is_half
 from jaxmp._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
 
 # Primitives that hand an array on, or its absolute value, as jnp's logsumexp does.
@@ -28,29 +31,41 @@ _BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
 # Sums of fewer terms lose less than three bits.
 _FEW = 8
 
-_FIX_SOFTMAX = "jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)"
+_FIX_SOFTMAX = "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)"
 _FIX_LOSS = "logits = logits.astype(jnp.float32)"
-_FIX_SUM = "jnp.sum(x, dtype=jnp.float32), jnp.cumsum(x.astype(jnp.float32))"
+_FIX_SUMS = {
+    "reduce_sum": "jnp.sum(x, axis, dtype=jnp.float32).astype(x.dtype)",
+    "cumsum": "jnp.cumsum(x.astype(jnp.float32), axis).astype(x.dtype)",
+    "cumprod": "jnp.cumprod(x.astype(jnp.float32), axis).astype(x.dtype)",
+    "scatter-add": "total.astype(jnp.float32).at[index].add(x.astype(jnp.float32))",
+}
+_FIX_SUM = "x = x.astype(jnp.float32) before the sum"
 _FIX_GRADIENT = "jaxmp.autocast(jax.grad(loss_fn), policies) adds gradients up in FP32"
+_FIX_ACCUMULATOR = "total = jnp.zeros(p.shape, jnp.float32); total + grads.astype(jnp.float32)"
 _FIX_CARRY = "start from jnp.zeros(shape, jnp.float32), and cast the result after the loop"
 
 
-def judge_half(site: Site, judge: Judge, drafts: Drafts) -> None:
-    """An operation of the op table's FP32 rows that reads 16 bits."""
+def judge_half(site: Site, judge: Judge, drafts: Drafts) -> Pending | None:
+    """Judges an operation of the op table's FP32 rows that reads 16 bits.
+
+    Returns:
+      What is reported only if the result is used in the forward pass, with which to mark it.
+    """
     dtype = half_of(site.equation.invars)
     if dtype is None or judge.ops.category(site.name) != "fp32" or _is_unread(site):
-        return
+        return None
     if site.name in _REDUCTIONS:
         _judge_sum(site, dtype, drafts)
     elif site.place.phase == BACKWARD:
-        return
+        return None
     elif site.name in _POWERS:
         message = f"{site.name} of {dtype.name}; float16 overflows from 65504 on."
         drafts.add("half_exp", site, message, level=NOTE)
     elif site.name == "rsqrt":
-        _add_norm(site, dtype, drafts)
+        _add_norm(site, dtype, judge, drafts)
     else:
-        _judge_exponential(site, dtype, drafts)
+        return _judge_exponential(site, dtype, judge, drafts)
+    return None
 
 
 def _is_unread(site: Site) -> bool:
@@ -58,13 +73,13 @@ def _is_unread(site: Site) -> bool:
     return not any(var in site.body.consumers for var in site.equation.outvars)
 
 
-def judge_root(site: Site, drafts: Drafts) -> None:
+def judge_root(site: Site, judge: Judge, drafts: Drafts) -> None:
     """A square root of 16 bits whose argument is a mean: a norm that is divided by."""
     dtype = half_of(site.equation.invars)
     if dtype is not None and site.place.phase != BACKWARD:
         makers = _made_of(site.equation.invars[0], site.body, _NEAR)
         if any(map(_holds_sum, makers)):
-            _add_norm(site, dtype, drafts)
+            _add_norm(site, dtype, judge, drafts)
 
 
 def _holds_sum(equation: Any) -> bool:
@@ -73,9 +88,10 @@ def _holds_sum(equation: Any) -> bool:
     return any(found.primitive.name in _SUMS for found in (equation, *inside))
 
 
-def _add_norm(site: Site, dtype: Any, drafts: Drafts) -> None:
+def _add_norm(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> None:
     message = f"{site.name} of {dtype.name}: a variance has {_digits(dtype)} there."
     fix = "x = x.astype(jnp.float32) before mean and variance, and cast the result"
+    fix = fix if drafts.is_own_call(site.equation) else judge.wrap_code
     drafts.add("half_norm", site, message, fix)
 
 
@@ -95,7 +111,7 @@ def _judge_sum(site: Site, dtype: Any, drafts: Drafts) -> None:
     elif site.name == "reduce_window_sum":
         drafts.add("half_reduction", site, message, level=NOTE)
     else:
-        drafts.add("half_reduction", site, message, _FIX_SUM)
+        drafts.add("half_reduction", site, message, _FIX_SUMS.get(site.name, _FIX_SUM))
 
 
 def _terms(equation: Any) -> int:
@@ -112,7 +128,7 @@ def _terms(equation: Any) -> int:
     return math.prod(equation.invars[1].aval.shape[:-1])
 
 
-def _judge_exponential(site: Site, dtype: Any, drafts: Drafts) -> None:
+def _judge_exponential(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> Pending | None:
     if site.name in ("exp", "exp2"):
         sums = [e for e in _reads(site.equation, site.body) if e.primitive.name in _SUMS]
         if sums:
@@ -120,13 +136,19 @@ def _judge_exponential(site: Site, dtype: Any, drafts: Drafts) -> None:
             loss = "log" in logs
             kind, words = ("half_loss", "log-sum-exp") if loss else ("half_softmax", "softmax")
             message = f"{words} in {dtype.name}: its weights have {_weight_digits(dtype)}."
-            drafts.add(kind, site, message, _FIX_LOSS if loss else _FIX_SOFTMAX)
-            return
+            is_own = drafts.is_own_call(site.equation)
+            softmax = _FIX_SOFTMAX if is_own else judge.wrap_code
+            drafts.add(kind, site, message, _FIX_LOSS if loss else softmax)
+            return None
     if site.name == "log" and _follows_sum_of_exp(site):
         drafts.add("half_loss", site, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
-        return
-    fix = f"jnp.{site.name}(x.astype(jnp.float32)), or jaxmp.autocast"
-    drafts.add("half_exp", site, f"{site.name} of {dtype.name}.", fix)
+        return None
+    fix = f"x = x.astype(jnp.float32) before {site.name}, or {judge.autocast_code}"
+    pending = ForwardUse(site, f"{site.name} of {dtype.name}", fix)
+    if site.place.differentiated and site.place.phase == FORWARD:
+        return pending
+    pending.report("", drafts)
+    return None
 
 
 def _weight_digits(dtype: Any) -> str:
@@ -169,7 +191,9 @@ def _made_of(var: Any, body: Body, through: frozenset[str], depth: int = 12) -> 
 # ---------------------------------------------------------------------------
 
 
-def judge_carry(site: Site, loop: Body, carry: list[tuple[Any, Any]], drafts: Drafts) -> None:
+def judge_carry(
+    site: Site, loop: Body, carry: list[tuple[Any, Any]], drafts: Drafts, flow: Flow
+) -> None:
     """A loop that adds to a carry in 16 bits what does not depend on that carry.
 
     A residual stream, whose addend is computed from the carry itself, is no running sum.
@@ -179,6 +203,7 @@ def judge_carry(site: Site, loop: Body, carry: list[tuple[Any, Any]], drafts: Dr
       loop: the loop's body.
       carry: (variable that comes in, variable that goes out) of each carry.
       drafts: where findings go.
+      flow: labels of the loop's variables.
     """
     for before, after in carry:
         if is_literal(after) or dtype_of(before) not in HALF:
@@ -190,8 +215,20 @@ def judge_carry(site: Site, loop: Body, carry: list[tuple[Any, Any]], drafts: Dr
                 name = dtype_of(before).name
                 message = f"a running sum over the steps of a loop in {name}."
                 inner = site._replace(equation=adding, around=(site.equation, *site.around))
-                drafts.add("half_reduction", inner, message, _FIX_CARRY)
+                if site.place.phase == FORWARD and GRADIENT in flow.of(adding.outvars[0]):
+                    message = f"gradients are added up over the steps of a loop in {name}."
+                    drafts.add("half_accumulator", inner, message, _FIX_ACCUMULATOR)
+                else:
+                    drafts.add("half_reduction", inner, message, _FIX_CARRY)
                 break
+
+
+def judge_terms(site: Site, drafts: Drafts, flow: Flow) -> None:
+    """Three or more gradients that are summed in 16 bits, without a loop."""
+    (result,) = site.equation.outvars
+    if any(isinstance(label, Terms) and label.count > 2 for label in flow.of(result)):
+        message = f"gradients of several microbatches are added up in {dtype_of(result).name}."
+        drafts.add("half_accumulator", site, message, _FIX_ACCUMULATOR)
 
 
 def _adds_to(adding: Any, before: Any, loop: Body) -> bool:
@@ -224,38 +261,118 @@ def _dependents(start: Any, body: Body) -> set[Any]:
 # ---------------------------------------------------------------------------
 
 
-def judge_promotion(site: Site, judge: Judge, drafts: Drafts) -> None:
-    """A cast from 16 bits to FP32 that JAX put in, because the other operand is FP32.
+def judge_promotion(site: Site, judge: Judge, drafts: Drafts, flow: Flow) -> None:
+    """Marks a cast to a wider dtype that JAX inserted because the other operand is wider.
 
-    JAX casts and computes in one call, at one place of the source; a cast that somebody wrote
-    has a place of its own, and autocast marks those that it puts in.
+    JAX casts and computes in one call, at one line of the source; a cast that somebody wrote is a
+    call of its own, and autocast marks those that it inserts. The promotion is reported where the
+    wide value does harm (`Promotion`); a residual stream that was FP32 from the start is a note.
     """
-    if AUTOCAST in str(site.equation.source_info.name_stack):
+    if AUTOCAST in str(site.equation.source_info.name_stack) or site.place.phase != FORWARD:
         return
-    source, target = dtype_of(site.equation.invars[0]), dtype_of(site.equation.outvars[0])
-    if site.place.phase != FORWARD or target != FLOAT32 or not is_half(source):
+    (operand,), (result,) = site.equation.invars, site.equation.outvars
+    source, target = dtype_of(operand), dtype_of(result)
+    if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     wanted = judge.wanted(site.place)
-    if wanted and not any(is_half(dtype) for dtype in wanted):
+    if GRADIENT in flow.of(operand) or (wanted and not any(is_half(dtype) for dtype in wanted)):
         return
-    (result,) = site.equation.outvars
+    size = math.prod(_unbroadcast(operand, site.body).aval.shape)
     for reader in site.body.readers(result):
-        if reader.primitive.name in _BINARY and _meets_fp32(reader, result, site):
-            message = f"{source.name} {_symbol(reader)} float32 gives float32."
-            fix = f"cast the FP32 operand: y.astype(x.dtype), so that the result is {source.name}"
-            drafts.add("silent_promotion", site._replace(equation=reader), message, fix)
+        # A small array, such as a bias beside an FP32 activation, costs nothing.
+        if reader.primitive.name in _BINARY and 2 * size >= reader.outvars[0].aval.size:
+            others = _wide_operands(reader, result, site)
+            if others:
+                _add_promotion(site, reader, others, drafts, flow)
+
+
+def _is_wider(source: Any, target: Any) -> bool:
+    return (is_half(source) and target == FLOAT32) or (
+        target == FLOAT64 and (is_half(source) or source == FLOAT32)
+    )
+
+
+def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, flow: Flow) -> None:
+    (operand,), (result,) = site.equation.invars, site.equation.outvars
+    source, target = dtype_of(operand).name, dtype_of(result).name
+    here = site._replace(equation=reader)
+    message = f"{source} {_symbol(reader)} {target} gives {target}"
+    earlier = [x for var in others for x in flow.of(var) if isinstance(x, Promotion)]
+    if earlier:
+        file, line = drafts.line_of(here)
+        place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
+        for promotion in earlier:
+            promotion.report(f", and it also promotes {source}{place}", drafts)
+    elif any(_derives(operand, var, site.body) or _is_carry(var, site) for var in others):
+        fix = f"cast the stream once, where it starts: x.astype(jnp.{source})"
+        message = f"{message}: the residual stream or carry is {target} from its start on."
+        drafts.add("silent_promotion", here, message, fix, level=NOTE)
+    else:
+        flow.mark(result, Promotion(here, message, _fix_promotion(here, others, source, drafts)))
+
+
+def _fix_promotion(site: Site, others: list[Any], source: str, drafts: Drafts) -> str:
+    if not drafts.is_own_call(site.equation):
+        return f"cast its result: y.astype(jnp.{source}); a layer of Flax takes dtype=jnp.{source}"
+    numbers = [var for var in others if is_literal(var)]
+    if numbers:
+        return f"write a Python number, {numbers[0].val!s}, in place of an array or NumPy number"
+    return f"cast the other operand: y.astype(jnp.{source})"
+
+
+def _derives(var: Any, source: Any, body: Body) -> bool:
+    """Returns True if `var` is computed from `source` within one jaxpr."""
+    if is_literal(var) or is_literal(source):
+        return False
+    first = body.positions.get(source, -1)
+    waiting, seen = [var], set()
+    while waiting:
+        maker = body.maker(waiting.pop())
+        for operand in () if maker is None else maker.invars:
+            if operand is source:
+                return True
+            if not is_literal(operand) and operand not in seen:
+                seen.add(operand)
+                if body.positions.get(operand, -1) > first:
+                    waiting.append(operand)
+    return False
+
+
+def _is_carry(var: Any, site: Site) -> bool:
+    """Returns True for a value that the enclosing loop carries from step to step."""
+    if not site.around or is_literal(var):
+        return False
+    loop = site.around[0]
+    if loop.primitive.name == "scan":
+        consts, carried = scan_counts(loop.params)
+    elif loop.primitive.name == "while":
+        consts, carried = loop.params["body_nconsts"], len(loop.outvars)
+    else:
+        return False
+    return var in site.body.jaxpr.invars[consts : consts + carried]
 
 
 def _symbol(equation: Any) -> str:
     return {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(equation.primitive.name, "and")
 
 
-def _meets_fp32(reader: Any, upcast: Any, site: Site) -> bool:
+def _wide_operands(reader: Any, upcast: Any, site: Site) -> list[Any]:
+    """The wide operands that made JAX promote `upcast` for `reader`, without broadcasts of them."""
     call = call_site(site.equation)
     if call != call_site(reader) or not (call or _is_where(site)):
-        return False
-    others = [var for var in reader.invars if var is not upcast and dtype_of(var) == FLOAT32]
-    return bool(others) and not any(_is_of_call(var, call, site.body) for var in others)
+        return []
+    wide = dtype_of(upcast)
+    others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
+    plain = [_unbroadcast(var, site.body) for var in others]
+    return [] if any(_is_of_call(var, call, site.body) for var in others) else plain
+
+
+def _unbroadcast(var: Any, body: Body) -> Any:
+    maker = body.maker(var)
+    while maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape"):
+        var = maker.invars[0]
+        maker = body.maker(var)
+    return var
 
 
 def _is_where(site: Site) -> bool:

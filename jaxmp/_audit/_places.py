@@ -106,11 +106,12 @@ class Lines:
     def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
         """The first `(file, line)` that is the user's own; `("", 0)` if there is none."""
         for file, line in frames:
-            if self._is_own(file):
+            if self.is_own(file):
                 return file, line
         return "", 0
 
-    def _is_own(self, file: str) -> bool:
+    def is_own(self, file: str) -> bool:
+        """Returns True for a file of the user's."""
         found = self._own.get(file)
         if found is None:
             standard = file.startswith(self._standard) and "-packages" + os.sep not in file

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxmp._compat import jaxpr_body
 from jaxmp._dtypes import bits
+from jaxmp._jaxprs import inners, sub_jaxprs
 
 # Multiples at which GEMM sizes are judged: 8 sixteen-bit numbers are the 16 bytes that a Tensor
 # Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
@@ -111,6 +114,77 @@ def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, i
 
 
 _SIZES = dict(zip(PRODUCTS, (_dot, _conv, _ragged, _scaled), strict=True))
+
+
+# ---------------------------------------------------------------------------
+# Fused kernels
+# ---------------------------------------------------------------------------
+
+_FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
+
+
+def kernel_products(equation: Any) -> list[Product] | None:
+    """The products inside a fused kernel; None if its FLOPs are not known.
+
+    Known are cuDNN's attention, and Pallas kernels without loops that end by a test.
+    """
+    name = equation.primitive.name
+    found = _FUSED.match(name)
+    if found is not None:
+        return _fused_attention(equation, backward=found[2] == "bwd")
+    return _pallas(equation) if name == "pallas_call" else None
+
+
+def _fused_attention(equation: Any, *, backward: bool) -> list[Product]:
+    """Two products forwards; backwards five, of which one computes the logits again.
+
+    A causal mask halves the FLOPs, as the kernel skips masked blocks (FlashAttention-2,
+    arXiv:2307.08691, section 4.1); a window leaves as many keys as it is long.
+    """
+    params = equation.params
+    query, key, value = (var.aval for var in equation.invars[:3])
+    in_order = getattr(params.get("layout", 0), "value", params.get("layout", 0)) == 0
+    heads, positions = (2, 1) if in_order else (1, 2)
+    batch, queries, keys = query.shape[0], query.shape[positions], key.shape[positions]
+    pairs = queries * keys
+    if params.get("sliding_window_length"):
+        pairs = queries * min(keys, int(params["sliding_window_length"]))
+    elif "CAUSAL" in str(params.get("mask_type")) or params.get("use_causal_mask"):
+        pairs //= 2
+    once = 2 * batch * query.shape[heads] * pairs
+    # Logits and the gradients of query and key; result and the gradients of value and weights.
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    flops = once * (of_keys * query.shape[3] + of_values * value.shape[3])
+    widths = {"K": query.shape[3], "N": keys}
+    return [Product(query.dtype, key.dtype, equation.outvars[0].aval.dtype, flops, widths, True)]
+
+
+def _pallas(equation: Any) -> list[Product] | None:
+    mapping = equation.params.get("grid_mapping")
+    grid = getattr(mapping, "grid", ())
+    if not all(isinstance(size, int) for size in grid):
+        return None
+    steps = math.prod(grid)
+    found = _products_in(equation.params["jaxpr"])
+    return None if found is None else [one._replace(flops=one.flops * steps) for one in found]
+
+
+def _products_in(jaxpr: Any) -> list[Product] | None:
+    """The products of a kernel's body; None if a loop or branch depends on data."""
+    products: list[Product] = []
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        name = equation.primitive.name
+        if name in PRODUCTS:
+            products.append(product_of(equation))
+        elif sub_jaxprs(equation):
+            inside = [(inner.times, _products_in(inner.jaxpr)) for inner in inners(equation)]
+            if name in ("while", "cond") and any(found != [] for _, found in inside):
+                return None
+            for times, found in inside:
+                if found is None:
+                    return None
+                products += [one._replace(flops=one.flops * times) for one in found]
+    return products
 
 
 def multiple_of(dtype: Any) -> int:

@@ -298,13 +298,14 @@ def read(compiled: Compiled, names: dict[Path, None], root: Path, held: list[boo
             elif _collective(part):
                 for number, sent in enumerate(_sent(part, inside)):
                     reader = _reader(program, origins, inside, part, number)
-                    key = (*origins.of(reader), _collective(part), sent.dtype)
+                    used = _is_multiplied(program, inside, part, number)
+                    key = (*origins.of(reader), _collective(part), sent.dtype, used)
                     _count(collectives, key, sent.bytes * step.times, step.times)
     notes = [f"{endless} loops end by a test: each is counted once"] if endless else []
     return Compilation(
         _rows(GemmRow, ("lhs", "rhs", "out", "kernel", "was_fp8"), ("flops", "count"), gemms),
         _rows(AttentionRow, ("kernel", "dtype", "shape"), ("count",), attention),
-        _rows(CollectiveRow, ("operation", "dtype"), ("bytes", "count"), collectives),
+        _rows(CollectiveRow, ("operation", "dtype", "in_matmul"), ("bytes", "count"), collectives),
         _memory(compiled.memory, program, fusions, held),
         tuple(notes),
     )
@@ -364,6 +365,36 @@ def _reader(
             if not picks or reader.numbers("index") == (number,):
                 waiting.append(reader)
     return one
+
+
+_MATMUL_CALLS = ("__cublas$", "__cudnn$")
+
+
+def _is_multiplied(program: Program, inside: Computation, one: Instruction, number: int) -> bool:
+    """Returns True if a matmul in the same computation reads an array that a collective made."""
+    combined = len(one.operands) > 1
+    waiting, seen = [one], {one.name}
+    while waiting and len(seen) < 200:
+        here = waiting.pop()
+        whole = combined and (here is one or here.opcode.endswith("-done"))
+        for reader in program.readers(inside, here.name):
+            picks = whole and reader.opcode == "get-tuple-element"
+            if reader.name in seen or (picks and reader.numbers("index") != (number,)):
+                continue
+            if _multiplies(program, reader):
+                return True
+            seen.add(reader.name)
+            waiting.append(reader)
+    return False
+
+
+def _multiplies(program: Program, one: Instruction) -> bool:
+    """Returns True for a matmul, and for a fusion that holds one."""
+    if one.attribute("custom_call_target").startswith(_MATMUL_CALLS):
+        return True
+    if one.opcode in ("fusion", "fusion-start"):
+        return any(_multiplies(program, inner) for _, inner in _fused(program, one))
+    return one.opcode in ("dot", "convolution", "scaled-dot")
 
 
 # ---------------------------------------------------------------------------

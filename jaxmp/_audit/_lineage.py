@@ -1,0 +1,199 @@
+"""Data flow of a training step: which results are updates of which arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jaxmp._audit._context import Site, dtype_of, named
+from jaxmp._dtypes import is_half
+from jaxmp._jaxprs import BACKWARD, FORWARD, is_literal
+
+# A value that a backward pass computed, or that was computed from one.
+GRADIENT = "computed from gradients"
+# A scalar argument, or what was computed from scalars alone.
+SCALAR = "a scalar of the state"
+
+# Factors with which an argument is part of a value.
+PLUS, MINUS, LARGE, SMALL, UNKNOWN = "+", "-", "large", "small", "unknown"
+# Those of the array itself, as opposed to a weight decay's or an average's small share.
+_OWN = frozenset({PLUS, LARGE, UNKNOWN})
+
+
+class From(NamedTuple):
+    """A value that an argument is a summand of, times a scalar at most."""
+
+    number: int
+    factor: str
+
+
+class Scalar(NamedTuple):
+    """A scalar that was broadcast; its value if it is a constant."""
+
+    value: float | None
+
+
+class Terms(NamedTuple):
+    """A sum of that many 16-bit gradients."""
+
+    count: int
+
+
+class Update:
+    """A sum of an argument and what was computed from gradients, or from other arguments."""
+
+    def __init__(
+        self, number: int, factor: str, site: Site, others: frozenset[int], has_gradient: bool
+    ) -> None:
+        self.number, self.factor, self.site = number, factor, site
+        # The other arguments that are summands.
+        self.others, self.has_gradient = others, has_gradient
+
+
+_LABELS = (From, Scalar, Terms, Update)
+_SAME = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose copy copy_p"
+    " optimization_barrier reduce_precision stop_gradient pvary pcast sharding_constraint select_n"
+    " max min clamp psum psum_invariant all_gather reduce_scatter"
+)
+
+
+def is_lineage(label: Any) -> bool:
+    """Returns True for the labels of this module that `lineage` hands on."""
+    return isinstance(label, _LABELS)
+
+
+def lineage(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
+    """The labels of an equation's results, from those of its operands.
+
+    Args:
+      site: the equation; derivatives have no lineage.
+      labels_of: operand -> its labels.
+    """
+    equation, name = site.equation, site.name
+    if site.place.phase != FORWARD:
+        return frozenset()
+    each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
+    if name in _SAME:
+        return frozenset().union(*each, _broadcast(equation))
+    if name == "neg":
+        return _negated(each[0])
+    if name in ("mul", "div"):
+        return _scaled(name, equation.invars, each)
+    if name in ("add", "add_any", "sub"):
+        second = _negated(each[1]) if name == "sub" else each[1]
+        summands = {x for x in each[0] | second if isinstance(x, From)}
+        return frozenset(summands | _updates(site, summands, labels_of) | _terms(site, labels_of))
+    return frozenset()
+
+
+def _broadcast(equation: Any) -> set[Any]:
+    operand = equation.invars[0]
+    if equation.primitive.name != "broadcast_in_dim" or math.prod(operand.aval.shape) != 1:
+        return set()
+    return {Scalar(_value(operand))}
+
+
+def _value(var: Any) -> float | None:
+    """The value of a constant scalar."""
+    return float(var.val) if is_literal(var) and math.prod(var.aval.shape) == 1 else None
+
+
+def _negated(labels: Iterable[Any]) -> frozenset[Any]:
+    opposite = {PLUS: MINUS, MINUS: PLUS}
+    return frozenset(
+        From(x.number, opposite.get(x.factor, x.factor)) for x in labels if isinstance(x, From)
+    )
+
+
+def _scaled(name: str, operands: Any, each: list[frozenset[Any]]) -> frozenset[Any]:
+    for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
+        factor = _factor(name, operands[scalar], each[scalar])
+        if factor is not None:
+            own = (x for x in each[array] if isinstance(x, From))
+            return frozenset(From(x.number, _times(x.factor, factor)) for x in own)
+    return frozenset()
+
+
+def _factor(name: str, scalar: Any, labels: frozenset[Any]) -> str | None:
+    """The size of a factor; None if it is an array."""
+    values = [x.value for x in labels if isinstance(x, Scalar)]
+    if math.prod(scalar.aval.shape) == 1:
+        values = [_value(scalar)]
+    if not values:
+        return None
+    if values[0] is None or (name == "div" and values[0] == 0):
+        return UNKNOWN
+    size = abs(1 / values[0] if name == "div" else values[0])
+    return PLUS if size == 1 else LARGE if size >= 0.5 else SMALL
+
+
+def _times(first: str, second: str) -> str:
+    if second == PLUS:
+        return first
+    return SMALL if SMALL in (first, second) else UNKNOWN if UNKNOWN in (first, second) else LARGE
+
+
+def _updates(
+    site: Site, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
+) -> set[Any]:
+    """The arguments that this sum updates.
+
+    An argument that is subtracted too, as in `p + (new - p)`, is replaced by another value.
+    """
+    numbers = {x.number for x in summands}
+    replaced = {x.number for x in summands if x.factor == MINUS}
+    has_gradient = any(GRADIENT in labels_of(var) for var in site.equation.invars)
+    updates = set()
+    for summand in summands:
+        others = frozenset(numbers - {summand.number})
+        is_own = summand.factor in _OWN and summand.number not in replaced
+        if is_own and (has_gradient or others):
+            updates.add(Update(summand.number, summand.factor, site, others, has_gradient))
+    return updates
+
+
+def _terms(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
+    """The number of gradients that are summed, if nothing else is."""
+    if not is_half(dtype_of(site.equation.outvars[0])) or site.equation.outvars[0].aval.size == 1:
+        return set()
+    counts = []
+    for var in site.equation.invars:
+        labels = labels_of(var)
+        if GRADIENT not in labels or any(isinstance(x, From) for x in labels):
+            return set()
+        counts.append(max((x.count for x in labels if isinstance(x, Terms)), default=1))
+    return {Terms(sum(counts))}
+
+
+def is_chosen_scale(equation: Any) -> bool:
+    """Returns True for a large constant or NaN, as jaxmp seeds a static loss scale."""
+    if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
+        return False
+    values = [_value(var) for var in equation.invars[1:]]
+    return any(value is not None and abs(value) >= 8 for value in values)
+
+
+def is_scale(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+    """Returns True for an equation of a backward pass that reads a loss scale.
+
+    That is a scalar of the program's state, or a constant factor that is large.
+    """
+    if site.place.phase != BACKWARD:
+        return False
+    return any(_is_scale(site, var, labels_of) for var in site.equation.invars)
+
+
+def _is_scale(site: Site, var: Any, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+    if math.prod(getattr(var.aval, "shape", (0,))) != 1:
+        return False
+    value = _value(var) if is_half(dtype_of(var)) or dtype_of(var) == "float32" else None
+    if value is None:
+        return SCALAR in labels_of(var)
+    size = abs(value)
+    if site.name == "div" and var is site.equation.invars[1]:
+        size = 1 / size if size else 0
+    scalar = math.prod(site.equation.outvars[0].aval.shape) == 1
+    is_power = size >= 128 and math.frexp(size)[0] == 0.5
+    return site.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))

@@ -1,0 +1,194 @@
+"""Checks of a training step: masters, the loss scale, 16-bit accumulators, gradient reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from jaxmp._audit._arguments import Traced, in_optimizer, short
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._context import dtype_of
+from jaxmp._audit._kinds import FAULT, KINDS, NOTE
+from jaxmp._audit._lineage import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._report import Finding
+from jaxmp._dtypes import CASTABLE, FLOAT64, is_half
+from jaxmp._recipe_data import RecipeData
+
+_FLOATS = CASTABLE | {FLOAT64}
+
+
+def mark_arguments(auditor: Auditor, traced: Traced) -> None:
+    """Labels the arguments, so that the results that update them are known."""
+    for number, var in traced.variables.items():
+        if dtype_of(var) in _FLOATS:
+            auditor.flow.mark(var, SCALAR if var.aval.size == 1 else From(number, PLUS))
+    for var in traced.jaxpr.constvars:
+        if dtype_of(var) in _FLOATS and var.aval.size == 1:
+            auditor.flow.mark(var, SCALAR)
+
+
+def step_findings(
+    auditor: Auditor, traced: Traced, recipe: RecipeData | None, known: Iterable[Finding]
+) -> Iterator[Finding]:
+    """Findings about what a training step updates.
+
+    Args:
+      auditor: after its walk.
+      traced: the program.
+      recipe: what `policies=` stands for; None without policies.
+      known: findings about the arguments, which are not repeated.
+    """
+    step = _Step(auditor, traced)
+    if not step.is_training:
+        return
+    said = {finding.kind for finding in known}
+    yield from step.missing_masters(
+        NOTE if recipe is not None and recipe.master == "none" else FAULT
+    )
+    yield from step.accumulators()
+    if "half_optimizer_state" not in said:
+        yield from step.moments()
+    if "unused_loss_scale" not in said:
+        yield from step.missing_loss_scale()
+
+
+class _Step:
+    """The arguments that a program updates."""
+
+    def __init__(self, auditor: Auditor, traced: Traced) -> None:
+        self.auditor, self.flow = auditor, auditor.flow
+        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
+        self.places = [short(jtu.keystr(path)) for path, _ in leaves]
+        self.in_optimizer = in_optimizer(traced)
+        # Number of an argument -> its updates among the results.
+        self.updates: dict[int, list[Update]] = {}
+        for var in traced.jaxpr.outvars:
+            for label in self.flow.of(var):
+                if isinstance(label, Update):
+                    argument = traced.variables[label.number].aval
+                    if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
+                        self.updates.setdefault(label.number, []).append(label)
+        self.dtypes = {n: traced.variables[n].aval.dtype for n in self.updates}
+
+    @property
+    def is_training(self) -> bool:
+        """True if some argument is updated with gradients."""
+        return any(update.has_gradient for update in self._all())
+
+    def _all(self) -> Iterator[Update]:
+        for updates in self.updates.values():
+            yield from updates
+
+    def _is_average(self, update: Update) -> bool:
+        """Returns True for an average of parameters, such as an EMA."""
+        masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
+        trained = masters | (self.flow.differentiated & self.updates.keys())
+        # A parameter of which a small part is subtracted is no average.
+        is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
+        return not is_parameter and bool(update.others & trained)
+
+    def _is_master(self, number: int, dtype: Any) -> bool:
+        return not is_half(dtype) and any(
+            update.factor == PLUS and update.has_gradient for update in self.updates[number]
+        )
+
+    def _half(self) -> Iterator[tuple[int, Update]]:
+        for number, updates in self.updates.items():
+            if is_half(self.dtypes[number]):
+                yield number, updates[0]
+
+    def missing_masters(self, level: str) -> Iterator[Finding]:
+        """16-bit parameters to which a step is added in 16 bits."""
+        found = {
+            number: update
+            for number, update in self._half()
+            if number in self.flow.differentiated
+            and update.has_gradient
+            and not self._is_average(update)
+        }
+        fix = (
+            "tx = jaxmp.load_recipe('bf16_params').optimizer(tx), and make the state from FP32"
+            " parameters"
+            if any(self.in_optimizer)
+            else "keep FP32 parameters, and cast them inside the loss: loss_fn(jax.tree.map(lambda"
+            " p: p.astype(jnp.{dtype}), params))"
+        )
+        words = "are updated without FP32 masters: steps below 2**-9 of a value are rounded away"
+        yield from self._findings("missing_master", found, words, fix, level)
+
+    def accumulators(self) -> Iterator[Finding]:
+        """Sums and averages over steps in 16 bits."""
+        sums = {
+            number: update
+            for number, update in self._half()
+            if number not in self.flow.differentiated
+            and update.factor == PLUS
+            and update.has_gradient
+            and not self._is_average(update)
+            and not self.in_optimizer[number]
+        }
+        fix = "accumulate in FP32: total + grads.astype(jnp.float32)"
+        words = "accumulate gradients: a sum of ones stalls at 256 in bfloat16"
+        yield from self._findings("half_accumulator", sums, words, fix)
+        averages = {n: u for n, u in self._half() if self._is_average(u)}
+        fix = (
+            "keep the average in FP32: ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
+        )
+        words = (
+            "that average parameters over steps: changes below 2**-9 of a value are rounded away"
+        )
+        yield from self._findings("half_accumulator", averages, words, fix)
+
+    def moments(self) -> Iterator[Finding]:
+        """The optimizer's moments, where it is written by hand."""
+        found = {
+            number: update
+            for number, update in self._half()
+            if number not in self.flow.differentiated
+            and update.factor in (LARGE, UNKNOWN)
+            and update.has_gradient
+            and not self._is_average(update)
+        }
+        words = "average gradients: small updates are rounded away"
+        fix = "make the moments in FP32: jnp.zeros(p.shape, jnp.float32)"
+        yield from self._findings("half_optimizer_state", found, words, fix)
+
+    def missing_loss_scale(self) -> Iterator[Finding]:
+        """A backward pass in float16 whose cotangents are not scaled."""
+        site = self.auditor.float16_backward
+        if site is None or self.flow.scale_used or self.flow.has_scale:
+            return
+        file, line = self.auditor.drafts.line_of(site)
+        fix = (
+            "tx = jaxmp.load_recipe('fp16').optimizer(tx), and loss, grads ="
+            " state.value_and_grad(loss_fn)(batch)"
+            if any(self.in_optimizer)
+            else "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
+        )
+        yield Finding(
+            kind="missing_loss_scale",
+            message="the backward pass multiplies in float16 without a loss scale: gradients below"
+            " 6e-8 become zero.",
+            fix=fix,
+            file=file,
+            line=line,
+        )
+
+    def _findings(
+        self, kind: str, found: dict[int, Update], words: str, fix: str, level: str = FAULT
+    ) -> Iterator[Finding]:
+        for dtype in sorted({self.dtypes[n].name for n in found}):
+            numbers = [n for n in found if self.dtypes[n].name == dtype]
+            file, line = self.auditor.drafts.line_of(found[numbers[0]].site)
+            which = f"such as {self.places[numbers[0]]}"
+            yield Finding(
+                kind=kind,
+                level=level,
+                file=file,
+                line=line,
+                message=f"arguments in {dtype}, {which}, {words}.",
+                fix=(fix or KINDS[kind].fix).replace("{dtype}", dtype),
+                count=len(numbers),
+            )

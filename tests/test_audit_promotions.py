@@ -1,0 +1,280 @@
+"""Promotions to FP32: those that do harm are faults, and those that are cast back are not."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from byte_gpt import GPT
+from jaxmp import audit
+from relaxed import relaxed
+from train_lm import prepare, prepare_nnx
+
+BF16 = jnp.bfloat16
+X = jax.ShapeDtypeStruct((8, 16, 64), BF16)
+W = jax.ShapeDtypeStruct((64, 64), BF16)
+WIDE = jax.ShapeDtypeStruct((64,), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Flax's norms and users' mistakes promote implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def kinds(report):
+    return {finding.kind for finding in report.findings}
+
+
+def matmul(x, w):
+    return (x @ w).astype(BF16)
+
+
+# ---------------------------------------------------------------------------
+# jaxmp's own code
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "recipe"), [("linen", "bf16"), ("nnx", "fp16"), ("linen", "fp8"), ("nnx", "tf32")]
+)
+def test_a_wrapped_model_is_ok_at_a_length_that_attends_block_by_block(framework, recipe):
+    model = GPT(layers=1, width=32, heads=2, max_length=1024)
+    tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)
+    tx = relaxed(optax.adamw(1e-3))
+    if framework == "nnx":
+        module, optimizer, step, _ = prepare_nnx(recipe, model, tx)
+        args = module, optimizer, tokens
+    else:
+        state, step, _ = prepare(recipe, model, tx)
+        args = state, tokens
+    report = audit(step, *args, policies=recipe)
+    assert report.ok, str(report)
+    assert recipe == "tf32" or report.low_precision_share == 1
+    assert audit(step, *args).ok
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("policy", [None, "p=f32,c=bf16,o=f32"])
+def test_attention_is_never_faulted(implementation, policy):
+    def loss(q, bias):
+        out = jaxmp.dot_product_attention(
+            q, q, q, bias, is_causal=True, implementation=implementation, policy=policy
+        )
+        return out.astype(jnp.float32).sum()
+
+    args = jax.ShapeDtypeStruct((2, 128, 2, 64), BF16), jnp.ones((1, 2, 128, 128))
+    for policies in (None, "bf16"):
+        report = audit(jax.grad(loss, (0, 1)), *args, policies=policies)
+        assert report.ok, str(report)
+
+
+def test_attention_in_fp32_is_faulted():
+    def fn(q):
+        return jaxmp.dot_product_attention(q, q, q)
+
+    q = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.float32)
+    assert "fp32_matmul" in audit(fn, q, policies="bf16").counts()
+
+
+@pytest.mark.parametrize("master", ["fp32", "packed", "none"])
+def test_optimizers_compute_in_fp32(master):
+    tx = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)))
+    tx = jaxmp.optim.mixed_precision(tx, policies="bf16_params", master=master)
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+
+    def step(state, x):
+        loss = lambda params: (x @ params["w"]).astype(jnp.float32).sum()
+        with jax.named_scope("update"):
+            return state.apply_gradients(grads=state.value_and_grad(loss)()[1])
+
+    assert "silent_promotion" not in kinds(audit(step, state, X, policies="bf16_params"))
+
+
+# ---------------------------------------------------------------------------
+# Statistics, tables and losses in FP32
+# ---------------------------------------------------------------------------
+
+NORMS = {
+    "layer": (
+        lambda: nn.LayerNorm(dtype=BF16),
+        lambda rngs: nnx.LayerNorm(64, dtype=BF16, rngs=rngs),
+    ),
+    "rms": (
+        lambda: nn.RMSNorm(dtype=BF16),
+        lambda rngs: nnx.RMSNorm(64, dtype=BF16, rngs=rngs),
+    ),
+    "group": (
+        lambda: nn.GroupNorm(num_groups=4, dtype=BF16),
+        lambda rngs: nnx.GroupNorm(64, num_groups=4, dtype=BF16, rngs=rngs),
+    ),
+    "batch": (
+        lambda: nn.BatchNorm(use_running_average=False, dtype=BF16),
+        lambda rngs: nnx.BatchNorm(64, dtype=BF16, rngs=rngs),
+    ),
+}
+
+
+@pytest.mark.parametrize("policies", [None, "bf16"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_with_a_dtype_set_by_hand(name, policies):
+    linen, in_nnx = (make for make in NORMS[name])
+    layer = linen()
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+
+    def loss(variables, x):
+        return layer.apply(variables, x, mutable=["batch_stats"])[0].astype(jnp.float32).sum()
+
+    def nnx_loss(layer, x):
+        return layer(x).astype(jnp.float32).sum()
+
+    assert audit(jax.grad(loss), variables, X, policies=policies).findings == ()
+    report = audit(nnx.grad(nnx_loss), in_nnx(nnx.Rngs(0)), X, policies=policies)
+    assert report.findings == ()
+
+
+def rotary(x):
+    angles = jnp.arange(16.0)[:, None] * jnp.ones(32)
+    low, high = jnp.split(x, 2, axis=-1)
+    turned = low * jnp.cos(angles) - high * jnp.sin(angles), high * jnp.cos(angles)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def fp32_softmax(x):
+    logits = jnp.einsum("btd,bsd->bts", x, x) + jnp.zeros((16, 16), jnp.float32)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits).astype(x.dtype), x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: rotary(x) @ jnp.ones((64, 64), BF16),
+        fp32_softmax,
+        lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.ones(x.shape)).mean(),
+        lambda x: jnp.mean((x - jnp.ones(x.shape)) ** 2),
+        lambda x: (x * np.float32(2)).astype(BF16) @ jnp.ones((64, 64), BF16),
+    ],
+)
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_what_is_cast_back_or_reduced_is_no_fault(fn, around):
+    report = audit(around(fn), X)
+    assert "silent_promotion" not in kinds(report), str(report)
+    gradient = jax.grad(lambda x: around(fn)(x).astype(jnp.float32).sum())
+    report = audit(gradient, X)
+    assert "silent_promotion" not in kinds(report), str(report)
+
+
+def test_derivatives_of_an_exact_gelu_are_no_exponentials():
+    """The derivative of erf is exp(-x**2), which JAX computes in the forward pass."""
+
+    def loss(w, x, activation):
+        return matmul(activation(x @ w), w).astype(jnp.float32).sum()
+
+    for around in (lambda f: f, jax.checkpoint):
+        exact = functools.partial(loss, activation=lambda x: jax.nn.gelu(x, approximate=False))
+        assert audit(jax.grad(around(exact)), W, X).findings == ()
+        report = audit(jax.grad(around(functools.partial(loss, activation=jnp.exp))), W, X)
+        assert report.counts() == {"half_exp": 1}
+
+
+# ---------------------------------------------------------------------------
+# Harm
+# ---------------------------------------------------------------------------
+
+
+def into_matmul(x, w):
+    return matmul(x * np.float32(0.5), w)
+
+
+def into_stream(x, w):
+    x = x + jnp.ones(64)
+    return matmul((x + matmul(x.astype(BF16), w)).astype(BF16), w)
+
+
+def into_scanned_stream(x, ws):
+    x = x + np.float32(1)
+    return lax.scan(lambda x, w: (x + matmul(x.astype(BF16), w), None), x, ws[None])[0].astype(BF16)
+
+
+def with_own_gradient(fn):
+    wrapped = jax.custom_vjp(fn)
+    forward = lambda *args: jax.vjp(fn, *args)
+    wrapped.defvjp(forward, lambda vjp, above: vjp(above))
+    return wrapped
+
+
+@pytest.mark.parametrize("fn", [into_matmul, into_stream, into_scanned_stream])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, with_own_gradient])
+def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
+    gradient = jax.grad(lambda x, w: around(fn)(x, w).astype(jnp.float32).sum())
+    for step in (around(fn), gradient):
+        (finding,) = (f for f in audit(step, X, W).faults if f.kind == "silent_promotion")
+        assert ", and " in finding.message and finding.file == __file__
+
+
+def test_fixes_of_promotions_name_what_promotes():
+    (finding,) = (f for f in audit(into_matmul, X, W).faults if f.kind == "silent_promotion")
+    assert finding.fix == "write a Python number, 0.5, in place of an array or NumPy number"
+    assert audit(lambda x, w: matmul(x * 0.5, w), X, W).findings == ()
+
+
+class NormWithoutDtype(nn.Module):
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            branch = nn.Dense(64, use_bias=False, dtype=BF16)(x)
+            x = nn.LayerNorm(dtype=self.dtype)(x + branch)
+        return x.astype(BF16)
+
+
+def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():
+    model = NormWithoutDtype()
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    (finding,) = audit(model.apply, variables, X).faults
+    assert finding.kind == "silent_promotion" and finding.module == "LayerNorm_0"
+    assert "dtype=jnp.bfloat16" in finding.fix
+    assert audit(NormWithoutDtype(BF16).apply, variables, X).findings == ()
+
+
+def test_an_fp32_residual_stream_is_a_note():
+    """Branches in 16 bits that are added to what was FP32 from the start."""
+
+    def fn(table, tokens, w):
+        x = table[tokens]
+        for _ in range(2):
+            x = x + matmul(x.astype(BF16), w)
+        return x.astype(BF16)
+
+    args = jnp.ones((32, 64)), jnp.zeros((8, 16), int), W
+    report = audit(fn, *args)
+    assert report.ok and {f.kind for f in report.findings} == {"silent_promotion"}
+
+
+def test_the_fp32_state_of_a_recurrent_cell_is_a_note():
+    cell = nn.OptimizedLSTMCell(64, dtype=BF16)
+    model = nn.RNN(cell)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert audit(model.apply, variables, X).ok
+
+
+def test_float64_that_promotes():
+    def fn(x, table):
+        return matmul(x * table, jnp.ones((64, 64), x.dtype))
+
+    with jax.enable_x64(True):
+        wide = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+        for x in (X, wide):
+            report = audit(fn, x, jnp.ones(64, jnp.float64))
+            (finding,) = (f for f in report.faults if f.kind == "silent_promotion")
+            assert f"{x.dtype.name} * float64 gives float64" in finding.message
+        assert audit(fn, wide, jnp.ones(64, jnp.float32)).ok

@@ -1,0 +1,526 @@
+"""Training steps: masters, loss scales, accumulators, reductions over devices, and their fixes."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxmp
+from jaxmp import audit
+from relaxed import relaxed
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+W = jax.ShapeDtypeStruct((64, 64), F32)
+X = jax.ShapeDtypeStruct((16, 64), F32)
+BATCHES = jax.ShapeDtypeStruct((4, 16, 64), F32)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax and users' mistakes promote implicitly."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def half(spec, dtype=BF16):
+    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, dtype), spec)
+
+
+def loss(w, x, dtype=BF16, around=lambda f: f):
+    product = around(lambda w, x: x.astype(dtype) @ w.astype(dtype))
+    return jnp.mean(product(w, x).astype(F32) ** 2)
+
+
+def scanned(fn):
+    """The function inside of a loop of one step."""
+    return lambda w, x: lax.scan(lambda _, __: (fn(w, x), None), fn(w, x), length=1)[0]
+
+
+def with_own_gradient(fn):
+    wrapped = jax.custom_vjp(fn)
+    wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, above: vjp(above))
+    return wrapped
+
+
+AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]
+
+
+def counts(step, *args, **options):
+    report = audit(step, *args, **options)
+    assert all(finding.message and finding.fix for finding in report.faults)
+    return report.counts()
+
+
+# ---------------------------------------------------------------------------
+# Masters
+# ---------------------------------------------------------------------------
+
+
+def sgd(w, x, **options):
+    return w - (0.1 * jax.grad(loss)(w, x, **options)).astype(w.dtype)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_16_bit_parameters_without_masters(around, wrap):
+    step = wrap(functools.partial(sgd, around=around))
+    found = counts(step, half(W), X)
+    # In a loop, the gradient of a weight that all steps share is a running sum.
+    assert found.pop("half_reduction", 0) == (around is scanned)
+    assert found == {"missing_master": 1}
+    assert counts(step, W, X) == {}
+
+
+def test_gradients_alone_update_nothing():
+    for dtype in (BF16, F16):
+        grads = lambda w, x, dtype=dtype: jax.grad(loss)(w, x, dtype)
+        regularised = lambda w, x, dtype=dtype: grads(w, x, dtype) + (0.1 * w).astype(dtype)
+        for step in (grads, jax.jit(grads), regularised):
+            assert counts(step, half(W, dtype), X) == {}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.adamw(1e-3),
+        optax.chain(optax.clip(1.0), optax.lion(1e-4)),
+    ],
+)
+@pytest.mark.parametrize("recipe", [None, "bf16_params"])
+def test_optax_without_masters(tx, recipe):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(lambda p: loss(p["w"], x))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = {"w": half(W)}
+    report = audit(step, params, jax.eval_shape(tx.init, params), X, policies=recipe)
+    (finding,) = (f for f in report.faults if f.kind == "missing_master")
+    assert "['w']" in finding.message and finding.file == __file__
+    assert "optimizer(tx)" in finding.fix
+    wide = {"w": W}
+    assert counts(step, wide, jax.eval_shape(tx.init, wide), X) == {}
+
+
+@pytest.mark.parametrize("master", ["fp32", "packed", "none"])
+def test_masters_of_jaxmp(master):
+    recipe = jaxmp.load_recipe("bf16_params").replace(master=master)
+    tx = recipe.optimizer(relaxed(optax.adamw(1e-3)))
+    params = {"w": jnp.ones((64, 64))}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def step(state, x):
+        value, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
+        return state.apply_gradients(grads=grads), value
+
+    def plain(params, state, x):
+        grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for report in (
+        audit(step, state, X, policies=recipe),
+        audit(plain, recipe.cast_params(params), tx.init(params), X, policies=recipe),
+    ):
+        # A recipe without masters is a choice.
+        assert report.ok, str(report)
+        found = {f.kind: f.level for f in report.findings}
+        assert found.get("missing_master") == ("note" if master == "none" else None)
+
+
+def test_stochastic_rounding_needs_no_masters():
+    inner = jaxmp.optim.mixed_precision(
+        relaxed(optax.adam(1e-3)), policies="bf16_params", master="none"
+    )
+    tx = jaxmp.optim.stochastic_rounding(inner)
+
+    def step(w, state, x):
+        updates, state = tx.update(jaxmp.grad(loss)(w, x), state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.ones((64, 64), BF16)
+    assert "missing_master" not in counts(step, w, tx.init(w), X)
+
+
+def test_masters_by_hand():
+    def step(params, masters, x):
+        masters = masters - 0.1 * jax.grad(loss)(params, x).astype(F32)
+        return masters.astype(BF16), masters
+
+    assert counts(step, half(W), W, X) == {}
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_16_bit_parameters_of_a_model(framework):
+    tx = optax.sgd(0.1)
+    if framework == "linen":
+        model = nn.Dense(64, dtype=BF16, param_dtype=BF16)
+        params = jax.eval_shape(model.init, jax.random.key(0), X)
+        args = params, jax.eval_shape(tx.init, params), X
+
+        def step(params, state, x):
+            grads = jax.grad(lambda p: jnp.mean(model.apply(p, x).astype(F32) ** 2))(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+    else:
+        model = nnx.Linear(64, 64, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
+        args = model, nnx.Optimizer(model, tx, wrt=nnx.Param), X
+
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda m: jnp.mean(m(x).astype(F32) ** 2))(model)
+            optimizer.update(model, grads)
+
+        step = nnx.jit(step)
+    assert set(counts(step, *args)) == {"missing_master"}
+
+
+# ---------------------------------------------------------------------------
+# Loss scales
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_float16_without_a_loss_scale(around):
+    step = functools.partial(sgd, dtype=F16, around=around)
+    assert counts(step, W, X) == {"missing_loss_scale": 1}
+
+
+def by_constant(w, x):
+    return w - 0.1 * jax.grad(lambda w: 1024 * loss(w, x, F16))(w) / 1024
+
+
+def by_vjp(w, x):
+    value, vjp = jax.vjp(lambda w: loss(w, x, F16), w)
+    return w - 0.1 * vjp(jnp.full_like(value, 4096))[0] / 4096
+
+
+def by_static_scale(w, x):
+    return w - 0.1 * jaxmp.grad(loss, loss_scale=jaxmp.StaticLossScale(4096.0))(w, x, F16)
+
+
+@pytest.mark.parametrize("step", [by_constant, by_vjp, by_static_scale])
+def test_constant_loss_scales(step):
+    assert counts(step, W, X) == {}
+    assert counts(jax.jit(step), W, X) == {}
+
+
+def test_a_loss_scale_in_the_state():
+    def step(w, scale, x):
+        grads = jax.grad(lambda w: scale * loss(w, x, F16))(w) / scale
+        return w - 0.1 * grads, jnp.where(jnp.isfinite(grads).all(), scale, scale / 2)
+
+    assert counts(step, W, jax.ShapeDtypeStruct((), F32), X) == {}
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "fp16_params"])
+def test_the_recipes_scale(recipe):
+    tx = jaxmp.load_recipe(recipe).optimizer(relaxed(optax.adamw(1e-3)))
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+
+    def step(state, x):
+        value, grads = state.value_and_grad(lambda p: loss(p["w"], x, F16))()
+        return state.apply_gradients(grads=grads), value
+
+    assert counts(step, state, X, policies=recipe) == {}
+
+
+# ---------------------------------------------------------------------------
+# Accumulators
+# ---------------------------------------------------------------------------
+
+
+def by_scan(w, xs, dtype, **options):
+    def add(total, x):
+        return total + jax.grad(loss)(w, x, **options).astype(dtype), None
+
+    total, _ = lax.scan(add, jnp.zeros(w.shape, dtype), xs)
+    return w - 0.1 * total.astype(F32)
+
+
+def by_fori(w, xs, dtype, **options):
+    def add(i, total):
+        return total + jax.grad(loss)(w, xs[i], **options).astype(dtype)
+
+    return w - lax.fori_loop(0, len(xs), add, jnp.zeros(w.shape, dtype)).astype(F32)
+
+
+def by_hand(w, xs, dtype, **options):
+    total = jnp.zeros(w.shape, dtype)
+    for x in xs:
+        total = total + jax.grad(loss)(w, x, **options).astype(dtype)
+    return w - 0.1 * total.astype(F32)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("accumulate", [by_scan, by_fori, by_hand])
+def test_gradients_accumulated_over_microbatches(accumulate, around):
+    step = functools.partial(accumulate, dtype=BF16, around=around)
+    assert set(counts(step, W, BATCHES)) == {"half_accumulator"}
+    assert counts(functools.partial(accumulate, dtype=F32, around=around), W, BATCHES) == {}
+
+
+def test_gradients_accumulated_over_calls():
+    def step(total, w, x):
+        return total + jax.grad(loss)(w, x).astype(total.dtype)
+
+    assert counts(step, half(W), W, X) == {"half_accumulator": 1}
+    assert counts(step, W, W, X) == {}
+
+
+def average_new(average, w, x):
+    w = w - 0.1 * jax.grad(loss)(w, x)
+    return (0.99 * average + 0.01 * w).astype(average.dtype), w
+
+
+def average_old(average, w, x):
+    new = w - 0.1 * jax.grad(loss)(w, x)
+    return optax.incremental_update(w.astype(average.dtype), average, 1e-2), new
+
+
+def average_by_difference(average, w, x):
+    w = w - 0.1 * jax.grad(loss)(w, x)
+    return average + ((w.astype(average.dtype) - average) * 0.01).astype(average.dtype), w
+
+
+@pytest.mark.parametrize("step", [average_new, average_old, average_by_difference])
+def test_an_average_of_parameters(step):
+    assert counts(step, half(W), W, X) == {"half_accumulator": 1}
+    assert counts(step, W, W, X) == {}
+
+
+def test_moments_by_hand():
+    def step(moment, w, x):
+        moment = (0.9 * moment + jax.grad(loss)(w, x).astype(moment.dtype)).astype(moment.dtype)
+        return moment, w - 0.1 * moment.astype(F32)
+
+    assert counts(step, half(W), W, X) == {"half_optimizer_state": 1}
+    assert counts(step, W, W, X) == {}
+
+
+def test_microbatches_of_jaxmp():
+    def step(w, xs):
+        return w - 0.1 * jaxmp.grad(loss, microbatches=4)(w, xs)
+
+    assert counts(step, W, jax.ShapeDtypeStruct((16, 64), F32), policies="bf16") == {}
+
+
+def test_forward_sums_and_caches_are_no_accumulators():
+    def decode(cache, w, x):
+        return cache + (x.astype(BF16) @ w).sum(0)[None], jax.grad(loss)(w, x)
+
+    def add(x, y):
+        return x + y
+
+    cache = jax.ShapeDtypeStruct((1, 64), BF16)
+    assert counts(decode, cache, half(W), X) == {}
+    assert counts(add, half(W), half(W)) == {}
+
+
+# ---------------------------------------------------------------------------
+# Reductions over devices
+# ---------------------------------------------------------------------------
+
+
+def data_parallel(cast, *, check_vma, map=jax.shard_map):
+    def step(w, x):
+        grads = lax.pmean(jax.grad(loss)(w, x).astype(cast), "data")  # devices
+        return w - 0.1 * grads.astype(F32)
+
+    if map is jax.pmap:
+        mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
+        return lambda w, x: mapped(w, x.reshape(4, -1, x.shape[-1]))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    specs = dict(in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec())
+    return jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
+
+
+@pytest.mark.parametrize("map", [jax.shard_map, jax.pmap])
+def test_gradients_reduced_in_16_bits(map):
+    step = data_parallel(BF16, check_vma=False, map=map)
+    report = audit(step, W, X, policies="bf16")
+    (finding,) = report.faults
+    assert finding.kind == "half_all_reduce" and "gradients" in finding.message
+    assert finding.fix == "jax.lax.pmean(grads.astype(jnp.float32), 'data')"
+    line = inspect.getsource(inspect.getmodule(test_moments_by_hand)).splitlines()[finding.line - 1]
+    assert line.endswith("# devices")
+    # Without policies nobody asked for FP32.
+    assert audit(step, W, X).ok
+    assert audit(data_parallel(F32, check_vma=False, map=map), W, X, policies="bf16").findings == ()
+
+
+def test_gradients_that_jax_itself_reduces():
+    """`check_vma` sums the gradient where the parameter meets the data: after the cast."""
+    report = audit(data_parallel(F32, check_vma=True), W, X, policies="bf16")
+    (finding,) = report.faults
+    assert finding.kind == "half_all_reduce" and "to='varying'" in finding.fix
+
+    def step(w, x):
+        scope = {"params": w, "jax": jax}
+        exec(finding.fix.removesuffix(" before the loss"), scope)
+        return lax.pmean(jax.grad(loss)(scope["params"], x), "data")
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
+    mended = jax.shard_map(step, mesh=mesh, **specs)
+    assert audit(mended, W, X, policies="bf16").findings == ()
+
+
+def test_sums_of_activations_are_notes():
+    """Tensor parallelism sums partial products, forwards and backwards, in the compute dtype."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    columns, rows = PartitionSpec(None, "model"), PartitionSpec("model", None)
+
+    def layer(x, up, down):
+        return lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    spread = jax.shard_map(
+        layer, mesh=mesh, in_specs=(PartitionSpec(), columns, rows), out_specs=PartitionSpec()
+    )
+
+    def step(weights, x):
+        value = lambda ws: jnp.mean(spread(spread(x, *ws), *ws).astype(F32))
+        return jax.grad(value)(weights)
+
+    report = audit(step, (half(W), half(W)), half(X), policies="bf16")
+    found = [f for f in report.findings if f.kind == "half_all_reduce"]
+    assert found and {f.level for f in found} == {"note"}
+    assert all("activations" in f.message for f in found)
+
+
+def test_the_reductions_of_jaxmp():
+    recipe = jaxmp.load_recipe("bf16")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    tx = recipe.optimizer(relaxed(optax.sgd(0.1)), axis_name="data")
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+
+    def step(state, x):
+        value, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
+        return state.apply_gradients(grads=grads), value
+
+    for check_vma in (False, True):
+        spread = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )
+        assert counts(spread, state, X, policies=recipe) == {}
+
+
+# ---------------------------------------------------------------------------
+# Printed fixes, applied
+# ---------------------------------------------------------------------------
+
+
+def test_autocast_mends_a_function():
+    def fn(w, x):
+        return jax.nn.relu(x @ w)
+
+    (finding,) = audit(fn, W, X, policies="bf16").faults
+    scope = {"fn": fn, "jaxmp": jaxmp}
+    exec(finding.fix, scope)
+    assert audit(scope["fn"], W, X, policies="bf16").ok
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_wrap_mends_a_model(framework):
+    if framework == "linen":
+        model = nn.Dense(64)
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        run = lambda model: audit(model.apply, variables, X, policies="bf16")
+    else:
+        model = jaxmp.nnx.apply_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "f32")
+        run = lambda model: audit(lambda m, x: m(x), model, X, policies="bf16")
+    (finding,) = run(model).faults
+    code, _, rule = finding.fix.partition("; or say so: ")
+    scope = {"model": model, "jaxmp": jaxmp}
+    if framework == "linen":
+        exec(code, scope)
+        assert run(scope["model"]).ok
+    else:
+        assert "wrap(model)" in code or "autocast" in code
+    assert "Rule(" in rule or framework == "nnx"
+
+
+class CastsItself(nn.Module):
+    """A layer that casts its operands, as those of Hugging Face's GPT-2 do."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (64, 64))
+        x = nn.Dense(64, name="dense")(x)
+        return lax.dot(x.astype(F32), w.astype(F32)).astype(x.dtype)
+
+
+def test_autocast_mends_a_layer_that_casts_itself():
+    model = jaxmp.load_recipe("bf16").wrap(CastsItself())
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    (finding,) = audit(model.apply, variables, X, policies="bf16").faults
+    assert finding.fix.startswith("remove .astype(jnp.float32) at test_audit_steps.py:")
+    scope = {"fn": model.apply, "jaxmp": jaxmp}
+    exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
+    assert audit(scope["fn"], variables, X, policies="bf16").ok
+
+
+@pytest.mark.parametrize(
+    ("fn", "mended"),
+    [
+        (lambda x: jax.nn.softmax(x), lambda fix, x: eval(fix)),
+        (lambda x: jnp.cumsum(x, 0), lambda fix, x: eval(fix.replace("axis", "0"))),
+        (
+            lambda x: lax.reduce_sum(x, (0,)),
+            lambda fix, x: eval(fix.replace("axis", "0")),
+        ),
+        (lambda x: jnp.exp(x), lambda fix, x: jnp.exp(executed(fix.split(" before")[0], x=x))),
+        (
+            lambda x: jax.nn.logsumexp(x, axis=-1),
+            lambda fix, x: jax.nn.logsumexp(executed(fix, logits=x), axis=-1),
+        ),
+    ],
+)
+def test_fixes_of_16_bit_operations(fn, mended):
+    (finding,) = audit(fn, half(X)).faults
+    assert audit(lambda x: mended(finding.fix, x), half(X)).ok
+
+
+def executed(code, **names):
+    scope = {"jnp": jnp, **names}
+    exec(code, scope)
+    return scope[next(iter(names))]
+
+
+def test_the_fix_of_a_softmax_inside_flax():
+    model = nn.MultiHeadDotProductAttention(2, dtype=BF16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), half(X))
+    (finding,) = audit(model.apply, variables, half(X), policies="bf16").faults
+    assert finding.kind == "half_softmax"
+    scope = {"model": model, "jaxmp": jaxmp}
+    exec(finding.fix, scope)
+    assert audit(scope["model"].apply, variables, half(X), policies="bf16").ok
+
+
+def test_fixes_of_training_steps():
+    (finding,) = audit(sgd, half(W), X).faults
+    scope = {"loss_fn": lambda w: w, "params": jnp.ones(2), "jax": jax, "jnp": jnp}
+    cast = eval(finding.fix.partition(": ")[2], scope)
+    assert cast.dtype == BF16
+    assert audit(lambda w, x: w - jax.grad(lambda w: loss(w.astype(BF16), x))(w), W, X).ok
+
+    (finding,) = audit(functools.partial(sgd, dtype=F16), W, X).faults
+
+    def step(params, x):
+        scope = {"loss_fn": lambda w: loss(w, x, F16), "params": params, "jaxmp": jaxmp}
+        exec(finding.fix, scope)
+        return params - 0.1 * scope["grads"]
+
+    assert audit(step, W, X).ok
