@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 from rich.console import Console
@@ -25,6 +26,7 @@ import jaxmp
 from byte_gpt import GPT
 from jaxmp import audit, cli
 from jaxmp._audit import KINDS
+from jaxmp._compat import cudnn_version
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 
@@ -257,7 +259,8 @@ def test_the_optimizers_own_matmuls_are_not_the_models():
         g = g.astype(jnp.float32)
         return w - ((g @ g.T) @ g).astype(w.dtype)
 
-    assert audit(step, shape(16, 16), shape(8, 16), policies="bf16_params").ok
+    report = audit(step, shape(16, 16), shape(8, 16), policies="bf16_params")
+    assert set(report.counts()) == {"missing_master"}
 
 
 def test_mixed_operands():
@@ -922,6 +925,57 @@ def test_kernels_are_named_as_not_counted():
 
 
 # ---------------------------------------------------------------------------
+# Fused kernels
+# ---------------------------------------------------------------------------
+
+SDPA = 4 * 2 * 4 * 256 * 256 * 64  # both products of B = 2, N = 4, T = S = 256, H = 64
+
+
+@pytest.mark.skipif(cudnn_version() is None, reason="JAX's cuDNN attention asks for the library")
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1),
+        ({"is_causal": True}, 0.5),
+        ({"is_causal": True, "local_window_size": (63, 0)}, 0.25),
+    ],
+)
+def test_flops_of_cudnn_attention(options, share):
+    def attend(q):
+        out = jax.nn.dot_product_attention(q, q, q, implementation="cudnn", **options)
+        return out.astype(jnp.float32).sum()
+
+    report = audit(jax.grad(attend), shape(2, 256, 4, 64))
+    assert report.flops_by("phase")["backward",] == 2.5 * report.flops_by("phase")["forward",]
+    assert report.flops_by("phase")["forward",] == pytest.approx(share * SDPA, rel=0.02)
+    assert report.low_precision_share == 1 and report.notes == ()
+    assert dict(report.aligned)[64] == report.flops
+    again = audit(jax.grad(jax.checkpoint(attend)), shape(2, 256, 4, 64))
+    assert again.flops_by("phase")["recompute",] == again.flops_by("phase")["forward",]
+
+
+def test_flops_of_pallas_kernels():
+    def multiply(x_ref, y_ref, out_ref):
+        out_ref[...] = x_ref[...] @ y_ref[...]
+
+    def loops(x_ref, out_ref):
+        body = lambda x: (x @ x).astype(x.dtype)
+        out_ref[...] = lax.while_loop(lambda x: x[0, 0] > 0, body, x_ref[...])
+
+    block = pl.BlockSpec((64, 64), lambda i, j: (i, j))
+    spec = dict(out_shape=shape(256, 256), grid=(4, 4), out_specs=block)
+    rows = pl.BlockSpec((64, 128), lambda i, j: (i, 0))
+    columns = pl.BlockSpec((128, 64), lambda i, j: (0, j))
+    product = pl.pallas_call(multiply, in_specs=[rows, columns], **spec)
+    report = audit(product, shape(256, 128), shape(128, 256))
+    assert report.matmul_flops == {("bfloat16", "bfloat16"): 2 * 256 * 256 * 128}
+    assert report.notes == () and report.ok
+    unknown = pl.pallas_call(loops, in_specs=[block], **spec)
+    (note,) = audit(unknown, shape(256, 256)).notes
+    assert "pallas_call" in note and "not counted" in note
+
+
+# ---------------------------------------------------------------------------
 # The report
 # ---------------------------------------------------------------------------
 
@@ -935,7 +989,7 @@ def faulty():
 def test_every_kind_is_explained():
     page = (HERE.parents[1] / "docs/audit.md").read_text()
     for kind, words in KINDS.items():
-        assert f"| `{kind}` |" in page
+        assert f"| `{kind}` | {words.level} | {words.target} |" in page
         assert words.meaning and words.fix and words.level in ("fault", "note")
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp import audit
+from jaxmp._audit._sections import fix_parts
 from relaxed import relaxed
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -50,6 +51,11 @@ def with_own_gradient(fn):
 
 
 AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]
+
+
+def code_of(finding):
+    """The first code that a finding suggests."""
+    return next(text for is_code, text in fix_parts(finding.fix) if is_code)
 
 
 def counts(step, *args, **options):
@@ -365,7 +371,7 @@ def test_gradients_that_jax_itself_reduces():
 
     def step(w, x):
         scope = {"params": w, "jax": jax}
-        exec(finding.fix.removesuffix(" before the loss"), scope)
+        exec(code_of(finding), scope)
         return lax.pmean(jax.grad(loss)(scope["params"], x), "data")
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -428,7 +434,7 @@ def test_autocast_mends_a_function():
 
     (finding,) = audit(fn, W, X, policies="bf16").faults
     scope = {"fn": fn, "jaxmp": jaxmp}
-    exec(finding.fix, scope)
+    exec(code_of(finding), scope)
     assert audit(scope["fn"], W, X, policies="bf16").ok
 
 
@@ -439,17 +445,18 @@ def test_wrap_mends_a_model(framework):
         variables = jax.eval_shape(model.init, jax.random.key(0), X)
         run = lambda model: audit(model.apply, variables, X, policies="bf16")
     else:
-        model = jaxmp.nnx.apply_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "f32")
-        run = lambda model: audit(lambda m, x: m(x), model, X, policies="bf16")
+        # Flax gives the modules of NNX no scopes; the user's own has one here.
+        model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+        def call(model, x):
+            with jax.named_scope("linear"):
+                return model(x)
+
+        run = lambda model: audit(call, model, X, policies="bf16")
     (finding,) = run(model).faults
-    code, _, rule = finding.fix.partition("; or say so: ")
     scope = {"model": model, "jaxmp": jaxmp}
-    if framework == "linen":
-        exec(code, scope)
-        assert run(scope["model"]).ok
-    else:
-        assert "wrap(model)" in code or "autocast" in code
-    assert "Rule(" in rule or framework == "nnx"
+    exec(code_of(finding), scope)
+    assert run(scope["model"]).ok
 
 
 class CastsItself(nn.Module):
@@ -466,7 +473,7 @@ def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     (finding,) = audit(model.apply, variables, X, policies="bf16").faults
-    assert finding.fix.startswith("remove .astype(jnp.float32) at test_audit_steps.py:")
+    assert finding.fix.startswith("Remove .astype(jnp.float32) at test_audit_steps.py:")
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
     assert audit(scope["fn"], variables, X, policies="bf16").ok
@@ -481,7 +488,7 @@ def test_autocast_mends_a_layer_that_casts_itself():
             lambda x: lax.reduce_sum(x, (0,)),
             lambda fix, x: eval(fix.replace("axis", "0")),
         ),
-        (lambda x: jnp.exp(x), lambda fix, x: jnp.exp(executed(fix.split(" before")[0], x=x))),
+        (lambda x: jnp.exp(x), lambda fix, x: jnp.exp(executed(fix, x=x))),
         (
             lambda x: jax.nn.logsumexp(x, axis=-1),
             lambda fix, x: jax.nn.logsumexp(executed(fix, logits=x), axis=-1),
@@ -490,7 +497,7 @@ def test_autocast_mends_a_layer_that_casts_itself():
 )
 def test_fixes_of_16_bit_operations(fn, mended):
     (finding,) = audit(fn, half(X)).faults
-    assert audit(lambda x: mended(finding.fix, x), half(X)).ok
+    assert audit(lambda x: mended(code_of(finding), x), half(X)).ok
 
 
 def executed(code, **names):
@@ -505,14 +512,14 @@ def test_the_fix_of_a_softmax_inside_flax():
     (finding,) = audit(model.apply, variables, half(X), policies="bf16").faults
     assert finding.kind == "half_softmax"
     scope = {"model": model, "jaxmp": jaxmp}
-    exec(finding.fix, scope)
+    exec(code_of(finding), scope)
     assert audit(scope["model"].apply, variables, half(X), policies="bf16").ok
 
 
 def test_fixes_of_training_steps():
     (finding,) = audit(sgd, half(W), X).faults
     scope = {"loss_fn": lambda w: w, "params": jnp.ones(2), "jax": jax, "jnp": jnp}
-    cast = eval(finding.fix.partition(": ")[2], scope)
+    cast = eval(code_of(finding), scope)
     assert cast.dtype == BF16
     assert audit(lambda w, x: w - jax.grad(lambda w: loss(w.astype(BF16), x))(w), W, X).ok
 
@@ -520,7 +527,7 @@ def test_fixes_of_training_steps():
 
     def step(params, x):
         scope = {"loss_fn": lambda w: loss(w, x, F16), "params": params, "jaxmp": jaxmp}
-        exec(finding.fix, scope)
+        exec(code_of(finding), scope)
         return params - 0.1 * scope["grads"]
 
     assert audit(step, W, X).ok

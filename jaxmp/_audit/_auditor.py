@@ -267,17 +267,17 @@ class Auditor:
 
     def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs
-        if FLOAT32 in (lhs, rhs) and site.place.phase == FORWARD:
+        if {FLOAT32, FLOAT64} & {lhs, rhs} and site.place.phase == FORWARD:
             harm = f", and {site.name} at {self._where(site)} reads it"
             self._report(Promotion, site.equation.invars[:2], harm)
         if lhs != rhs:
             if lhs in _FLOATS or rhs in _FLOATS:
                 message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
                 narrow = min((lhs, rhs), key=lambda dtype: dtype.itemsize).name
-                fix = f"cast the wider operand: y.astype(jnp.{narrow})"
+                fix = f"Cast the wider operand:\n    y = y.astype(jnp.{narrow})"
                 if site.place.phase != FORWARD:
                     # The cotangent of a product with a wider preferred_element_type is wide.
-                    fix = "(x @ w).astype(jnp.float32) in place of preferred_element_type"
+                    fix = "In place of preferred_element_type:\n    (x @ w).astype(jnp.float32)"
                 self.drafts.add("mixed_operands", site, message, fix, flops=flops)
             return
         wanted = self.judge.wanted(site.place)
@@ -290,7 +290,7 @@ class Auditor:
         else:
             names = " or ".join(sorted(dtype.name for dtype in wanted))
             message = f"{site.name} of {lhs.name} where the policies say {names}."
-            fix = f"remove casts by hand, and {self._policy_code(site)}"
+            fix = f"Remove casts by hand, and apply the policies:\n    {self._policy_code(site)}"
             self.drafts.add("off_policy_matmul", site, message, fix, flops=flops)
 
     def _judge_fp8(self, site: Site, flops: int) -> None:
@@ -322,9 +322,12 @@ class Auditor:
         highest = "HIGHEST" in str(site.equation.params.get("precision"))
         asked = "; its author asks for precision=HIGHEST" if highest else ""
         message = f"{site.name} of float32 where the policies say {wanted}{asked}."
-        fix = self._remove_cast(site) or self._policy_code(site)
+        fix = self._remove_cast(site)
         if site.place.names:
-            fix += f"; or say so: Rule('**/{site.place.names[-1]}', 'c=f32')"
+            module = site.place.names[-1].partition(".")[0]
+            fix = fix or f"Apply the policies:\n    {self._policy_code(site)}"
+            fix += f"\nor keep it in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
+        fix = fix or self._policy_code(site)
         self.drafts.add(
             "fp32_matmul", site, message, fix, level=NOTE if highest else FAULT, flops=flops
         )
@@ -349,8 +352,8 @@ class Auditor:
             if not is_half(source) or not self.drafts.is_own_call(maker):
                 continue
             if call_site(maker) == call_site(site.equation):
-                return f"cast the other operand: w.astype(jnp.{source.name})"
-            return f"remove .astype(jnp.float32) at {self._where(site._replace(equation=maker))}"
+                return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
+            return f"Remove .astype(jnp.float32) at {self._where(site._replace(equation=maker))}"
         return ""
 
     def _judge_unasked(self, site: Site, flops: int) -> None:

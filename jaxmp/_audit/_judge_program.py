@@ -21,11 +21,13 @@ _WIDE = ("float32", "tf32")
 _HALF = ("bfloat16", "float16")
 # Under `jit` the compiler sums what the matmul of a gradient emits. `shard_map` leaves the sum to
 # the user's code.
-_FIX_REDUCE = (
-    "grads = jax.shard_map(lambda params, batch: jax.lax.pmean(jax.tree.map(lambda g:"
-    " g.astype(jnp.float32), jax.grad(loss_fn)(params, batch)), 'data'), mesh=mesh,"
-    " in_specs=(P(), P('data')), out_specs=P(), check_vma=False)(params, batch)"
-)
+_FIX_REDUCE = """\
+def gradients(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')
+
+specs = dict(in_specs=(P(), P('data')), out_specs=P(), check_vma=False)
+grads = jax.shard_map(gradients, mesh=mesh, **specs)(params, batch)"""
 
 
 def program_findings(
@@ -80,7 +82,11 @@ def _judge_collective(row: CollectiveRow, judge: Judge, root: Path) -> Iterator[
         is_gradient = row.phase == BACKWARD and not row.in_matmul
         what = "gradients" if is_gradient else "activations"
         message = f"{size} of {what} are summed over devices in {row.dtype} ({row.operation})."
-        fix = _FIX_REDUCE if is_gradient else "no change: activations are summed in their dtype"
+        fix = (
+            _FIX_REDUCE
+            if is_gradient
+            else "None is needed: activations are summed in the compute dtype."
+        )
         finding = _finding("half_all_reduce", row, message, fix)
         is_fault = is_gradient and judge.wants_wide_reduces
         yield dataclasses.replace(finding, level=FAULT if is_fault else NOTE)

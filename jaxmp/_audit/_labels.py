@@ -54,15 +54,16 @@ class Pending:
 
     kind = ""
 
-    def __init__(self, site: Site, message: str, fix: str) -> None:
-        self.site, self.message, self.fix = site, message, fix
+    def __init__(self, site: Site, message: str, fix: str, level: str = FAULT) -> None:
+        self.site, self.message, self.fix, self.level = site, message, fix, level
         self.is_reported = False
 
     def report(self, harm: str, drafts: Drafts) -> None:
         """Adds the finding, once, with the first harm."""
         if not self.is_reported:
             self.is_reported = True
-            drafts.add(self.kind, self.site, f"{self.message}{harm}.", self.fix)
+            message = f"{self.message}{harm}."
+            drafts.add(self.kind, self.site, message, self.fix, level=self.level)
 
 
 class Promotion(Pending):
@@ -73,6 +74,13 @@ class Promotion(Pending):
     """
 
     kind = "silent_promotion"
+
+
+class Stream:
+    """An FP32 value by design: a residual stream, or the carry of a loop."""
+
+
+STREAM = Stream()
 
 
 class ForwardUse(Pending):
@@ -111,7 +119,10 @@ class HalfReduce:
         message = f"gradients are summed over devices in {dtype} ({self.site.name})."
         fix = f"jax.lax.pmean(grads.astype(jnp.float32), {name})"
         if self.site.place.phase == BACKWARD:
-            fix = f"params = jax.lax.pcast(params, {name}, to='varying') before the loss"
+            fix = (
+                "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
+                f"    params = jax.lax.pcast(params, {name}, to='varying')"
+            )
         level = FAULT if is_asked else NOTE
         drafts.add("half_all_reduce", self.site, message, fix, level=level)
 
@@ -143,6 +154,10 @@ _BREAKS = named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
+
+
+# Labels that `Flow` hands on by rules of their own.
+_OWN = (Pending, HalfReduce, Stream)
 
 
 class Flow:
@@ -219,7 +234,7 @@ class Flow:
             return
         if phase == BACKWARD and SCALED in found:
             self.scale_used = True
-        own = frozenset(x for x in found if isinstance(x, (Pending, HalfReduce)) or is_lineage(x))
+        own = frozenset(x for x in found if isinstance(x, _OWN) or is_lineage(x))
         kept = self._kept(found - own, name) | _inputs_after(found, name)
         if _are_scalars(equation) and not is_call:
             kept |= found & {SCALAR}
@@ -230,7 +245,7 @@ class Flow:
         else:
             kept |= lineage(site, self.of)
             if name not in REDUCES:
-                lasting = (Pending, HalfReduce) if phase == FORWARD else HalfReduce
+                lasting = (Pending, HalfReduce, Stream) if phase == FORWARD else HalfReduce
                 kept |= {x for x in own if isinstance(x, lasting)}
         for var in equation.outvars:
             wide = dtype_of(var) in (FLOAT32, FLOAT64)
@@ -280,7 +295,7 @@ def _is_matched(equation: Any) -> bool:
 
 def _is_wide(label: Any) -> bool:
     """Returns True for a label that an FP32 value loses where it is cast to 16 bits."""
-    return label == WAS_HALF or isinstance(label, Promotion)
+    return label == WAS_HALF or isinstance(label, (Promotion, Stream))
 
 
 def _is_logits(label: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
 from jaxmp._audit._kinds import NOTE
-from jaxmp._audit._labels import Flow, ForwardUse, Pending, Promotion
+from jaxmp._audit._labels import STREAM, Flow, ForwardUse, Pending, Promotion
 from jaxmp._audit._lineage import GRADIENT, Terms
 from jaxmp._audit._places import call_site
 from jaxmp._compat import scan_counts
@@ -39,10 +39,17 @@ _FIX_SUMS = {
     "cumprod": "jnp.cumprod(x.astype(jnp.float32), axis).astype(x.dtype)",
     "scatter-add": "total.astype(jnp.float32).at[index].add(x.astype(jnp.float32))",
 }
-_FIX_SUM = "x = x.astype(jnp.float32) before the sum"
+_FIX_SUM = "Sum in FP32:\n    x = x.astype(jnp.float32)"
 _FIX_GRADIENT = "jaxmp.autocast(jax.grad(loss_fn), policies) adds gradients up in FP32"
-_FIX_ACCUMULATOR = "total = jnp.zeros(p.shape, jnp.float32); total + grads.astype(jnp.float32)"
-_FIX_CARRY = "start from jnp.zeros(shape, jnp.float32), and cast the result after the loop"
+FIX_ACCUMULATOR = (
+    "Start from zeros in FP32, and add in FP32:\n"
+    "    total = jnp.zeros(p.shape, jnp.float32)\n"
+    "    total = total + grads.astype(jnp.float32)"
+)
+_FIX_CARRY = (
+    "Start from zeros in FP32, and cast the result after the loop:\n"
+    "    total = jnp.zeros(shape, jnp.float32)"
+)
 
 
 def judge_half(site: Site, judge: Judge, drafts: Drafts) -> Pending | None:
@@ -59,8 +66,8 @@ def judge_half(site: Site, judge: Judge, drafts: Drafts) -> Pending | None:
     elif site.place.phase == BACKWARD:
         return None
     elif site.name in _POWERS:
-        message = f"{site.name} of {dtype.name}; float16 overflows from 65504 on."
-        drafts.add("half_exp", site, message, level=NOTE)
+        message = f"{site.name} of {dtype.name}; float16 overflows from 65504 on"
+        return _forward_use(ForwardUse(site, message, "", NOTE), drafts)
     elif site.name == "rsqrt":
         _add_norm(site, dtype, judge, drafts)
     else:
@@ -90,7 +97,7 @@ def _holds_sum(equation: Any) -> bool:
 
 def _add_norm(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> None:
     message = f"{site.name} of {dtype.name}: a variance has {_digits(dtype)} there."
-    fix = "x = x.astype(jnp.float32) before mean and variance, and cast the result"
+    fix = "Take mean and variance in FP32, and cast the result:\n    x = x.astype(jnp.float32)"
     fix = fix if drafts.is_own_call(site.equation) else judge.wrap_code
     drafts.add("half_norm", site, message, fix)
 
@@ -143,9 +150,16 @@ def _judge_exponential(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> 
     if site.name == "log" and _follows_sum_of_exp(site):
         drafts.add("half_loss", site, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
         return None
-    fix = f"x = x.astype(jnp.float32) before {site.name}, or {judge.autocast_code}"
-    pending = ForwardUse(site, f"{site.name} of {dtype.name}", fix)
-    if site.place.differentiated and site.place.phase == FORWARD:
+    fix = f"Take {site.name} in FP32:\n    x = x.astype(jnp.float32)"
+    return _forward_use(ForwardUse(site, f"{site.name} of {dtype.name}", fix), drafts)
+
+
+def _forward_use(pending: ForwardUse, drafts: Drafts) -> Pending | None:
+    """Reports an operation, unless it may serve a derivative alone: then that is to be seen."""
+    if pending.site.place.phase != FORWARD:
+        # What is computed again was reported where it was computed first.
+        return None
+    if pending.site.place.differentiated:
         return pending
     pending.report("", drafts)
     return None
@@ -217,7 +231,7 @@ def judge_carry(
                 inner = site._replace(equation=adding, around=(site.equation, *site.around))
                 if site.place.phase == FORWARD and GRADIENT in flow.of(adding.outvars[0]):
                     message = f"gradients are added up over the steps of a loop in {name}."
-                    drafts.add("half_accumulator", inner, message, _FIX_ACCUMULATOR)
+                    drafts.add("half_accumulator", inner, message, FIX_ACCUMULATOR)
                 else:
                     drafts.add("half_reduction", inner, message, _FIX_CARRY)
                 break
@@ -228,7 +242,7 @@ def judge_terms(site: Site, drafts: Drafts, flow: Flow) -> None:
     (result,) = site.equation.outvars
     if any(isinstance(label, Terms) and label.count > 2 for label in flow.of(result)):
         message = f"gradients of several microbatches are added up in {dtype_of(result).name}."
-        drafts.add("half_accumulator", site, message, _FIX_ACCUMULATOR)
+        drafts.add("half_accumulator", site, message, FIX_ACCUMULATOR)
 
 
 def _adds_to(adding: Any, before: Any, loop: Body) -> bool:
@@ -303,8 +317,9 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
         place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
         for promotion in earlier:
             promotion.report(f", and it also promotes {source}{place}", drafts)
-    elif any(_derives(operand, var, site.body) or _is_carry(var, site) for var in others):
-        fix = f"cast the stream once, where it starts: x.astype(jnp.{source})"
+    elif any(_is_stream(var, operand, site, flow) for var in others):
+        flow.mark(result, STREAM)
+        fix = f"Cast the stream where it starts:\n    x = x.astype(jnp.{source})"
         message = f"{message}: the residual stream or carry is {target} from its start on."
         drafts.add("silent_promotion", here, message, fix, level=NOTE)
     else:
@@ -313,11 +328,13 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
 
 def _fix_promotion(site: Site, others: list[Any], source: str, drafts: Drafts) -> str:
     if not drafts.is_own_call(site.equation):
-        return f"cast its result: y.astype(jnp.{source}); a layer of Flax takes dtype=jnp.{source}"
+        words = f"Set the layer's dtype=jnp.{source}, or cast its result"
+        return f"{words}:\n    y = y.astype(jnp.{source})"
     numbers = [var for var in others if is_literal(var)]
     if numbers:
-        return f"write a Python number, {numbers[0].val!s}, in place of an array or NumPy number"
-    return f"cast the other operand: y.astype(jnp.{source})"
+        words = "Write a Python number in place of an array or a NumPy number"
+        return f"{words}:\n    {float(numbers[0].val)}"
+    return f"Cast the other operand:\n    y = y.astype(jnp.{source})"
 
 
 def _derives(var: Any, source: Any, body: Body) -> bool:
@@ -336,6 +353,13 @@ def _derives(var: Any, source: Any, body: Body) -> bool:
                 if body.positions.get(operand, -1) > first:
                     waiting.append(operand)
     return False
+
+
+def _is_stream(var: Any, operand: Any, site: Site, flow: Flow) -> bool:
+    """Returns True for a stream, such as a residual one, to which a branch in 16 bits is added."""
+    if STREAM in flow.of(var) or _is_carry(var, site):
+        return True
+    return _derives(operand, var, site.body)
 
 
 def _is_carry(var: Any, site: Site) -> bool:

@@ -12,6 +12,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._context import dtype_of
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._lineage import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._operations import FIX_ACCUMULATOR
 from jaxmp._audit._report import Finding
 from jaxmp._dtypes import CASTABLE, FLOAT64, is_half
 from jaxmp._recipe_data import RecipeData
@@ -109,11 +110,11 @@ class _Step:
             and not self._is_average(update)
         }
         fix = (
-            "tx = jaxmp.load_recipe('bf16_params').optimizer(tx), and make the state from FP32"
-            " parameters"
+            "Keep FP32 masters in the optimizer's state, made from FP32 parameters:\n"
+            "    tx = jaxmp.load_recipe('bf16_params').optimizer(tx)"
             if any(self.in_optimizer)
-            else "keep FP32 parameters, and cast them inside the loss: loss_fn(jax.tree.map(lambda"
-            " p: p.astype(jnp.{dtype}), params))"
+            else "Keep FP32 parameters, and cast them inside the loss:\n"
+            "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
         )
         words = "are updated without FP32 masters: steps below 2**-9 of a value are rounded away"
         yield from self._findings("missing_master", found, words, fix, level)
@@ -129,7 +130,7 @@ class _Step:
             and not self._is_average(update)
             and not self.in_optimizer[number]
         }
-        fix = "accumulate in FP32: total + grads.astype(jnp.float32)"
+        fix = FIX_ACCUMULATOR
         words = "accumulate gradients: a sum of ones stalls at 256 in bfloat16"
         yield from self._findings("half_accumulator", sums, words, fix)
         averages = {n: u for n, u in self._half() if self._is_average(u)}
@@ -152,7 +153,7 @@ class _Step:
             and not self._is_average(update)
         }
         words = "average gradients: small updates are rounded away"
-        fix = "make the moments in FP32: jnp.zeros(p.shape, jnp.float32)"
+        fix = "Make the moments in FP32:\n    jnp.zeros(p.shape, jnp.float32)"
         yield from self._findings("half_optimizer_state", found, words, fix)
 
     def missing_loss_scale(self) -> Iterator[Finding]:
@@ -162,8 +163,8 @@ class _Step:
             return
         file, line = self.auditor.drafts.line_of(site)
         fix = (
-            "tx = jaxmp.load_recipe('fp16').optimizer(tx), and loss, grads ="
-            " state.value_and_grad(loss_fn)(batch)"
+            "tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
+            "loss, grads = state.value_and_grad(loss_fn)(batch)"
             if any(self.in_optimizer)
             else "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
         )
