@@ -56,7 +56,7 @@ from jaxmp.fp8._eligible import why_not
 _ENTERED = named(
     "jit pjit call closed_call core_call scan while cond remat2 checkpoint shard_map"
     " custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call linear_call"
-    " custom_lin run_state xla_metadata_call compute_on composite"
+    " custom_lin run_state xla_metadata_call compute_on composite eval_jaxpr"
 )
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
