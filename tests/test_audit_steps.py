@@ -318,6 +318,22 @@ def test_microbatches_of_jaxmp():
     assert counts(step, W, jax.ShapeDtypeStruct((16, 64), F32), policies="bf16") == {}
 
 
+def test_gradients_inside_of_a_loss_are_activations():
+    """A score that is the gradient of an energy."""
+
+    def step(w, x):
+        score = jax.grad(lambda x: loss(w, x))
+
+        def value(w):
+            first, second, third = (score(n * x).astype(BF16) for n in (1.0, 2.0, 3.0))
+            total = first + second + third
+            return jnp.mean((total @ w.astype(BF16)).astype(F32) ** 2)
+
+        return w - 0.1 * jax.grad(value)(w)
+
+    assert counts(step, W, X) == {}
+
+
 def test_forward_sums_and_caches_are_no_accumulators():
     def decode(cache, w, x):
         return cache + (x.astype(BF16) @ w).sum(0)[None], jax.grad(loss)(w, x)
@@ -378,6 +394,26 @@ def test_gradients_that_jax_itself_reduces():
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
     mended = jax.shard_map(step, mesh=mesh, **specs)
     assert audit(mended, W, X, policies="bf16").findings == ()
+
+
+def test_gradients_of_parameters_that_are_gathered():
+    """FSDP by hand: what is gathered in 16 bits has its gradient summed in 16 bits."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+
+    def audited(gather):
+        def step(w, x):
+            grads = jax.grad(lambda w: jnp.mean((x.astype(BF16) @ gather(w)).astype(F32) ** 2))(w)
+            return w - 0.1 * grads
+
+        specs = dict(in_specs=(spec, spec), out_specs=spec)
+        return audit(jax.shard_map(step, mesh=mesh, **specs), W, X, policies="bf16")
+
+    (finding,) = audited(lambda w: lax.all_gather(w.astype(BF16), "data", tiled=True)).faults
+    assert finding.kind == "half_all_reduce"
+    scope = {"jax": jax, "jnp": jnp}
+    exec(code_of(finding), scope)
+    assert audited(scope["gather"]).findings == ()
 
 
 def test_sums_of_activations_are_notes():

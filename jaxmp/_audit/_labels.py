@@ -93,6 +93,20 @@ class ForwardUse(Pending):
     kind = "half_exp"
 
 
+# The gradient of a gather in 16 bits is a sum over devices in 16 bits.
+_FIX_GATHER = """\
+Gather in 16 bits, and sum the gradient in FP32:
+    @jax.custom_vjp
+    def gather(w):
+        return jax.lax.all_gather(w.astype(jnp.{dtype}), {name}, tiled=True)
+
+    def gather_bwd(_, g):
+        g = g.astype(jnp.float32)
+        return (jax.lax.psum_scatter(g, {name}, tiled=True),)
+
+    gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
+
+
 class HalfReduce:
     """A sum over devices in 16 bits: of activations if a matmul of the backward pass reads it."""
 
@@ -118,7 +132,9 @@ class HalfReduce:
             return
         message = f"gradients are summed over devices in {dtype} ({self.site.name})."
         fix = f"jax.lax.pmean(grads.astype(jnp.float32), {name})"
-        if self.site.place.phase == BACKWARD:
+        if self.site.name == "reduce_scatter" and self.site.place.phase == BACKWARD:
+            fix = _FIX_GATHER.format(name=name, dtype=dtype)
+        elif self.site.place.phase == BACKWARD:
             fix = (
                 "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
                 f"    params = jax.lax.pcast(params, {name}, to='varying')"

@@ -37,7 +37,7 @@ class Scalar(NamedTuple):
 class Terms(NamedTuple):
     """A sum of that many 16-bit gradients."""
 
-    count: int
+    number: int
 
 
 class Update:
@@ -163,7 +163,7 @@ def _terms(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
         labels = labels_of(var)
         if GRADIENT not in labels or any(isinstance(x, From) for x in labels):
             return set()
-        counts.append(max((x.count for x in labels if isinstance(x, Terms)), default=1))
+        counts.append(max((x.number for x in labels if isinstance(x, Terms)), default=1))
     return {Terms(sum(counts))}
 
 

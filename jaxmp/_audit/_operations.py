@@ -229,7 +229,7 @@ def judge_carry(
                 name = dtype_of(before).name
                 message = f"a running sum over the steps of a loop in {name}."
                 inner = site._replace(equation=adding, around=(site.equation, *site.around))
-                if site.place.phase == FORWARD and GRADIENT in flow.of(adding.outvars[0]):
+                if _is_after_gradient(site) and GRADIENT in flow.of(adding.outvars[0]):
                     message = f"gradients are added up over the steps of a loop in {name}."
                     drafts.add("half_accumulator", inner, message, FIX_ACCUMULATOR)
                 else:
@@ -237,10 +237,17 @@ def judge_carry(
                 break
 
 
+def _is_after_gradient(site: Site) -> bool:
+    """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
+    return site.place.phase == FORWARD and not site.place.differentiated
+
+
 def judge_terms(site: Site, drafts: Drafts, flow: Flow) -> None:
     """Three or more gradients that are summed in 16 bits, without a loop."""
     (result,) = site.equation.outvars
-    if any(isinstance(label, Terms) and label.count > 2 for label in flow.of(result)):
+    if not _is_after_gradient(site):
+        return
+    if any(isinstance(label, Terms) and label.number > 2 for label in flow.of(result)):
         message = f"gradients of several microbatches are added up in {dtype_of(result).name}."
         drafts.add("half_accumulator", site, message, FIX_ACCUMULATOR)
 
