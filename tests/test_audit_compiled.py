@@ -117,8 +117,11 @@ def test_nnx_steps():
     rows = [row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)]
     assert sorted(rows) == ["backward", "backward", "forward"]
     # Two products forward and five backward, over a dense mask: B 4, N 2, T and S 16, H 16.
-    attention = 3.5 * 4 * (4 * 2 * 16 * 16 * 16)
-    assert sum(row.flops for row in report.gemms) + attention == report.flops
+    attention = {row.phase: row.flops for row in report.attention}
+    forward = 4 * (4 * 2 * 16 * 16 * 16)
+    assert attention == {"forward": forward, "backward": 2.5 * forward}
+    total = sum(row.flops for row in report.gemms) + sum(attention.values())
+    assert total == report.flops
 
 
 # ---------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class AttentionRow(_Row):
       count: how often it runs.
       file: the user's file; "" where it is not known.
       line: the line in it.
+      flops: of all runs, on each device; a causal mask halves them.
     """
 
     module: str
@@ -73,6 +74,7 @@ class AttentionRow(_Row):
     count: int
     file: str = ""
     line: int = 0
+    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,27 +136,49 @@ def kernel_products(equation: Any) -> list[Product] | None:
 
 
 def _fused_attention(equation: Any, *, backward: bool) -> list[Product]:
-    """Two products forwards; backwards five, of which one computes the logits again.
-
-    A causal mask halves the FLOPs, as the kernel skips masked blocks (FlashAttention-2,
-    arXiv:2307.08691, section 4.1); a window leaves as many keys as it is long.
-    """
     params = equation.params
     query, key, value = (var.aval for var in equation.invars[:3])
     in_order = getattr(params.get("layout", 0), "value", params.get("layout", 0)) == 0
     heads, positions = (2, 1) if in_order else (1, 2)
     batch, queries, keys = query.shape[0], query.shape[positions], key.shape[positions]
-    pairs = queries * keys
-    if params.get("sliding_window_length"):
-        pairs = queries * min(keys, int(params["sliding_window_length"]))
-    elif "CAUSAL" in str(params.get("mask_type")) or params.get("use_causal_mask"):
-        pairs //= 2
-    once = 2 * batch * query.shape[heads] * pairs
-    # Logits and the gradients of query and key; result and the gradients of value and weights.
-    of_keys, of_values = (3, 2) if backward else (1, 1)
-    flops = once * (of_keys * query.shape[3] + of_values * value.shape[3])
+    is_causal = "CAUSAL" in str(params.get("mask_type")) or bool(params.get("use_causal_mask"))
+    flops = attention_flops(
+        (batch, query.shape[heads], queries, keys),
+        (query.shape[3], value.shape[3]),
+        is_causal=is_causal,
+        window=int(params.get("sliding_window_length") or 0),
+        backward=backward,
+    )
     widths = {"K": query.shape[3], "N": keys}
     return [Product(query.dtype, key.dtype, equation.outvars[0].aval.dtype, flops, widths, True)]
+
+
+def attention_flops(
+    logits: tuple[int, ...],
+    sizes: tuple[int, int],
+    *,
+    is_causal: bool,
+    window: int,
+    backward: bool,
+) -> int:
+    """The FLOPs of fused attention: two products forward, five backward.
+
+    The backward pass computes the logits again. A causal mask halves the FLOPs, as the kernel skips
+    masked blocks (FlashAttention-2, arXiv:2307.08691, section 4.1); a window leaves as many keys as
+    it is long.
+
+    Args:
+      logits: `[B, N, T, S]`.
+      sizes: of a head in queries and keys, and in values.
+      is_causal: True for a causal mask.
+      window: the length of the sliding window; 0 for none.
+      backward: True for the backward pass.
+    """
+    batch, heads, queries, keys = logits
+    pairs = queries * min(keys, window) if window else queries * keys // (2 if is_causal else 1)
+    # Logits and the gradients of query and key; result and the gradients of value and weights.
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
 
 
 def _pallas(equation: Any) -> list[Product] | None:

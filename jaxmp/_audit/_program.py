@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, Compilation, GemmRow, MemoryRow
 from jaxmp._audit._places import Lines, module_of
+from jaxmp._audit._products import attention_flops
 from jaxmp._hlo import Computation, Instruction, Program, Shape, Step
 from jaxmp._jaxprs import Path, phase_of
 
@@ -294,7 +295,8 @@ def read(compiled: Compiled, names: dict[Path, None], root: Path, held: list[boo
                 key = (*origins.of(found.named), *found[:5])
                 _count(gemms, key, found.flops * step.times, 1)
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
-                _count(attention, _attention_key(origins, inside, part), step.times)
+                flops = _attention_flops(inside, part) * step.times
+                _count(attention, _attention_key(origins, inside, part), step.times, flops)
             elif _collective(part):
                 for number, sent in enumerate(_sent(part, inside)):
                     reader = _reader(program, origins, inside, part, number)
@@ -304,7 +306,7 @@ def read(compiled: Compiled, names: dict[Path, None], root: Path, held: list[boo
     notes = [f"{endless} loops end by a test: each is counted once"] if endless else []
     return Compilation(
         _rows(GemmRow, ("lhs", "rhs", "out", "kernel", "was_fp8"), ("flops", "count"), gemms),
-        _rows(AttentionRow, ("kernel", "dtype", "shape"), ("count",), attention),
+        _rows(AttentionRow, ("kernel", "dtype", "shape"), ("count", "flops"), attention),
         _rows(CollectiveRow, ("operation", "dtype", "in_matmul"), ("bytes", "count"), collectives),
         _memory(compiled.memory, program, fusions, held),
         tuple(notes),
@@ -316,6 +318,22 @@ def _attention_key(origins: Origins, inside: Computation, call: Instruction) -> 
     module, phase, file, line = origins.of(call)
     phase = "backward" if "Backward" in target else phase
     return module, phase, file, line, target, query.dtype, query.sizes
+
+
+def _attention_flops(inside: Computation, call: Instruction) -> int:
+    config = call.config.get("cudnn_fmha_backend_config", {})
+    logits = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
+    query, _, value = (_shape(inside, name) for name in call.operands[:3])
+    if len(logits) != 4:
+        return 0
+    target = call.attribute("custom_call_target")
+    return attention_flops(
+        tuple(map(int, logits)),
+        (query.sizes[-1], value.sizes[-1]),
+        is_causal="CAUSAL" in str(config.get("mask_type")),
+        window=int(config.get("sliding_window_length") or 0),
+        backward="Backward" in target,
+    )
 
 
 def _count(table: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], *amounts: int) -> None:
