@@ -116,6 +116,24 @@ def test_optax_without_masters(tx, recipe):
     assert counts(step, wide, jax.eval_shape(tx.init, wide), X) == {}
 
 
+def test_the_printed_recipe_keeps_masters():
+    """With an optax state, the fix is a recipe whose optimizer keeps them."""
+
+    def step(params, state, x, tx):
+        grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    tx, params = relaxed(optax.adam(1e-3)), {"w": jnp.ones((64, 64))}
+    half_params = {"w": params["w"].astype(BF16)}
+    report = audit(functools.partial(step, tx=tx), half_params, tx.init(half_params), X)
+    (finding,) = (f for f in report.faults if f.kind == "missing_master")
+    scope = {"tx": tx, "jaxmp": jaxmp}
+    exec(code_of(finding), scope)
+    state = scope["tx"].init(params)
+    assert counts(functools.partial(step, tx=scope["tx"]), half_params, state, X) == {}
+
+
 @pytest.mark.parametrize("master", ["fp32", "packed", "none"])
 def test_masters_of_jaxmp(master):
     recipe = jaxmp.load_recipe("bf16_params").replace(master=master)

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jaxmp._audit._arguments import Traced, in_optimizer, short
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._context import dtype_of
-from jaxmp._audit._kinds import FAULT, KINDS, NOTE
+from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._lineage import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
 from jaxmp._audit._operations import FIX_ACCUMULATOR
 from jaxmp._audit._report import Finding
@@ -111,12 +111,12 @@ class _Step:
         }
         fix = (
             "Keep FP32 masters in the optimizer's state, made from FP32 parameters:\n"
-            "    tx = jaxmp.load_recipe('bf16_params').optimizer(tx)"
+            "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
             if any(self.in_optimizer)
             else "Keep FP32 parameters, and cast them inside the loss:\n"
             "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
         )
-        words = "are updated without FP32 masters: steps below 2**-9 of a value are rounded away"
+        words = "are updated without FP32 masters: steps below {least} of a value are rounded away"
         yield from self._findings("missing_master", found, words, fix, level)
 
     def accumulators(self) -> Iterator[Finding]:
@@ -130,16 +130,14 @@ class _Step:
             and not self._is_average(update)
             and not self.in_optimizer[number]
         }
-        fix = FIX_ACCUMULATOR
-        words = "accumulate gradients: a sum of ones stalls at 256 in bfloat16"
-        yield from self._findings("half_accumulator", sums, words, fix)
+        words = "accumulate gradients: a sum of ones stalls at {stall}"
+        yield from self._findings("half_accumulator", sums, words, FIX_ACCUMULATOR)
         averages = {n: u for n, u in self._half() if self._is_average(u)}
         fix = (
-            "keep the average in FP32: ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
+            "Keep the average in FP32:\n"
+            "    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
         )
-        words = (
-            "that average parameters over steps: changes below 2**-9 of a value are rounded away"
-        )
+        words = "average parameters: changes below {least} of a value are rounded away"
         yield from self._findings("half_accumulator", averages, words, fix)
 
     def moments(self) -> Iterator[Finding]:
@@ -189,7 +187,20 @@ class _Step:
                 level=level,
                 file=file,
                 line=line,
-                message=f"arguments in {dtype}, {which}, {words}.",
-                fix=(fix or KINDS[kind].fix).replace("{dtype}", dtype),
+                message=_filled(f"arguments in {dtype}, {which}, {words}.", dtype),
+                fix=_filled(fix, dtype),
                 count=len(numbers),
             )
+
+
+# What the texts of findings say of each dtype.
+_TEXTS = {
+    "bfloat16": {"least": "2**-9", "stall": "256", "recipe": "bf16_params"},
+    "float16": {"least": "2**-12", "stall": "2048", "recipe": "fp16_params"},
+}
+
+
+def _filled(text: str, dtype: str) -> str:
+    for key, value in (_TEXTS[dtype] | {"dtype": dtype}).items():
+        text = text.replace(f"{{{key}}}", value)
+    return text
