@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Hashable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax._src import core, pjit
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import ad, batching, partial_eval
@@ -370,3 +374,148 @@ def is_moved(tracer: Any, sources: list[Any], names: frozenset[str]) -> bool:
         operands = equation.in_tracers
         pending += [v for v in operands if v.aval.dtype.kind not in "iub"]
     return True
+
+
+# ---------------------------------------------------------------------------
+# Calls of jitted functions
+# ---------------------------------------------------------------------------
+
+
+class JitCall(NamedTuple):
+    """A call of a jitted function from code that JAX does not trace.
+
+    function: the jitted function; for `jax.pmap` and `flax.nnx.jit` what these returned.
+    args, kwargs: its arguments, static ones included.
+    name: the name of the user's function.
+    source: the user's function, or None if it is not known.
+    jaxpr: what JAX traced, closed.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    source: Any
+    jaxpr: Any
+
+
+class _Wrappers(threading.local):
+    """The call of `jax.pmap` or `flax.nnx.jit` that a thread is in; these call `jax.jit`."""
+
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+
+_wrappers = _Wrappers()
+
+
+@contextlib.contextmanager
+def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
+    """Calls a function each time that untraced code calls or lowers a jitted function.
+
+    JAX's fast path skips calls of compiled functions with the shapes of an earlier call.
+
+    Args:
+      on_call: is called when the function was traced, before it is compiled. If it returns True,
+        the function is neither compiled nor run, and its results are zeros.
+    """
+    infer, run, pmap = pjit._infer_params, pjit._run_python_pjit, jax.pmap
+    skipped: dict[int, Any] = {}
+
+    def infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
+        inferred = infer(fun, info, args, kwargs)
+        if core.trace_state_clean():
+            params = inferred[0].params
+            jaxpr = params["jaxpr"]
+            call = _wrappers.call
+            _wrappers.call = None
+            if call is None:
+                call = pjit._cpp_pjit(fun, info), args, kwargs
+            source = _source(call[0] if call[0] is not None else fun)
+            name = getattr(source, "__name__", params["name"])
+            if on_call(JitCall(*call, name, source, jaxpr)) and not _has_keys(jaxpr):
+                # The jaxpr is stored beside its id, so that the id stays its own.
+                skipped[id(jaxpr)] = jaxpr
+        return inferred
+
+    def run_pjit(params: Any, flat: Any, *rest: Any) -> Any:
+        jaxpr = params.params["jaxpr"]
+        if id(jaxpr) not in skipped or not core.trace_state_clean():
+            return run(params, flat, *rest)
+        shardings = params.params["out_shardings"]
+        pairs = zip(jaxpr.out_avals, shardings, strict=True)
+        results = [_zeros(aval, sharding) for aval, sharding in pairs]
+        tree = params.out_tree
+        return jax.tree.unflatten(tree, results), results, tree, flat, jaxpr, None, None, []
+
+    def watched_pmap(fun: Any, *args: Any, **kwargs: Any) -> Any:
+        mapped = pmap(fun, *args, **kwargs)
+
+        @functools.wraps(mapped)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _within(mapped, args, kwargs):
+                return mapped(*args, **kwargs)
+
+        return call
+
+    pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer_params, run_pjit, watched_pmap
+    try:
+        yield
+    finally:
+        pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer, run, pmap
+
+
+def watch_nnx() -> None:
+    """Makes `watch_jit` report the arguments of `flax.nnx.jit` as the caller passes them."""
+    module = importlib.import_module("flax.nnx.transforms.compilation")
+    for name in ("JitWrapped", "SimpleJitWrapped"):
+        cls = getattr(module, name, None)
+        if cls is not None:
+            cls.__call__ = _watched(cls.__call__)
+
+
+def _watched(call: Any) -> Any:
+    @functools.wraps(call)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _within(self, args, kwargs):
+            return call(self, *args, **kwargs)
+
+    return watched
+
+
+@contextlib.contextmanager
+def _within(function: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    before = _wrappers.call
+    if core.trace_state_clean():
+        _wrappers.call = function, args, kwargs
+    try:
+        yield
+    finally:
+        _wrappers.call = before
+
+
+def _source(function: Any) -> Any:
+    """The Python function inside of wrappers; None if there is none with code of its own."""
+    for _ in range(16):
+        inner = next(
+            (
+                value
+                for name in ("__wrapped__", "func", "fun", "f", "_fun")
+                if callable(value := getattr(function, name, None))
+            ),
+            None,
+        )
+        if inner is None:
+            break
+        function = inner
+    code = getattr(function, "__code__", None)
+    # The code of a wrapper that took over the name of another function is no user's.
+    return function if code is not None and code.co_name == function.__name__ else None
+
+
+def _zeros(aval: Any, sharding: Any) -> Any:
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    return jax.device_put(zeros, sharding) if isinstance(sharding, jax.sharding.Sharding) else zeros
+
+
+def _has_keys(jaxpr: Any) -> bool:
+    return any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in jaxpr.out_avals)

@@ -10,11 +10,15 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import jax
 
 import jaxmp
+from jaxmp._audit import AuditReport
+from jaxmp._audit._compile import check_target
+from jaxmp._audit._script import ScriptAudit, audit_script
+from jaxmp._audit._sections import counted, flops_words
 from jaxmp._compat import unchecked_cuda
 from jaxmp._dtypes import is_half
 from jaxmp._loss_scale import DynamicLossScale
@@ -140,18 +144,34 @@ def _explain(recipe: _RecipeArgument, model: _ModelArgument) -> None:
         raise _UnmatchedRule(str(error)) from None
 
 
-_StepArgument = Annotated[
-    str,
-    typer.Argument(
-        help="module.path:make_step, or file.py:make_step; make_step(recipe), or make_step(),"
-        " returns a function and its arguments, which may be shapes."
-    ),
-]
-
-
-@app.command("audit")
+@app.command("audit", context_settings={"ignore_unknown_options": True, "allow_extra_args": False})
 def _audit(
-    step: _StepArgument,
+    step: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="STEP | ARGUMENTS...",
+            help="module.path:make_step, or file.py:make_step; make_step(recipe), or make_step(),"
+            " returns a function and its arguments, which may be shapes. With --script, the"
+            " arguments of the script; options with the names of those below go after --.",
+        ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Run a training script, unedited, until its train step was traced, and audit that."
+            " -m MODULE runs a module.",
+        ),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="With --script: only list the jitted functions.")
+    ] = False,
+    function: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --script: audit this function.")
+    ] = None,
+    max_seconds: Annotated[
+        float, typer.Option(help="With --script: how long the script may run.")
+    ] = 600.0,
     recipe: Annotated[
         str | None, typer.Option(help="What the step is meant to follow; make_step is given it.")
     ] = None,
@@ -173,12 +193,27 @@ def _audit(
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all numbers.")] = None,
 ) -> None:
     """Print what a training step runs in which dtype, and what is wrong with it."""
-    policies = None if recipe is None else load_recipe(recipe)
-    with contextlib.nullcontext() if target is None else unchecked_cuda():
-        fn, *args = _call_make_step(step, recipe)
-        report = _run(
-            f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
+    arguments = step or []
+    if script is None:
+        if listing or function is not None:
+            raise JaxmpError("--list and --function need --script train.py.")
+        if len(arguments) != 1 or arguments[0].startswith("-"):
+            _refuse(arguments)
+        report = _audit_make_step(arguments[0], recipe, target)
+    else:
+        result = _run_script(
+            script,
+            arguments,
+            recipe=recipe,
+            target=target,
+            function=function,
+            listing=listing,
+            max_seconds=max_seconds,
         )
+        _print_functions(result, listing)
+        if result.report is None:
+            return
+        report = result.report
     # Code is not wrapped, so that it can be pasted.
     _console().print(report.to_rich(full=full), soft_wrap=True)
     views = {
@@ -191,6 +226,58 @@ def _audit(
             _write(file, view())
     kinds = None if fail_on == "any" else [kind for kind in fail_on.split(",") if kind != "none"]
     report.check(kinds, baseline=baseline)
+
+
+def _refuse(arguments: list[str]) -> NoReturn:
+    """Refuses arguments that are no step."""
+    wrong = next((a for a in arguments if a.startswith("-")), None)
+    what = f"there is no option {wrong}" if wrong else f"{len(arguments)} arguments, not one"
+    raise JaxmpError(
+        f"{what}. Name a function that makes the step, or a script:\n"
+        "    jaxmp audit my_package.train:make_step --recipe bf16\n"
+        "    jaxmp audit --script train.py"
+    )
+
+
+def _audit_make_step(step: str, recipe: str | None, target: str | None) -> AuditReport:
+    policies = None if recipe is None else load_recipe(recipe)
+    with contextlib.nullcontext() if target is None else unchecked_cuda():
+        fn, *args = _call_make_step(step, recipe)
+        return _run(
+            f"the step of {step}", lambda: jaxmp.audit(fn, *args, policies=policies, target=target)
+        )
+
+
+def _run_script(script: str, arguments: list[str], **options: Any) -> ScriptAudit:
+    """Audits a script, after a check of the options that needs no script."""
+    if options["recipe"] is not None:
+        load_recipe(options["recipe"])
+    if options["target"] is not None:
+        check_target(options["target"])
+    if script == "-m" and not arguments:
+        raise JaxmpError("-m needs a module: jaxmp audit --script -m my_package.train")
+    module = script == "-m"
+    return audit_script(arguments if module else [script, *arguments], module=module, **options)
+
+
+def _print_functions(result: ScriptAudit, listing: bool) -> None:
+    """A table of the functions, or a line about the one that was audited."""
+    if result.audited is not None:
+        row = result.audited
+        others = len(result.functions) - 1
+        more = f"; --list prints {counted(others, 'other function')}" if others else ""
+        place = f" ({row.place})" if row.place else ""
+        what = "" if row.takes_gradients else ", which takes no gradients"
+        _console().print(_text(f"Function {row.name}{place}{what}{more}", "dim"), soft_wrap=True)
+        return
+    table = _table("function", "line", "matmul FLOPs of a call", "what it does")
+    for row in result.functions:
+        does = ["takes gradients"] * row.takes_gradients + [
+            "returns an updated state"
+        ] * row.updates
+        words = " and ".join(does) or "no gradients"
+        table.add_row(_text(row.name, "bold"), _text(row.place), flops_words(row.flops), words)
+    _console().print(table)
 
 
 def _write(file: str, text: str) -> None:

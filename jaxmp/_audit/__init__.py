@@ -73,6 +73,13 @@ def audit(
       >>> [finding.kind for finding in audit(attend, x, x, policies="bf16").findings]
       ['half_softmax']
     """
+    return audit_call(fn, args, kwargs, policies=policies, target=target)
+
+
+def audit_call(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, policies: Any, target: str | None
+) -> AuditReport:
+    """`audit`, for arguments of any name."""
     _check_function(fn)
     if target is not None:
         check_target(target)

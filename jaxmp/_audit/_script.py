@@ -1,0 +1,387 @@
+"""Audits a training script without editing it.
+
+The script runs in a process of its own. When JAX has traced its train step, before that is
+compiled, the process audits the step, writes the report to a file and ends at once: no `finally`
+block and no `except` of the script runs, and nothing that comes after the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+import jaxmp
+from jaxmp import _compat
+from jaxmp._audit import audit_call
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._context import Judge, named
+from jaxmp._audit._places import Lines, Place
+from jaxmp._audit._products import PRODUCTS
+from jaxmp._audit._report import AuditReport
+from jaxmp._jaxprs import equations, inners, is_literal
+from jaxmp._ops import OpTable
+from jaxmp.errors import AuditError, JaxmpError, did_you_mean
+
+# ---------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to do with the functions of a script.
+
+    Args:
+      result: path of the file that the result is written to.
+      recipe: policies to check against; None: none.
+      target: GPU to compile for; None: none.
+      function: name of the function to audit; None: the train step of the most FLOPs.
+      listing: True: only list the functions, of one whole iteration.
+      max_seconds: after this time the functions so far are taken.
+    """
+
+    result: str
+    recipe: str | None = None
+    target: str | None = None
+    function: str | None = None
+    listing: bool = False
+    max_seconds: float = 600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptFunction:
+    """A jitted function that a script called.
+
+    Args:
+      name: its name.
+      place: `train.py:12`; "" if it is not known.
+      flops: FLOPs of its matmuls in one call.
+      takes_gradients: whether it has a backward pass.
+      updates: whether it returns updated arrays, such as parameters.
+    """
+
+    name: str
+    place: str
+    flops: int
+    takes_gradients: bool
+    updates: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptAudit:
+    """The jitted functions of a script, and the audit of one of them.
+
+    Args:
+      functions: train steps first, then by FLOPs.
+      audited: the function that `report` is about; None in a listing.
+      report: the audit; None in a listing.
+    """
+
+    functions: tuple[ScriptFunction, ...]
+    audited: ScriptFunction | None = None
+    report: AuditReport | None = None
+
+
+# ---------------------------------------------------------------------------
+# The command's process
+# ---------------------------------------------------------------------------
+
+
+def audit_script(arguments: Sequence[str], *, module: bool = False, **options: Any) -> ScriptAudit:
+    """Runs a script until its train step is traced, and audits that.
+
+    Args:
+      arguments: the script's path, or the name of a module, and the arguments of the script.
+      module: whether the first is a module, as after `python -m`.
+      **options: of `Options`, without `result`.
+
+    Raises:
+      AuditError: if the script fails or ends before it compiles a function with matmuls.
+    """
+    script = arguments[0]
+    if not module and not Path(script).is_file():
+        raise AuditError(
+            f"the script {script!r} is no file. Name one, or a module after -m:\n"
+            "    jaxmp audit --script train.py\n    jaxmp audit --script -m my_package.train"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        given = {"module": module, "jaxmp": str(Path(jaxmp.__file__).parents[1])}
+        given["watch"] = {**options, "result": str(result)}
+        child = Path(__file__).with_name("_script_child.py")
+        command = [sys.executable, str(child), json.dumps(given), *arguments]
+        status = _wait(command, options.get("target"))
+        if not result.exists():
+            raise AuditError(f"{script} failed (status {status}) before its train step was traced.")
+        return _result(json.loads(result.read_text("utf-8")))
+
+
+def _wait(command: list[str], target: str | None) -> int:
+    """The exit status of a command, whose output goes to this process's error output."""
+    with _compat.unchecked_cuda() if target else contextlib.nullcontext():
+        process = subprocess.Popen(command, stdout=sys.stderr.fileno(), start_new_session=True)
+    try:
+        return process.wait()
+    finally:
+        # Loaders of data may have left processes of their own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _result(fields: dict[str, Any]) -> ScriptAudit:
+    if fields["error"]:
+        raise AuditError(fields["error"])
+    functions = tuple(ScriptFunction(**function) for function in fields["functions"])
+    if fields["report"] is None:
+        return ScriptAudit(functions=functions)
+    audited = ScriptFunction(**fields["audited"])
+    report = AuditReport.from_json(fields["report"])
+    return ScriptAudit(functions=functions, audited=audited, report=report)
+
+
+# ---------------------------------------------------------------------------
+# The script's process
+# ---------------------------------------------------------------------------
+
+
+# FLOPs of a function that a CPU would need seconds for.
+_LARGE = 10**10
+
+
+class _Watched:
+    """A jitted function with the shapes of one call."""
+
+    def __init__(self, call: _compat.JitCall) -> None:
+        body = _compat.jaxpr_body(call.jaxpr)[0]
+        auditor = Auditor(Judge(None, OpTable(), "cpu"))
+        if any(equation.primitive.name in PRODUCTS for equation in equations(body)):
+            auditor.run(body, Place(), 1)
+        takes_gradients = has_backward(body)
+        self.row = ScriptFunction(
+            name=call.name,
+            place=_place(call.source, body),
+            flops=sum(flops for flops, _ in auditor.matmuls.values()),
+            takes_gradients=takes_gradients,
+            updates=takes_gradients and updates_state(body),
+        )
+        self.calls = 1
+        self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the script goes on with zeros as results: only shapes matter."""
+        return self.row.takes_gradients or (
+            self.row.flops > _LARGE and jax.default_backend() == "cpu"
+        )
+
+
+class Watcher:
+    """Collects the jitted functions of a script, and ends its process with a result."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.process = options, os.getpid()
+        self.watched: dict[int, _Watched] = {}
+        self.lock = threading.RLock()
+        self.watching = _compat.watch_jit(self._on_call)
+        self.watching.__enter__()
+        timer = threading.Timer(options.max_seconds, self.finish)
+        timer.daemon = True
+        timer.start()
+
+    def _on_call(self, call: _compat.JitCall) -> bool:
+        """Returns True for a function that is neither compiled nor run."""
+        # A process that the script forked has these functions, too.
+        if os.getpid() != self.process:
+            return False
+        watched = self.watched.get(id(call.jaxpr))
+        if watched is None:
+            watched = self.watched[id(call.jaxpr)] = _Watched(call)
+        else:
+            watched.calls += 1
+        if self._is_enough(watched):
+            self.finish()
+        return watched.is_left_out
+
+    def _is_enough(self, watched: _Watched) -> bool:
+        if watched.row.takes_gradients and watched.calls > 1:
+            return True
+        if self.options.listing:
+            return False
+        if self.options.function is not None:
+            return watched.call.name == self.options.function
+        return watched.row.updates
+
+    def finish(self, error: str = "") -> NoReturn:
+        """Writes the result, and ends the process.
+
+        Args:
+          error: how the script ended, if it ended by an error.
+        """
+        with self.lock:
+            self.watching.__exit__(None, None, None)
+            try:
+                fields = self._fields(error)
+            except JaxmpError as failed:
+                fields = {"error": str(failed)}
+            except Exception as failed:
+                traceback.print_exc()
+                fields = {"error": f"the audit raised {type(failed).__name__}: {failed}"}
+            file = Path(self.options.result)
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(fields), "utf-8")
+            partial.replace(file)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(0)
+
+    def _fields(self, error: str) -> dict[str, Any]:
+        every = list(self.watched.values())
+        # Most functions are operations outside of jit, such as `jnp.zeros`.
+        kept = [w for w in every if w.row.flops or w.row.takes_gradients]
+        watched = sorted(kept, key=lambda w: (not w.row.takes_gradients, -w.row.flops))
+        rows = [w.row for w in watched]
+        fields: dict[str, Any] = {"error": "", "report": None, "audited": None}
+        fields["functions"] = [dataclasses.asdict(row) for row in rows]
+        if error and not any(row.takes_gradients for row in rows):
+            raise AuditError(f"the script {error} before its train step was traced.")
+        if not rows:
+            raise AuditError(
+                "the script compiled no function with matmuls. Its train step has to be called"
+                " inside of jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
+                "    def train_step(state, batch): ..."
+            )
+        if self.options.listing:
+            return fields
+        chosen = self._named(watched)
+        report = audit_call(
+            chosen.call.function,
+            chosen.call.args,
+            chosen.call.kwargs,
+            policies=self.options.recipe,
+            target=self.options.target,
+        )
+        return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}
+
+    def _named(self, watched: list[_Watched]) -> _Watched:
+        """The function that was asked for, or the train step of the most FLOPs."""
+        name = self.options.function
+        if name is None:
+            return watched[0]
+        found = next((w for w in watched if w.row.name == name), None)
+        if found is None:
+            names = list(dict.fromkeys(w.row.name for w in watched))
+            raise AuditError(
+                f"the script compiled no function {name!r}.{did_you_mean(name, names)} It compiled "
+                f"{', '.join(names)}; jaxmp audit --script ... --list lists them."
+            )
+        return found
+
+
+# ---------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------
+
+
+def has_backward(jaxpr: Any) -> bool:
+    """Whether a program contains a backward pass."""
+    return any("transpose(" in str(e.source_info.name_stack) for e in equations(jaxpr))
+
+
+# Results of these have the values of an operand, in another form.
+_MOVES = named(
+    "convert_element_type copy copy_p reshape squeeze expand_dims broadcast_in_dim select_n"
+    " sharding_constraint optimization_barrier reduce_precision pvary pcast transpose"
+)
+_STEPS = named("add sub")
+
+
+def updates_state(jaxpr: Any) -> bool:
+    """Whether a program returns an array of its arguments, with something added or subtracted.
+
+    A train step returns its parameters so. Gradients and predictions are computed from arguments
+    by products, and from each other by `add_any`.
+    """
+    body = _compat.jaxpr_body(jaxpr)[0]
+    origins = _origins(body, {var: (n, False) for n, var in enumerate(body.invars)})
+    for var in body.outvars:
+        origin = None if is_literal(var) else origins.get(var)
+        if origin is None or not origin[1]:
+            continue
+        before, after = body.invars[origin[0]].aval, var.aval
+        if before.shape == after.shape and before.size > 1 and _is_float(before):
+            return True
+    return False
+
+
+def _is_float(aval: Any) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, np.floating)
+
+
+def _origins(jaxpr: Any, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tuple[int, bool]]:
+    """Variable -> (number of the argument that it comes from, whether something was added)."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _MOVES or name in _STEPS:
+            operands = [v for v in equation.invars if not is_literal(v) and v in origins]
+            found = sorted((origins[v] for v in operands), key=lambda origin: not origin[1])
+            if found:
+                origins[equation.outvars[0]] = found[0][0], found[0][1] or name in _STEPS
+            continue
+        for inner in inners(equation):
+            known = {
+                inside: origins[outside]
+                for inside, outside in zip(inner.jaxpr.invars, inner.operands, strict=True)
+                if outside is not None and not is_literal(outside) and outside in origins
+            }
+            if not known:
+                continue
+            below = _origins(inner.jaxpr, known)
+            for inside, outside in zip(inner.jaxpr.outvars, inner.results, strict=True):
+                if outside is not None and not is_literal(inside) and inside in below:
+                    known_origin = origins.get(outside)
+                    if known_origin is None or not known_origin[1]:
+                        origins[outside] = below[inside]
+    return origins
+
+
+def _place(source: Any, jaxpr: Any) -> str:
+    """`train.py:12`, where a function is defined, or its first operation."""
+    file, line = "", 0
+    if source is not None:
+        code = source.__code__
+        file, line = Lines().first_own([(code.co_filename, code.co_firstlineno)])
+    if not file:
+        places = (Lines().of((equation,)) for equation in equations(jaxpr))
+        file, line = next((place for place in places if place[0]), ("", 0))
+    return f"{Path(file).name}:{line}" if file else ""
+
+
+def _shapes(tree: Any) -> Any:
+    """Arguments with shapes in place of arrays; NNX modules, which own their arrays, stay."""
+    return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        weak = getattr(jax.typeof(leaf), "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _is_nnx(node: Any) -> bool:
+    return any(cls.__module__.startswith("flax.nnx") for cls in type(node).__mro__)

@@ -1,0 +1,86 @@
+"""Runs a script as `python script.py` does, and audits the train step that it compiles.
+
+`jaxmp audit --script` starts this file in a process of its own, by its path: until the script
+imports JAX, nothing but the standard library is loaded, so that the script can set environment
+variables first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function after a module was imported for the first time."""
+
+    def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
+        self.callbacks = callbacks
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        callback = self.callbacks.pop(fullname, None)
+        if callback is None:
+            return None
+        found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                callback()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def main() -> None:
+    """Runs the script of the command line; the process ends when the audit is written."""
+    options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    sys.path.append(options["jaxmp"])
+    watchers: list[Any] = []
+
+    def watch() -> None:
+        script = importlib.import_module("jaxmp._audit._script")
+        watchers.append(script.Watcher(script.Options(**options["watch"])))
+
+    def watch_nnx() -> None:
+        importlib.import_module("jaxmp._compat").watch_nnx()
+
+    callbacks = {"jax": watch, "flax.nnx": watch_nnx}
+    for name in callbacks.keys() & sys.modules.keys():
+        callbacks.pop(name)()
+    sys.meta_path.insert(0, _AfterImport(callbacks))
+    error = ""
+    try:
+        _run(options["module"], arguments)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            error = f"exited with status {stop.code}"
+    # A script that fails prints its traceback, and this process ends with status 1.
+    if not watchers:
+        sys.exit(f"{arguments[0]} {error or 'ended'}, and has not imported JAX.")
+    watchers[0].finish(error)
+
+
+def _run(is_module: bool, arguments: list[str]) -> None:
+    name = arguments[0]
+    if is_module:
+        sys.argv, sys.path[0] = arguments, os.getcwd()
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(name))
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""`jaxmp audit --script`: scripts in every style are audited without an edit."""
+
+import importlib.util
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmp
+from jaxmp import _compat, cli
+from jaxmp._audit._script import audit_script, has_backward, updates_state
+
+# What most scripts share: two weights, 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward pass.
+MODEL = """
+import jax, jax.numpy as jnp, numpy as np, optax
+def loss_fn(params, x):
+    return jnp.square(x @ params["a"] @ params["b"]).mean()
+def first():
+    return {"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}
+tx = optax.sgd(0.1)
+def train_step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+x = np.ones((8, 16), np.float32)
+"""
+MATMUL = 2 * 8 * 16 * 16
+AFTER = 'open("too_late.txt", "w").close()\n'
+
+JIT = (
+    MODEL
+    + """
+import functools, sys
+assert sys.argv == ["train.py", "--config=a.py", "--lr", "3"] and __name__ == "__main__"
+import helper  # beside the script
+@functools.partial(jax.jit, static_argnames="scale", donate_argnums=0)
+def scaled_step(params, opt_state, x, *, scale):
+    return train_step(params, opt_state, x * scale)
+evaluate = jax.jit(loss_fn)
+params, opt_state = first(), tx.init(first())
+try:
+    for step in range(3):
+        evaluate(params, x)
+        params, opt_state, loss = scaled_step(params, opt_state, x, scale=2.0)
+        open("too_late.txt", "w").close()
+except BaseException:
+    open("too_late.txt", "w").close()
+finally:
+    open("too_late.txt", "w").close()
+"""
+)
+
+NNX = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+        self.b = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+    def __call__(self, x):
+        return self.b(self.a(x))
+model = Model(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adam(1e-3, mu_dtype=jnp.bfloat16), wrt=nnx.Param)
+metrics = nnx.metrics.Average("loss")
+@nnx.jit
+def train_step(model, optimizer, metrics, x):
+    loss, grads = nnx.value_and_grad(lambda model, x: jnp.square(model(x)).mean())(model, x)
+    metrics.update(loss=loss)
+    optimizer.update(model, grads)
+for _ in range(3):
+    train_step(model, optimizer, metrics, np.ones((8, 16), np.float32))
+    open("too_late.txt", "w").close()
+"""
+
+PMAP = (
+    MODEL
+    + """
+from jax import pmap
+def step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    grads = jax.lax.pmean(grads, "batch")
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+tx = optax.adam(1e-3, mu_dtype="bfloat16")
+p_step = pmap(step, axis_name="batch", donate_argnums=0)
+copy = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * jax.local_device_count()), tree)
+params, opt_state = copy(first()), copy(tx.init(first()))
+while True:
+    params, opt_state = p_step(params, opt_state, copy(x))
+    open("too_late.txt", "w").close()
+"""
+)
+
+ABSL = (
+    MODEL
+    + """
+from absl import app, flags
+flags.DEFINE_string("name", None, "a required flag")
+flags.mark_flags_as_required(["name"])
+def main(argv):
+    assert flags.FLAGS.name == "run" and len(argv) == 1
+    step = jax.jit(train_step)
+    step(first(), tx.init(first()), x)
+    open("too_late.txt", "w").close()
+if __name__ == "__main__":
+    app.run(main)
+"""
+)
+
+AHEAD_OF_TIME = (
+    MODEL
+    + """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, required=True)
+assert parser.parse_args().steps == 3
+shapes = jax.eval_shape(lambda: (first(), tx.init(first())))
+jax.jit(train_step).lower(*shapes, jax.ShapeDtypeStruct((8, 16), jnp.float32)).compile()
+open("too_late.txt", "w").close()
+"""
+)
+
+EQUINOX = """
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+model = eqx.nn.MLP(16, 16, 16, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+tx = optax.sgd(0.1)
+opt_state = tx.init(eqx.filter(model, eqx.is_array))
+@eqx.filter_jit
+def train_step(model, opt_state, x):
+    loss = lambda model, x: jnp.square(jax.vmap(model)(x)).mean()
+    value, grads = eqx.filter_value_and_grad(loss)(model, x)
+    updates, opt_state = tx.update(grads, opt_state)
+    return eqx.apply_updates(model, updates), opt_state, value
+for _ in range(3):
+    model, opt_state, loss = train_step(model, opt_state, np.ones((8, 16), np.float32))
+    open("too_late.txt", "w").close()
+"""
+
+SHARD_MAP = (
+    MODEL
+    + """
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("data",))
+step = jax.shard_map(train_step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(),
+                     check_vma=False)
+jax.jit(step)(first(), tx.init(first()), np.ones((8 * jax.device_count(), 16), np.float32))
+open("too_late.txt", "w").close()
+"""
+)
+
+THREAD = (
+    MODEL
+    + """
+import threading
+def train():
+    jax.jit(train_step)(first(), tx.init(first()), x)
+    open("too_late.txt", "w").close()
+thread = threading.Thread(target=train)
+thread.start()
+threading.Event().wait()
+"""
+)
+
+STYLES = {
+    "jit": (JIT, ["--config=a.py", "--lr", "3"], "scaled_step"),
+    "nnx": (NNX, [], "train_step"),
+    "pmap": (PMAP, [], "step"),
+    "absl": (ABSL, ["--name", "run"], "train_step"),
+    "ahead_of_time": (AHEAD_OF_TIME, ["--steps=3"], "train_step"),
+    "equinox": (EQUINOX, [], "train_step"),
+    "shard_map": (SHARD_MAP, [], "train_step"),
+    "thread": (THREAD, [], "train_step"),
+}
+
+# Gradients and updates are compiled apart, in two players.
+TWO_PLAYERS = (
+    MODEL
+    + """
+gradients = jax.jit(jax.grad(loss_fn))
+@jax.jit
+def apply(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+@jax.jit
+def generator_step(params, x):
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_fn)(params, x @ x.T @ x))
+params, other = first(), first()
+for step in range(3):
+    params = apply(params, gradients(params, x))
+    other = generator_step(other, x)
+    if step:
+        open("too_late.txt", "w").close()
+"""
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty current directory, a module for scripts to import, and one CPU device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "helper.py").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, capfd):
+    """Runs `jaxmp audit --script train.py`; returns (exit status, output, error output)."""
+
+    def run(text, *arguments):
+        (folder / "train.py").write_text(textwrap.dedent(text))
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["audit", "--script", "train.py", *arguments])
+        return stop.value.code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_script_is_audited_without_an_edit(run, folder, style):
+    if style == "equinox" and importlib.util.find_spec("equinox") is None:
+        pytest.skip("equinox is not installed")
+    text, arguments, name = STYLES[style]
+    status, out, error = run(
+        text, *arguments, "--recipe", "bf16", "--json", "a.json", "--fail-on", "none"
+    )
+    assert status == 0, error
+    assert out.startswith(f"Function {name} (train.py:")
+    report = jaxmp.AuditReport.from_json((folder / "a.json").read_text())
+    # Two of the matmuls of a linear network are its forward pass, and three its gradient.
+    devices = 2 if style in ("pmap", "shard_map") else 1
+    assert report.flops == 5 * MATMUL * devices
+    faults = {finding.kind for finding in report.faults}
+    assert "fp32_matmul" in faults
+    # Optimizer states are seen through the wrappers that flatten them.
+    assert ("half_optimizer_state" in faults) == (style in ("nnx", "pmap"))
+    assert {finding.place.partition(":")[0] for finding in report.faults} <= {"train.py", ""}
+    # Nothing of the script runs after its train step.
+    assert not (folder / "too_late.txt").exists()
+
+
+def test_the_list_has_every_function_of_an_iteration(run, folder):
+    status, out, _ = run(TWO_PLAYERS, "--list")
+    assert status == 0
+    rows = [line.split() for line in out.splitlines() if "train.py:" in line]
+    assert [row[0] for row in rows] == ["generator_step", "loss_fn"]
+    assert "takes gradients and returns an updated state" in out
+    assert not (folder / "too_late.txt").exists()
+    assert not (folder / "a.json").exists()
+
+
+def test_gradients_that_are_compiled_apart_are_audited(run, folder):
+    """The first whole train step ends the script; a function can be named instead."""
+    _, out, _ = run(TWO_PLAYERS, "--fail-on", "none")
+    assert out.startswith("Function generator_step (train.py:")
+    _, out, _ = run(TWO_PLAYERS, "--function", "loss_fn", "--fail-on", "none")
+    assert out.startswith("Function loss_fn (train.py:")
+    status, _, error = run(TWO_PLAYERS, "--function", "train_stap")
+    assert status == 2 and "compiled no function 'train_stap'" in error and "--list" in error
+
+
+def test_a_module_runs_as_after_python_m(run, folder):
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").touch()
+    (folder / "package/train.py").write_text(
+        "from . import __name__ as package\nassert package == 'package'\n" + ABSL
+    )
+    status, _, error = run("", "--list")  # a script without JAX
+    assert status == 2 and "train.py ended, and has not imported JAX" in error
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["audit", "--script", "-m", "package.train", "--name=run", "--fail-on=none"])
+    assert stop.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import jax\nraise KeyError('gone')", "failed (status 1) before its train step"),
+        ("import jax, sys\nsys.exit(3)", "the script exited with status 3 before its train step"),
+        ("import jax\nprint(jax.numpy.ones(3) + 1)", "compiled no function with matmuls"),
+    ],
+)
+def test_a_script_without_a_train_step(run, text, message):
+    status, out, error = run(text)
+    assert status == 2 and out == "" and message in error
+
+
+def test_a_script_that_takes_no_gradients_is_audited_at_its_end(run):
+    status, out, _ = run(MODEL + "jax.jit(loss_fn)(first(), x)")
+    assert status == 0 and out.startswith("Function loss_fn (train.py:3), which takes no gradients")
+
+
+def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
+    text = MODEL + "jax.jit(loss_fn)(first(), x)\nimport time\ntime.sleep(600)"
+    status, out, _ = run(text, "--max-seconds", "8")
+    assert status == 0 and "Function loss_fn" in out
+
+
+def test_options_behind_a_double_dash_are_the_scripts(run):
+    text = MODEL + "import sys\nassert sys.argv[1:] == ['--target', 'x', '--help']\n"
+    status, out, _ = run(text + "jax.jit(loss_fn)(first(), x)", "--", "--target", "x", "--help")
+    assert status == 0 and "Function loss_fn" in out
+
+
+def test_the_script_prints_to_the_error_output(run):
+    status, out, error = run(MODEL + "print('hello')\njax.jit(loss_fn)(first(), x)")
+    assert status == 0 and "hello" in error and "hello" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--script", "absent.py"], "the script 'absent.py' is no file"),
+        (["--script", "-m"], "-m needs a module"),
+        (["--script", "helper.py", "--recipe", "bf61"], "Did you mean 'bf16'"),
+        (["--script", "helper.py", "--target", "H200"], "lower case"),
+        (["--list"], "--list and --function need --script"),
+        (["a:make", "--receipt", "x"], "there is no option --receipt"),
+        (["a:make", "b:make"], "2 arguments, not one"),
+        ([], "0 arguments, not one"),
+    ],
+)
+def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["audit", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------
+# Which function is the train step
+# ---------------------------------------------------------------------------
+
+PARAMS = {"a": jnp.ones((4, 4)), "b": jnp.ones((4,))}
+
+
+def decayed_loss(params, x):
+    penalty = sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(params))
+    return (jnp.square(x @ params["a"]).mean() + 0.1 * penalty) + params["b"].sum()
+
+
+def step_with(tx):
+    def step(params, opt_state, x):
+        grads = jax.grad(decayed_loss)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: fn])
+def test_a_step_returns_updated_parameters(wrap):
+    for tx in (optax.sgd(0.1), optax.MultiSteps(optax.sgd(0.1), 2)):
+        step, args = step_with(tx)
+        with jax.numpy_dtype_promotion("standard"):  # optax.MultiSteps
+            jaxpr = jax.make_jaxpr(wrap(step))(*args)
+        assert has_backward(jaxpr) and updates_state(jaxpr)
+
+
+def test_a_loop_of_steps_is_a_step():
+    def loop(params, x):
+        tx = optax.sgd(0.1)
+
+        def body(params, x):
+            grads = jax.grad(decayed_loss)(params, x)
+            updates, _ = tx.update(grads, tx.init(params))
+            return optax.apply_updates(params, updates), ()
+
+        return jax.lax.scan(body, params, x)[0]
+
+    assert updates_state(jax.make_jaxpr(loop)(PARAMS, jnp.ones((3, 2, 4))))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jax.grad(decayed_loss),
+        jax.value_and_grad(decayed_loss),
+        decayed_loss,
+        lambda params, x: (jax.grad(decayed_loss)(params, x), params),
+    ],
+)
+def test_gradients_are_no_step(fn):
+    assert not updates_state(jax.make_jaxpr(fn)(PARAMS, jnp.ones((2, 4))))
+
+
+def test_watching_sees_calls_of_untraced_code_and_leaves_jax_as_it_was():
+    calls = []
+    before = jax.pmap
+
+    def see(call):
+        calls.append(call)
+        return call.name == "skipped"
+
+    def skipped(x):
+        return x + 1
+
+    def inner(x):
+        return x * 2
+
+    with _compat.watch_jit(see):
+        assert float(jax.jit(skipped)(3.0)) == 0
+        assert float(jax.jit(lambda x: jax.jit(inner)(x) + 1)(3.0)) == 7
+    names = [call.name for call in calls]
+    assert "skipped" in names and "inner" not in names
+    assert jax.pmap is before
+    assert float(jax.jit(inner)(3.0)) == 6
+
+
+def test_the_result_is_data(folder):
+    (folder / "train.py").write_text(MODEL + "jax.jit(train_step)(first(), tx.init(first()), x)")
+    result = audit_script(["train.py"], recipe="bf16")
+    assert result.audited == result.functions[0]
+    assert result.audited.flops == result.report.flops == 5 * MATMUL
