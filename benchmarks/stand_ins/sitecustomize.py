@@ -151,7 +151,13 @@ def _nanodo_metrics(metrics: Any) -> None:
     metrics.Average.from_array = lambda x, mask: average(x, mask=mask > 0)
 
 
+def _flax_io(io: Any) -> None:
+    """Flax takes files from TensorFlow if it is there."""
+    io.set_mode(io.BackendMode.DEFAULT)
+
+
 CHANGES = {
+    "flax.io": _flax_io,
     "tensorflow_datasets": _datasets,
     "input_pipeline": _lm1b_or_imagenet,
     "nanodo.data": _nanodo,
