@@ -33,7 +33,6 @@ from jaxmp._audit._places import Lines, Place
 from jaxmp._audit._products import PRODUCTS
 from jaxmp._audit._report import AuditReport
 from jaxmp._jaxprs import equations, inners, is_literal
-from jaxmp._ops import OpTable
 from jaxmp.errors import AuditError, JaxmpError, did_you_mean
 
 # ---------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class _Watched:
 
     def __init__(self, call: _compat.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
-        auditor = Auditor(Judge(None, OpTable(), "cpu"))
+        auditor = Auditor(Judge(None))
         if any(equation.primitive.name in PRODUCTS for equation in equations(body)):
             auditor.run(body, Place(), 1)
         takes_gradients = has_backward(body)
