@@ -354,4 +354,5 @@ def gpt_124m():
 def test_a_healthy_audit_fits_one_screen(gpt_124m):
     report = jaxmp.audit(*gpt_124m, policies="bf16")
     lines = str(report).splitlines()
+    assert report.ok and lines[0] == "Precision audit: ok"
     assert len(lines) <= 50 and max(map(len, lines)) <= 80
