@@ -229,6 +229,8 @@ class Auditor:
                 self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
             self._judge_fp8(site, flops)
+        if site.place.phase == FORWARD and FLOAT16 in (found.lhs, found.rhs):
+            self.flow.has_float16 = True
         if site.place.phase == BACKWARD:
             if FLOAT16 in (found.lhs, found.rhs) and self.float16_backward is None:
                 self.float16_backward = site

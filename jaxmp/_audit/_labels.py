@@ -172,6 +172,11 @@ _BREAKS = named(
 )
 
 
+_ONLY_GRADIENT: Labels = frozenset({GRADIENT})
+# Frequent operations after which a gradient has no other label.
+_PLAIN = named(
+    "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
+)
 # Labels that `Flow` hands on by rules of their own.
 _OWN = (Pending, HalfReduce, Stream)
 
@@ -184,8 +189,9 @@ class Flow:
         self._ops = ops
         # True if a value that depends on the loss scale reached a backward pass.
         self.scale_used = False
-        # True if a backward pass reads a scalar that may be a loss scale.
-        self.has_scale = False
+        # True if a matmul of the forward pass reads float16, and if a backward pass reads a scalar
+        # that may be a loss scale.
+        self.has_float16 = self.has_scale = False
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
@@ -234,16 +240,21 @@ class Flow:
                 found |= self._labels[var]
         name = equation.primitive.name
         if phase == BACKWARD:
-            self.has_scale = self.has_scale or is_scale(site, self.of)
-            found |= {GRADIENT}
+            if self.has_float16 and not self.has_scale:
+                self.has_scale = is_scale(site, self.of)
+            found |= _ONLY_GRADIENT
         elif site.place.differentiated and phase == FORWARD and not is_call:
             self.differentiated.update(x.number for x in found if isinstance(x, From))
         if name == "convert_element_type":
             found = _after_cast(found, equation)
         elif found:
             found = self._still_fp8(found, equation)
-        if is_chosen_scale(equation):
+        if self.has_float16 and is_chosen_scale(equation):
             found |= {SCALAR}
+        if found == _ONLY_GRADIENT and name in _PLAIN:
+            for var in equation.outvars:
+                self._labels[var] = _ONLY_GRADIENT
+            return
         if not found and name != "broadcast_in_dim":
             for var in equation.outvars:
                 self._labels.pop(var, None)

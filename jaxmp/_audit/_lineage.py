@@ -59,6 +59,10 @@ _SAME = named(
 )
 
 
+_SUMS = named("add add_any sub")
+_RULES = _SAME | _SUMS | named("neg mul div")
+
+
 def is_lineage(label: Any) -> bool:
     """Returns True for the labels of this module that `lineage` hands on."""
     return isinstance(label, _LABELS)
@@ -68,20 +72,23 @@ def lineage(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset
     """The labels of an equation's results, from those of its operands.
 
     Args:
-      site: the equation; derivatives have no lineage.
+      site: the equation; what is differentiated, and derivatives, have no lineage.
       labels_of: operand -> its labels.
     """
     equation, name = site.equation, site.name
-    if site.place.phase != FORWARD:
+    if name not in _RULES or site.place.phase != FORWARD or site.place.differentiated:
         return frozenset()
     each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
     if name in _SAME:
-        return frozenset().union(*each, _broadcast(equation))
+        if name == "broadcast_in_dim":
+            is_same = equation.outvars[0].aval.size == equation.invars[0].aval.size
+            return each[0] if is_same else frozenset(_broadcast(equation))
+        return frozenset().union(*each)
     if name == "neg":
         return _negated(each[0])
     if name in ("mul", "div"):
         return _scaled(name, equation.invars, each)
-    if name in ("add", "add_any", "sub"):
+    if name in _SUMS:
         second = _negated(each[1]) if name == "sub" else each[1]
         summands = {x for x in each[0] | second if isinstance(x, From)}
         return frozenset(summands | _updates(site, summands, labels_of) | _terms(site, labels_of))
@@ -90,7 +97,7 @@ def lineage(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset
 
 def _broadcast(equation: Any) -> set[Any]:
     operand = equation.invars[0]
-    if equation.primitive.name != "broadcast_in_dim" or math.prod(operand.aval.shape) != 1:
+    if math.prod(operand.aval.shape) != 1:
         return set()
     return {Scalar(_value(operand))}
 
