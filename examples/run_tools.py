@@ -43,10 +43,13 @@ class Meter:
 
     def show(self, step: int, loss: jax.Array, state: Any) -> None:
         """Waits for `step` to end and shows how it went."""
+        # Warns once if the last 10 steps or more were skipped.
+        stats = jaxmp.get_skip_stats(state)
+        in_a_row = f" ({stats.consecutive} in a row)" if stats.consecutive > 1 else ""
         values = dict(
             loss=float(loss),
             scale=float(jaxmp.get_loss_scale(state).scale_value),
-            skipped=int(jaxmp.get_skip_stats(state).total),
+            skipped=f"{stats.total}{in_a_row}",
         )
         tokens = (step - self._since_step) * self._tokens_per_step
         values["speed"] = tokens / (time.perf_counter() - self._since)

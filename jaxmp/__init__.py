@@ -53,8 +53,10 @@ from jaxmp.errors import MissingDependencyError as MissingDependencyError
 from jaxmp.errors import OpError as OpError
 from jaxmp.errors import PolicyError as PolicyError
 from jaxmp.errors import RecipeError as RecipeError
+from jaxmp.errors import RecipeWarning as RecipeWarning
 from jaxmp.errors import RuleError as RuleError
 from jaxmp.errors import ScaleCollapsed as ScaleCollapsed
+from jaxmp.errors import SkippedStepsWarning as SkippedStepsWarning
 from jaxmp.optim._find import check as check
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core, pjit
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo
@@ -278,6 +279,20 @@ def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """The maximum of an integer scalar over all devices along `axes`."""
     return jax.lax.pmax(vary(value, axes), axes)
+
+
+def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """The minimum of an integer scalar over all devices along `axes`."""
+    return jax.lax.pmin(vary(value, axes), axes)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns True for a value that can be read without waiting for a device or another host."""
+    if not isinstance(leaf, jax.Array):
+        return isinstance(leaf, (np.ndarray, np.generic))
+    if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+        return False
+    return leaf.is_ready() and (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def plain_array(leaf: Any) -> Any:

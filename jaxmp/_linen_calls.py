@@ -37,6 +37,7 @@ from jaxmp._boundary import (
     written_back,
 )
 from jaxmp._compat import current_context
+from jaxmp._device import check_device
 from jaxmp._dtypes import is_half
 from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
@@ -453,6 +454,7 @@ class Applier:
     """The interceptor that carries out the policies in every method called below one root."""
 
     def __init__(self, root: Root, scope: Scope) -> None:
+        check_device(root.policies)
         self.root = root
         self.scope = scope
         self.frames: list[_Frame] = []

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,12 +36,13 @@ from jaxmp._boundary import (
     written_back,
 )
 from jaxmp._compat import context, current_context
+from jaxmp._device import check_device
 from jaxmp._dtypes import is_half
 from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
 from jaxmp._trees import OVERWRITE, cast, cast_floating, is_castable
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct, einsum_sizes
 from jaxmp.fp8._recipes import as_recipe
 from jaxmp.fp8._state import NAMES, PREFIX, init_state
@@ -567,6 +569,7 @@ def _make_class(cls: Any, viewed: frozenset[str]) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__reduce__": _reduce,
+        "__setattr__": _make_setattr(cls.__setattr__),
         "_jaxmp_class": cls,
     }
     is_pytree = cls._pytree__is_pytree
@@ -615,6 +618,48 @@ def _make_init_cache(inherited: Callable[..., None]) -> Callable[..., None]:
     return init_cache
 
 
+# The function that binds assigned modules. It walks whole models, so it is defined in
+# `jaxmp.nnx`, which imports this module, and registers itself here.
+_binder: list[Callable[[Any, str, Any], Any]] = []
+
+
+def binds_assigned(fn: Callable[[Any, str, Any], Any]) -> Callable[[Any, str, Any], Any]:
+    """Registers the function that puts modules under the policies of their new owner."""
+    _binder[:] = [fn]
+    return fn
+
+
+def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    """`__setattr__` that puts assigned modules and parameters under the policies of the model."""
+
+    @functools.wraps(inherited)
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        bound = bound_of(self)
+        if bound is None or not isinstance(value, _HOLDERS) or name.startswith("_pytree__"):
+            inherited(self, name, value)
+            return
+        before = vars(self).copy()
+        inherited(self, name, value)
+        # The setter of a property has assigned another attribute, which has been bound.
+        if not isinstance(vars(self).get(name), _HOLDERS):
+            return
+        try:
+            vars(self)[name] = _binder[0](self, name, vars(self)[name])
+        except Exception:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+        viewed = _viewed_names(self, bound.plan.facts)
+        if name in viewed and type(inspect.getattr_static(type(self), name, None)) is not _View:
+            object.__setattr__(self, "__class__", policied_class(bound.cls, viewed))
+
+    return __setattr__
+
+
+# Values that are, or may hold, modules and parameters. A field is what `nnx.data` returns.
+_HOLDERS = (nnx.Module, nnx.Param, dataclasses.Field, list, tuple, dict)
+
+
 def _reduce(self: Any) -> tuple[Any, ...]:
     viewed = frozenset(name for name, member in vars(type(self)).items() if type(member) is _View)
     return _rebuild, (type(self)._jaxmp_class, viewed), self.__getstate__()
@@ -659,6 +704,8 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
     plan = bound.plan
     crosses = not _is_inside(bound)
     incoming = args, kwargs
+    if crosses:
+        _check_containers(bound, module)
     as_author = crosses and _keeps_dtype(module, plan, incoming)
     follows = bound.follows and not as_author
     boundary = None
@@ -685,6 +732,25 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
     if crosses and (follows or plan.asks_output):
         out = cast_outputs(plan, out, _is_opaque)
     return carry(out)
+
+
+def _check_containers(bound: Bound, module: Any) -> None:
+    """Warns of modules that were added to a Python list or dict after the model was wrapped."""
+    for name, value in vars(module).items():
+        if type(value) not in (list, dict):
+            continue
+        for leaf in jax.tree.leaves(value, is_leaf=_is_param_or_module):
+            if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
+                path = "/".join((*bound.path, name))
+                warnings.warn(
+                    f"The {type(leaf).__name__} in {path!r} was added to a Python "
+                    f"{type(value).__name__} after the model was wrapped, so it computes in its "
+                    "author's dtypes. Wrap the model again: model = recipe.wrap(model); or hold "
+                    "the layers in an nnx.List or nnx.Dict, which wraps what is added.",
+                    RecipeWarning,
+                    stacklevel=4,
+                )
+                return
 
 
 def _keeps_dtype(module: Any, plan: Plan, operands: Any) -> bool:
@@ -762,6 +828,7 @@ def _entered(bound: Bound, method: str, keeps_dtype: bool) -> Iterator[None]:
     """Runs one method under its policies, precision and name scope."""
     stack = _frames.stack
     if not stack:
+        check_device(bound.policies)
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
     outer = stack[-1].precision if stack else _frames.ambient
     precision = matmul_precision(bound.plan.policy, _frames.ambient)

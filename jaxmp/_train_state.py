@@ -194,6 +194,12 @@ def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
     _find.shared_loss_scale(opt_state)
     _check_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _master.store(trainable, opt_state), trainable)
+    fix = (
+        "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
+        "optimizer trains them, put all parts inside: recipe.optimizer(optax.partition({...}, "
+        "labels))."
+    )
+    _master.warn_of_wide(stored, opt_state, fix, stacklevel=3)
     return {
         "step": jnp.zeros((), jnp.int32),
         "params": _trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -195,18 +196,33 @@ def all_finite(tree: Any) -> jax.Array:
     Returns:
       A bool scalar; True for a tree without floating leaves.
     """
-    flags = [
+    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
+
+
+def first_nonfinite(tree: Any) -> jax.Array:
+    """Index among the leaves of `tree` of the first with an element that is not finite.
+
+    Returns:
+      An int32 scalar; the number of leaves if all are finite. It takes a few operations more than
+      `all_finite`, whatever the number of leaves.
+    """
+    leaves = jax.tree.leaves(tree)
+    flags = {index: _is_finite(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
+    none = jnp.int32(len(leaves))
+    if not flags:
+        return none
+    stacked = lax.concatenate([lax.reshape(flag, (1,)) for flag in flags.values()], 0)
+    indices = jnp.array(list(flags), jnp.int32)
+    return lax.reduce_min(lax.select(stacked, lax.full_like(indices, len(leaves)), indices), (0,))
+
+
+def _is_finite(leaf: Any) -> jax.Array:
+    parts = [
         lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
-        for leaf in jax.tree.leaves(tree)
-        if is_inexact(leaf)
         for part in _real_parts(jnp.asarray(leaf))
     ]
-    if not flags:
-        return jnp.array(True)
-    finite = flags[0]
-    for flag in flags[1:]:
-        finite = lax.bitwise_and(finite, flag)
-    return finite
+    return functools.reduce(lax.bitwise_and, parts)
 
 
 def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:

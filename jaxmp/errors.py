@@ -64,6 +64,14 @@ class MissingDependencyError(JaxmpError, ImportError):
     """An optional package is needed and is not installed."""
 
 
+class SkippedStepsWarning(UserWarning):
+    """Several steps in a row were skipped, because their gradients were not finite."""
+
+
+class RecipeWarning(UserWarning):
+    """Part of a model or a device does not do what the recipe asks for."""
+
+
 def missing_dependency(package: str, purpose: str, extra: str) -> MissingDependencyError:
     """Builds the error for an absent optional package.
 

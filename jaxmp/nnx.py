@@ -83,7 +83,7 @@ def apply_policy(model: M, policies: Any) -> M:
     places = _places(model)
     paths = _paths(places)
     policies.check_required(paths)
-    _check_shared(places, policies)
+    _check_shared(places, policies, paths)
     copy = nnx.clone(model, variables=False)
     for place in _places(copy):
         if not place.inner:
@@ -94,6 +94,56 @@ def apply_policy(model: M, policies: Any) -> M:
         path = _deciding_path(place, policies, paths)
         _nnx_calls.bind(place.module, policies, path, _ancestors(path, paths))
     return copy
+
+
+@_nnx_calls.binds_assigned
+def _bind_assigned(owner: Any, name: str, value: Any) -> Any:
+    """Returns what a wrapped module is assigned, its modules under the policies of the model.
+
+    As in `apply_policy` they are copies that share their Variables with the originals, which may
+    belong to another model. Modules that have policies already are assigned as they are.
+    """
+    bound = _nnx_calls.bound_of(owner)
+    assert bound is not None
+    above = dict(zip(_prefixes(bound.path), (bound.cls, *bound.ancestors), strict=False))
+    copies: dict[int, Any] = {}
+    value = _copy_unbound(value, copies)
+    if not copies:
+        return value
+    places: dict[int, _Place] = {}
+    for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=_is_member):
+        if isinstance(leaf, nnx.Module) and _nnx_calls.bound_of(leaf) is None:
+            for place in _places(leaf, (*bound.path, name, *_trees.path_names(key_path))):
+                known = places.setdefault(id(place.module), place._replace(paths=[]))
+                known.paths.extend(place.paths)
+    new = [place for place in places.values() if not place.inner]
+    paths = {**above, **_paths(list(places.values()))}
+    _check_shared(new, bound.policies, paths)
+    for place in new:
+        path = _deciding_path(place, bound.policies, paths)
+        _nnx_calls.bind(place.module, bound.policies, path, _ancestors(path, paths))
+    return value
+
+
+def _prefixes(path: Path) -> list[str]:
+    """The paths of a module and of the modules above it, the nearest first."""
+    return ["/".join(path[:length]) for length in range(len(path), -1, -1)]
+
+
+def _copy_unbound(value: Any, copies: dict[int, Any]) -> Any:
+    """`value` with copies of its modules that have no policies; they share their Variables."""
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Module) or _nnx_calls.bound_of(leaf) is not None:
+            return leaf
+        if id(leaf) not in copies:
+            new = copies[id(leaf)] = object.__new__(type(leaf))
+            for name, attribute in vars(leaf).items():
+                is_flax = name.startswith("_pytree__")
+                vars(new)[name] = attribute if is_flax else _copy_unbound(attribute, copies)
+        return copies[id(leaf)]
+
+    return jax.tree.map(copy, value, is_leaf=_is_member)
 
 
 def attention_fn(
@@ -187,8 +237,8 @@ class _Place(NamedTuple):
     params: list[tuple[str, Any]]
 
 
-def _places(model: Any) -> list[_Place]:
-    """The modules of a model, the root first, each once."""
+def _places(model: Any, path: Path = ()) -> list[_Place]:
+    """The modules of a model at `path`, the root first, each once."""
     found: dict[int, _Place] = {}
     root = _nnx_calls.bound_of(model)
 
@@ -209,7 +259,7 @@ def _places(model: Any) -> list[_Place]:
         if first and not inner and isinstance(module, (nnx.bridge.ToNNX, nnx.bridge.Module)):
             _check_bridge(module, path)
 
-    visit(model, (), frozenset({id(model)}), inner=False)
+    visit(model, path, frozenset({id(model)}), inner=False)
     return list(found.values())
 
 
@@ -270,9 +320,8 @@ def _ancestors(path: Path, paths: dict[str, type | None]) -> tuple[type, ...]:
     return tuple(cls for name in above if (cls := paths.get(name)) is not None)
 
 
-def _check_shared(places: list[_Place], policies: PolicyMap) -> None:
+def _check_shared(places: list[_Place], policies: PolicyMap, paths: dict[str, type | None]) -> None:
     """Refuses one module, or one parameter, under two policies."""
-    paths = _paths(places)
     owners: dict[int, list[Path]] = {}
     for place in places:
         if not place.inner:
@@ -650,6 +699,14 @@ class Optimizer(nnx.Optimizer):
         leaves, structure = jax.tree.flatten(self._pure_state())
         return self.tx, self.wrt, structure, [(x.shape, x.dtype) for x in leaves]
 
+    def _warn_of_wide(self, model: Any) -> None:
+        """Warns of frozen parameters in FP32; after other optimizers have cast theirs."""
+        if self.wrt is nnx.Param:
+            return
+        frozen = nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(self.wrt))))
+        fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
+        _master.warn_of_wide(frozen, self._pure_state(), fix, stacklevel=3)
+
     def _remember(self, writes: list[Write]) -> None:
         """Keeps what a call wrote, in the place of what an earlier call wrote."""
         earlier = {write.slot: write for write in _pending.pop(self, ())}
@@ -676,6 +733,7 @@ class Optimizer(nnx.Optimizer):
         Returns:
           None: the update that counts is the assignment from the masters.
         """
+        self._warn_of_wide(model)
         params = nnx.as_pure(nnx.state(model, _trained(self.wrt)))
         overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))
         grads = nnx.as_pure(nnx.state(grads, _trained(self.wrt)))

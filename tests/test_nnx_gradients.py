@@ -415,3 +415,52 @@ def test_a_gradient_without_update_in_a_compiled_function_does_not_leak():
     loss, _ = nnx.jit(lambda model, x: run(model, x))(model, GOOD)
     loss, _ = nnx.jit(lambda model, actor, x: run(model, x))(model, actor, GOOD)
     assert bool(jnp.isfinite(loss))
+
+
+# ---------------------------------------------------------------------------
+# Frozen parameters
+# ---------------------------------------------------------------------------
+
+
+def adapted(recipe):
+    base = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    model = recipe.wrap(nnx.LoRA(4, 2, 4, base_module=base, rngs=nnx.Rngs(1)))
+    tx = recipe.optimizer(optax.sgd(0.1))
+    return model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+
+
+def train_adapter(model, optimizer, x):
+    loss, grads = optimizer.value_and_grad(lambda model, x: jnp.mean(model(x)))(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_frozen_parameters_in_fp32_are_reported_with_a_fix():
+    recipe, x = jaxmp.load_recipe("bf16_params"), jnp.ones((2, 4))
+    model, optimizer = adapted(recipe)
+    with pytest.warns(jaxmp.RecipeWarning) as warned:
+        nnx.jit(train_adapter)(model, optimizer, x)
+    assert warned[0].filename == __file__
+    message = str(warned[0].message)
+    assert "'base_module:bias' and 1 other parameters are stored in float32" in message
+    fix = message.partition("before training: ")[2]
+    assert fix.startswith("nnx.update(model, ")
+    model, optimizer = adapted(recipe)
+    exec(fix, {"nnx": nnx, "model": model, "recipe": recipe})
+    nnx.jit(train_adapter)(model, optimizer, x)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
+
+
+def test_recipes_that_store_fp32_do_not_report_frozen_parameters():
+    train_adapter(*adapted(jaxmp.load_recipe("bf16")), jnp.ones((2, 4)))
+
+
+def test_parameters_of_another_optimizer_are_not_frozen():
+    recipe = jaxmp.load_recipe("bf16_params")
+    model = recipe.wrap(Players())
+    tx = recipe.optimizer(optax.sgd(0.1))
+    optimizers = [
+        jaxmp.nnx.Optimizer(model, tx, wrt=nnx.PathContains(name)) for name in ("actor", "critic")
+    ]
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.PathContains("actor")))
+    optimizers[0].update(model, grads)

@@ -390,3 +390,58 @@ def test_shapes_keep_the_shardings_of_the_parameters():
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     assert state.params["w"].sharding == sharding and state.params["w"].dtype == jnp.bfloat16
     assert isinstance(state.params["b"], jax.ShapeDtypeStruct)
+
+
+# ---------------------------------------------------------------------------
+# Frozen parameters
+# ---------------------------------------------------------------------------
+
+
+def frozen_and_trained(recipe):
+    labels = {"frozen": "frozen", "head": "trained"}
+    params = {"frozen": {"kernel": jnp.ones((4, 4))}, "head": {"kernel": jnp.ones((4, 2))}}
+    parts = {"frozen": optax.set_to_zero(), "trained": recipe.optimizer(optax.sgd(0.1))}
+    return params, optax.partition(parts, labels)
+
+
+def stored_dtypes(params):
+    return [leaf.dtype.name for leaf in jax.tree.leaves(params)]
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_frozen_parameters_in_fp32_are_reported_with_a_fix(abstract):
+    recipe = jaxmp.load_recipe("bf16_params")
+    params, tx = frozen_and_trained(recipe)
+    if abstract:
+        params = jax.eval_shape(lambda: params)
+    with pytest.warns(jaxmp.RecipeWarning, match="'frozen:kernel' is stored in float32") as warned:
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert stored_dtypes(state.params) == ["float32", "bfloat16"]
+    if abstract:
+        return
+    assert warned[0].filename == __file__
+    names = {"state": state, "recipe": recipe}
+    exec(str(warned[0].message).partition("before training: ")[2].partition(". If")[0], names)
+    state = names["state"]
+    assert stored_dtypes(state.params) == ["bfloat16", "bfloat16"]
+    grads = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), state.params)
+    after = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
+    assert stored_dtypes(after.params) == ["bfloat16", "bfloat16"]
+    assert after.params["frozen"]["kernel"].tolist() == state.params["frozen"]["kernel"].tolist()
+    masters = jaxmp.get_master_params(after)
+    np.testing.assert_allclose(masters["head"]["kernel"], 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_recipes_that_store_fp32_report_nothing(recipe):
+    params, tx = frozen_and_trained(jaxmp.load_recipe(recipe))
+    jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def test_groups_with_recipes_of_their_own_report_nothing():
+    recipes = map(jaxmp.load_recipe, ("bf16_params", "fp32"))
+    parts = {recipe.name: recipe.optimizer(optax.sgd(0.1)) for recipe in recipes}
+    tx = optax.partition(parts, {"a": "bf16_params", "b": "fp32"})
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert stored_dtypes(state.params) == ["bfloat16", "float32"]

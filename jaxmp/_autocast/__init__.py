@@ -26,6 +26,7 @@ from jaxmp._autocast._record import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast._record import Record
 from jaxmp._autocast._regions import FULL_PRECISION
 from jaxmp._autocast._trace import rules_for, trace
+from jaxmp._device import check_device
 
 
 @contextlib.contextmanager
@@ -97,6 +98,7 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
 
     @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+        check_device(rules.policies)
         traced = trace(fn, args, kwargs)
         interpreter = Interpreter(rules, traced.in_custom_vjp)
         return traced.results(interpreter.function(traced.closed, traced.arrays))

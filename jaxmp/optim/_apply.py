@@ -102,7 +102,10 @@ def _restore(applied: jax.Array, new: Any, old: Any) -> Any:
         return dataclasses.replace(
             n,
             loss_scale=o.loss_scale.adjust(applied),
-            stats=o.stats.after(applied, o.loss_scale.at_floor, n.stats.overflow_leaf),
+            # Which group the gradient belongs to that was not finite is not known.
+            stats=o.stats.after(
+                applied, o.loss_scale.at_floor, n.stats.overflow_leaf, o.stats.nonfinite_leaf
+            ),
         )
 
     return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

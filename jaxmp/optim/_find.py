@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,7 +12,13 @@ from jax.core import Tracer
 
 from jaxmp import _compat, _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from jaxmp.errors import CompositionError, JaxmpError, MasterOverflow, ScaleCollapsed
+from jaxmp.errors import (
+    CompositionError,
+    JaxmpError,
+    MasterOverflow,
+    ScaleCollapsed,
+    SkippedStepsWarning,
+)
 from jaxmp.optim._master import MasterParamsState, expand, master_states
 from jaxmp.optim._skip import Settings, SkipNonfiniteState, SkipStats, as_axes
 
@@ -174,11 +181,16 @@ def get_skip_stats(state: Any) -> SkipStats:
     Raises:
       JaxmpError: if there are none, or more than one (naming their paths).
 
+    Warns:
+      SkippedStepsWarning: once, if the last 10 steps or more were skipped and the counters are on
+        the host already, so that nothing waits for the device.
+
     Example:
       >>> tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
       >>> int(get_skip_stats(tx.init({"w": jnp.ones(2)})).total)
       0
     """
+    _warn_where_known(state)
     return _the_only(find(state, SkipStats), "skip counters", _MAKE)
 
 
@@ -251,11 +263,22 @@ def _replace_by_masters(params: Any, opt_state: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def check(state: Any) -> None:
-    """Raises if training cannot go on. Call it on the host, every so many steps.
+# Steps in a row. A dynamic scale that starts at 2**16 falls to 64 in as many.
+_SKIPPED_IN_A_ROW = 10
+
+
+def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
+    """Raises if training cannot go on, and warns if no step is applied any more.
+
+    Call it on the host, every so many steps. It waits for the last step to end.
 
     Args:
       state: a train state, optimizer state, or anything that holds one.
+      skipped_in_a_row: warn if at least so many of the last steps were skipped.
+
+    Warns:
+      SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
+        gradient was not finite, and the likely causes, the most likely first.
 
     Raises:
       ScaleCollapsed: the dynamic loss scale sits at its floor and the last step still overflowed.
@@ -284,10 +307,89 @@ def check(state: Any) -> None:
             scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
             raise ScaleCollapsed(
                 f"The loss scale is at its floor, {scale:g}, and {at_floor} step(s) in "
-                f"a row still overflowed ({total} skipped in all). The gradients are "
-                "not finite for another reason than the scale: look for a NaN in the batch or an "
-                "overflow in the forward pass, or train with jaxmp.load_recipe('bf16')."
+                f"a row still overflowed ({total} skipped in all).{_culprit(node, stats)} The "
+                "gradients are not finite for another reason than the scale: look for a NaN in the "
+                "batch or an overflow in the forward pass, or train with "
+                "jaxmp.load_recipe('bf16')."
             )
+        if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
+            warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
+
+
+# Guards whose skipped steps `get_skip_stats` has reported: (path, steps skipped before these).
+_reported: set[tuple[str, int]] = set()
+
+
+def _warn_where_known(state: Any) -> None:
+    """Warns once of steps skipped in a row, where reading the counters costs nothing."""
+    for path, node in find(state, SkipNonfiniteState):
+        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable)
+        if not all(_compat.is_on_host(leaf) for leaf in (stats.consecutive, stats.total)):
+            continue
+        consecutive, total = (int(np.max(x)) for x in (stats.consecutive, stats.total))
+        key = path, total - consecutive
+        if consecutive >= _SKIPPED_IN_A_ROW and key not in _reported:
+            _reported.add(key)
+            warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=3)
+
+
+def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
+    """The message about steps skipped in a row."""
+    consecutive, total = (int(np.max(jax.device_get(x))) for x in (stats.consecutive, stats.total))
+    scale = ""
+    if not isinstance(node.loss_scale, NoLossScale):
+        value = np.min(jax.device_get(_compat.plain_array(node.loss_scale.scale_value)))
+        scale = f" The loss scale is {float(value):g}."
+    causes = enumerate(_causes(node.loss_scale), start=1)
+    return (
+        f"The last {consecutive} steps were skipped ({total} in all), because their gradients were "
+        f"not finite, so the parameters do not change any more.{scale}{_culprit(node, stats)} "
+        "Likely causes, the most likely first:"
+        + "".join(f"\n  {number}. {cause}" for number, cause in causes)
+    )
+
+
+def _culprit(node: SkipNonfiniteState, stats: SkipStats) -> str:
+    """A sentence about the first gradient that was not finite, with a leading blank, or ""."""
+    leaf = int(np.max(jax.device_get(stats.nonfinite_leaf)))
+    paths = [row[0] for each in master_states(node.inner_state) for row in each.layout.storage]
+    if not 0 <= leaf < len(paths):
+        return ""
+    every = "" if leaf else ", the first parameter of all: a loss that is not finite makes all NaN"
+    return f" The first gradient that is not finite is that of {paths[leaf]!r}{every}."
+
+
+_NOT_FINITE = (
+    "The batch, or the loss of it, is not finite: jnp.isfinite(loss), and "
+    'jax.config.update("jax_debug_nans", True) to find the operation.'
+)
+_DIVERGED = (
+    "The parameters have become very large: lower the learning rate, clip gradients inside, "
+    "recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), inner)), and restart from a "
+    "checkpoint before it."
+)
+_FORWARD = (
+    "An activation is above 65504, the largest number of float16: give its module "
+    'jaxmp.Rule("path/of/module", "c=f32"), or use jaxmp.load_recipe("bf16").'
+)
+
+
+def _causes(loss_scale: Any) -> tuple[str, ...]:
+    """What may have made gradients not finite, the most likely cause first."""
+    if isinstance(loss_scale, NoLossScale):
+        return _NOT_FINITE, _DIVERGED
+    if isinstance(loss_scale, StaticLossScale):
+        fixed = (
+            "The loss scale is too large for these gradients: let it adapt, "
+            "recipe.replace(loss_scale=jaxmp.DynamicLossScale())."
+        )
+        return fixed, _FORWARD, _NOT_FINITE, _DIVERGED
+    high = (
+        "The loss scale is still too high, if these are the first steps: it falls with each "
+        "skipped step. Start lower: recipe.replace(loss_scale=jaxmp.DynamicLossScale("
+        "init_scale=2.0**8))."
+    )
+    return _FORWARD, _NOT_FINITE, high, _DIVERGED
 
 
 def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ import optax
 from jax import lax
 
 from jaxmp import _recipe_data, _trees
-from jaxmp._dtypes import FLOAT32, canonical_dtype, is_half, short_name
+from jaxmp._dtypes import FLOAT32, bits, canonical_dtype, is_half, short_name
 from jaxmp._rules import PolicyMap
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import _storage
 
 FLOAT16 = np.dtype(np.float16)
@@ -412,3 +413,37 @@ def store(params: Any, state: Any) -> Any:
         return leaf if dtype is None else _storage.to_storage(leaf, dtype, form)
 
     return _trees.map_with_path(cast_leaf, params)
+
+
+def warn_of_wide(params: Any, state: Any, fix: str, stacklevel: int) -> None:
+    """Warns of parameters that the optimizer's policies store in fewer bits than they have.
+
+    An optimizer casts the parameters that it trains; those that it does not train, such as the
+    frozen ones of a model with LoRA, keep their dtype.
+
+    Args:
+      params: a tree of parameters.
+      state: the optimizer state.
+      fix: code that casts them.
+      stacklevel: that of the caller's caller, as in `warnings.warn`.
+    """
+    maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
+    wide = []
+    for names, leaf in _trees.leaves_with_path(params) if maps else ():
+        if _trees.is_castable(leaf):
+            rule_names = _trees.rule_names(params, names)
+            dtypes = [np.dtype(policies.storage_dtype(rule_names, leaf.dtype)) for policies in maps]
+            if all(bits(dtype) < bits(leaf.dtype) for dtype in dtypes):
+                wide.append((_trees.parameter_path(rule_names), leaf, dtypes[0]))
+    if not wide:
+        return
+    path, leaf, dtype = wide[0]
+    size = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf, _ in wide)
+    others = f" and {len(wide) - 1} other parameters are" if len(wide) > 1 else " is"
+    warnings.warn(
+        f"{path!r}{others} stored in {leaf.dtype} ({size / 1e6:,.1f} MB), and the recipe stores "
+        f"them in {dtype}. The optimizer casts only the parameters that it trains. If the others "
+        f"are frozen, cast them once before training: {fix}",
+        RecipeWarning,
+        stacklevel=stacklevel + 1,
+    )

@@ -37,6 +37,8 @@ class SkipStats:
       last_finite: bool, whether the last step was applied; True before the first.
       overflow_leaf: int32, the first parameter whose master was too large for its storage dtype in
         the last step, as an index into the layout of the masters; -1: none.
+      nonfinite_leaf: int32, the first parameter whose gradient was not finite in the last step, as
+        an index into the gradients; -1: none, or not known.
     """
 
     total: Any
@@ -44,14 +46,22 @@ class SkipStats:
     at_floor: Any
     last_finite: Any
     overflow_leaf: Any
+    nonfinite_leaf: Any
 
     @classmethod
     def zero(cls, inner_state: Any = ()) -> SkipStats:
         """The counters before the first step."""
         zero = lambda: jnp.zeros((), jnp.int32)
-        return cls(zero(), zero(), zero(), jnp.array(True), _overflow_leaf(inner_state))
+        overflow_leaf, none = _overflow_leaf(inner_state), jnp.array(-1, jnp.int32)
+        return cls(zero(), zero(), zero(), jnp.array(True), overflow_leaf, none)
 
-    def after(self, applied: jax.Array, at_floor: jax.Array, overflow_leaf: jax.Array) -> SkipStats:
+    def after(
+        self,
+        applied: jax.Array,
+        at_floor: jax.Array,
+        overflow_leaf: jax.Array,
+        nonfinite_leaf: jax.Array,
+    ) -> SkipStats:
         """The counters after one more step."""
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
@@ -63,6 +73,7 @@ class SkipStats:
             ),
             last_finite=applied,
             overflow_leaf=overflow_leaf,
+            nonfinite_leaf=nonfinite_leaf,
         )
 
 
@@ -180,9 +191,14 @@ def skip_nonfinite(
             emitted, inner_state = do_update()
             return emitted, dataclasses.replace(state, inner_state=inner_state)
 
-        finite = _trees.all_finite(grads)
+        first = _trees.first_nonfinite(grads)
         if axes:
-            finite = _compat.agree(finite, axes)
+            first = _compat.smallest(first, axes)
+        finite = lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
+        # Gradients of another structure than the parameters have other indices.
+        nonfinite_leaf = state.stats.nonfinite_leaf
+        if alike:
+            nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
         guarded = _cond_update if _resolve(skip) == "cond" else _select_update
         # A skipped step emits zeros that have the structure of the updates. Gradients have it too,
         # except under wrappers such as `optax.lookahead`, which has two copies of the parameters.
@@ -194,7 +210,9 @@ def skip_nonfinite(
         )
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
-            stats=state.stats.after(applied, state.loss_scale.at_floor, overflow_leaf),
+            stats=state.stats.after(
+                applied, state.loss_scale.at_floor, overflow_leaf, nonfinite_leaf
+            ),
             inner_state=inner_state,
             settings=state.settings,
         )

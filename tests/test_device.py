@@ -1,0 +1,96 @@
+"""Warnings about devices that compute slowly in the dtypes of a recipe."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import _compat, _device
+
+X = jnp.ones((2, 4))
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings():
+    """Lets each test see the warning that a process shows once."""
+    _device._warn_of_bfloat16.cache_clear()
+
+
+def linen(recipe):
+    model = recipe.wrap(nn.Dense(3))
+    jax.eval_shape(model.init_with_output, jax.random.key(0), X)
+    variables = jax.eval_shape(nn.Dense(3).init, jax.random.key(0), X)
+    jax.eval_shape(model.apply, variables, X)
+
+
+def in_nnx(recipe):
+    model = recipe.wrap(nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0))))
+    nnx.jit(lambda model, x: model(x)).trace(model, X)
+
+
+def autocast(recipe):
+    jax.eval_shape(jaxmp.autocast(lambda x: x @ x.T, recipe), X)
+
+
+def shown(use, recipe, target, capability):
+    """The warnings of two uses of a recipe on a device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with _compat.context(target=target, capability=capability):
+            for _ in range(2):
+                use(jaxmp.load_recipe(recipe))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("use", [linen, in_nnx, autocast])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_bf16_on_a_gpu_without_it_warns_once_and_names_fp16(use, capability):
+    (message,) = shown(use, "bf16", "gpu", capability)
+    assert f"compute capability {capability[0]}.{capability[1]}" in message
+    fix = re.search(r"recipe = (.*)\.$", message)[1]
+    assert eval(fix, {"jaxmp": jaxmp}) == jaxmp.load_recipe("fp16")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "capability"),
+    [
+        ("bf16", "gpu", (8, 0)),
+        ("bf16", "gpu", None),
+        ("bf16", "cpu", None),
+        ("bf16", "tpu", None),
+        ("fp16", "gpu", (7, 0)),
+        ("fp32", "gpu", (7, 0)),
+        ("tf32", "gpu", (7, 0)),
+    ],
+)
+@pytest.mark.parametrize("use", [linen, in_nnx, autocast])
+def test_devices_and_recipes_without_a_warning(use, recipe, target, capability):
+    assert shown(use, recipe, target, capability) == []
+
+
+def test_16_bit_parameters_are_kept_by_the_recipe_that_is_named():
+    (message,) = shown(linen, "bf16_params", "gpu", (7, 0))
+    assert "load_recipe('fp16_params')" in message
+
+
+def test_one_rule_in_bfloat16_is_enough():
+    policies = jaxmp.PolicyMap("fp16", [jaxmp.Rule("head", "c=bf16", required=False)])
+    assert len(shown(linen, policies, "gpu", (7, 0))) == 1
+
+
+def test_fp8_on_an_old_gpu_is_refused():
+    with (
+        warnings.catch_warnings(),
+        _compat.context(target="gpu", capability=(7, 0)),
+        pytest.raises(jaxmp.CompositionError, match=r"capability 7\.0\) has no FP8"),
+    ):
+        warnings.simplefilter("ignore")
+        recipe = jaxmp.load_recipe("fp8").replace(fp8=jaxmp.fp8.CurrentScaling(min_width=16))
+        jax.eval_shape(recipe.wrap(nn.Dense(32)).init, jax.random.key(0), jnp.ones((16, 32)))
+        variables = jax.eval_shape(nn.Dense(32).init, jax.random.key(0), jnp.ones((16, 32)))
+        jax.eval_shape(recipe.wrap(nn.Dense(32)).apply, variables, jnp.ones((16, 32)))

@@ -1,0 +1,203 @@
+"""Messages about steps that are skipped in a row: which steps, why, and where they appear."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import _trees
+from jaxmp.optim import _find
+
+PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+BAD = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan, 1.0]), "x": jnp.array(jnp.inf)}}
+
+
+@pytest.fixture(autouse=True)
+def fresh_reports():
+    """Lets each test see what a process reports once."""
+    _find._reported.clear()
+
+
+def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):
+    """A train state whose last `skipped` steps were skipped."""
+    recipe = jaxmp.load_recipe(recipe).replace(skip=skip, **changes)
+    tx = recipe.optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for index in range(1 + skipped):
+        state = step(state, grads if index else GOOD)
+    return state
+
+
+def message_of(call):
+    with pytest.warns(jaxmp.SkippedStepsWarning) as warned:
+        call()
+    (warning,) = warned
+    assert warning.filename == __file__
+    return str(warning.message)
+
+
+# ---------------------------------------------------------------------------
+# What is said
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
+    state = state_after(12, "fp16", skip=skip)
+    message = message_of(lambda: jaxmp.check(state))
+    assert message.startswith("The last 12 steps were skipped (12 in all)")
+    assert "The loss scale is 16." in message
+    assert "that of 'b:w'." in message
+    causes = message.split("\n  ")[1:]
+    assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4."]
+    assert "65504" in causes[0] and "not finite" in causes[1] and "too high" in causes[2]
+
+
+def test_without_a_loss_scale_the_batch_is_the_first_cause():
+    message = message_of(lambda: jaxmp.check(state_after(10)))
+    assert "loss scale" not in message
+    assert "1. The batch, or the loss of it, is not finite" in message
+
+
+def test_a_static_scale_is_the_first_cause():
+    state = state_after(10, "fp16", loss_scale=1024.0)
+    message = message_of(lambda: jaxmp.check(state))
+    assert "The loss scale is 1024." in message
+    assert "1. The loss scale is too large" in message
+
+
+def test_the_first_leaf_of_all_may_stand_for_the_loss():
+    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), PARAMS)
+    message = message_of(lambda: jaxmp.check(state_after(10, grads=grads)))
+    assert "that of ':a', the first parameter of all: a loss that is not finite" in message
+
+
+def test_a_collapsed_scale_names_the_leaf_too():
+    scale = jaxmp.DynamicLossScale(init_scale=2.0, min_scale=1.0)
+    state = state_after(3, "fp16", loss_scale=scale)
+    with pytest.raises(jaxmp.ScaleCollapsed, match=r"\(3 skipped in all\)\. .* that of 'b:w'\."):
+        jaxmp.check(state)
+
+
+@pytest.mark.parametrize("fix", ["DynamicLossScale())", "init_scale=2.0**8))"])
+def test_the_fixes_are_code(fix):
+    recipe = jaxmp.load_recipe("fp16")
+    if "init" not in fix:
+        recipe = recipe.replace(loss_scale=1024.0)
+    text = message_of(lambda: jaxmp.check(state_after(10, recipe)))
+    code = text[text.index("recipe.replace(") : text.index(fix) + len(fix)]
+    changed = eval(code, {"recipe": recipe, "jaxmp": jaxmp})
+    assert isinstance(changed.loss_scale, jaxmp.DynamicLossScale)
+
+
+# ---------------------------------------------------------------------------
+# When it is said
+# ---------------------------------------------------------------------------
+
+
+def test_fewer_steps_are_no_reason():
+    state = state_after(9)
+    jaxmp.check(state)
+    jaxmp.get_skip_stats(state)
+    assert message_of(lambda: jaxmp.check(state, skipped_in_a_row=9))
+
+
+def test_a_step_that_is_applied_ends_the_row():
+    state = state_after(12).apply_gradients(grads=GOOD)
+    jaxmp.check(state)
+    stats = jaxmp.get_skip_stats(state)
+    assert (stats.total, stats.consecutive, stats.nonfinite_leaf) == (12, 0, -1)
+
+
+def test_reading_the_counters_reports_once():
+    state = jax.block_until_ready(state_after(10))
+    message = message_of(lambda: jaxmp.get_skip_stats(state))
+    assert message == message_of(lambda: jaxmp.check(state))
+    jaxmp.get_skip_stats(state)
+    jaxmp.get_skip_stats(jax.block_until_ready(state.apply_gradients(grads=BAD)))
+
+
+def test_reading_the_counters_in_a_trace_reports_nothing():
+    state = state_after(10)
+    assert int(jax.jit(lambda state: jaxmp.get_skip_stats(state).total)(state)) == 10
+
+
+def test_an_nnx_optimizer_reports_too():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1)))
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), nnx.state(model, nnx.Param))
+    for _ in range(10):
+        optimizer.update(model, grads)
+    assert "that of ':bias'" in message_of(lambda: jaxmp.check(optimizer))
+
+
+def test_groups_of_parameters_report_their_counts():
+    recipe = jaxmp.load_recipe("fp16")
+    parts = {name: recipe.optimizer(optax.sgd(0.1)) for name in ("one", "two")}
+    tx = optax.partition(parts, {"a": "one", "b": {"w": "two", "x": "two"}})
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    step = jax.jit(lambda state: state.apply_gradients(grads=BAD))
+    for _ in range(10):
+        state = step(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxmp.check(state)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2 and all("last 10 steps" in text for text in messages)
+    # The guards see the gradients of all groups as NaN, so neither can name the first.
+    assert not any("first gradient" in text for text in messages)
+
+
+def test_devices_agree_on_the_leaf():
+    recipe = jaxmp.load_recipe("bf16")
+    tx = recipe.optimizer(optax.sgd(0.1), axis_name="data")
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    bad = jnp.array([[1.0, 1.0], [jnp.nan, 1.0]])
+
+    def step(state, row):
+        after = state.apply_gradients(grads={"a": jnp.ones(2), "b": row})
+        return jaxmp.get_skip_stats(after)
+
+    stats = jax.vmap(step, (None, 0), axis_name="data")(state, bad)
+    assert (stats.total.tolist(), stats.nonfinite_leaf.tolist()) == ([1, 1], [1, 1])
+
+
+# ---------------------------------------------------------------------------
+# What it costs
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "first"),
+    [
+        ([1.0, 2.0], 2),
+        ([np.nan, 2.0], 0),
+        ([1.0, np.inf], 1),
+        ([1, 2.0, np.nan, np.nan], 2),
+        ([1 + 1j, complex(0, np.inf)], 1),
+        ([1, 2], 2),
+        ([], 0),
+    ],
+)
+def test_the_first_leaf_that_is_not_finite(tree, first):
+    tree = [jnp.asarray(leaf) for leaf in tree]
+    assert int(_trees.first_nonfinite(tree)) == first
+    assert bool(_trees.all_finite(tree)) == (first == len(tree))
+
+
+def test_the_index_costs_a_few_operations_whatever_the_number_of_leaves():
+    def operations(fn, count):
+        return len(jax.make_jaxpr(fn)([jnp.ones(2)] * count).eqns)
+
+    more = [
+        operations(_trees.first_nonfinite, n) - operations(_trees.all_finite, n) for n in (2, 100)
+    ]
+    assert more[0] == more[1] <= 5
