@@ -6,6 +6,7 @@ Only the code of the models is theirs; their training scripts are not run.
     python benchmarks/compatibility.py --flax-examples ~/src/flax     # and the Flax repository's
     python benchmarks/compatibility.py --out table.json               # written as JSON too
     python benchmarks/compatibility.py --markdown table.json          # that JSON as Markdown
+    python benchmarks/compatibility.py --shares table.json            # counts shares anew in it
     python benchmarks/compatibility.py --scripts ~/src --out scripts.json   # training scripts
 
 The Flax repository's graph network needs `pip install jraph`.
@@ -17,7 +18,9 @@ of all parameters, and that of all taken together). Products are the matmuls and
 that gradient, forward pass included. The loss is the mean squared distance of the outputs to fixed
 random numbers, scaled by 1024 under every recipe. A parameter whose FP32 gradient is smaller than
 1e-5 of the whole one has none but for rounding, as the bias of attention keys: its relative
-difference means nothing, and it is counted apart.
+difference means nothing, and it is counted apart. The share of the FLOPs of these products that run
+in 16 bits is counted with the recipe `bf16` alone, and with `jaxmp.autocast` around the loss too;
+`--shares` counts it anew in a JSON of `--out`, without running anything.
 
 `--scripts` takes a folder that holds checkouts named flax, nanodo, optax, ... It ports the training
 scripts in `compatibility_scripts.py` by their edits and trains each, as it comes and under each
@@ -118,6 +121,17 @@ def is_16_bit(product: tuple[str, str, str]) -> bool:
     return set(product[1:]) in ({"bfloat16"}, {"float16"})
 
 
+def shares(built: Linen | Nnx) -> dict[str, float]:
+    """Share of the products' FLOPs in 16 bits: under `bf16` alone, and with `autocast` too."""
+    recipe = jaxmp.load_recipe("bf16")
+    params, outputs = built.bind(recipe)
+    loss_of = {"wrap": outputs, "wrap_and_autocast": jaxmp.autocast(outputs, recipe)}
+    return {
+        way: round(jaxmp.audit(gradient(fn), params).low_precision_share, 4)
+        for way, fn in loss_of.items()
+    }
+
+
 # ---------------------------------------------------------------------------
 # Differences
 # ---------------------------------------------------------------------------
@@ -168,6 +182,7 @@ def measure(model: Model, built: Linen | Nnx) -> dict[str, Any]:
         "source": model.source,
         "framework": model.framework,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(reference[1])),
+        "low_precision_share": shares(built),
         "recipes": recipes,
     }
     if built.typed is not None:
@@ -202,14 +217,19 @@ def show(rows: list[dict[str, Any]]) -> None:
     rich.print(table)
 
 
-HEADER = ("model", "source", "framework", *RECIPES, "16-bit products")
+HEADER = (
+    *("model", "source", "framework"),
+    *RECIPES,
+    *("16-bit products", "16-bit FLOPs", "with `autocast`"),
+)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     measured = row["recipes"]
     differences = [f"{r['logits']:.1e} / {r['gradients']:.1e}" for r in measured.values()]
     products = f"{measured['bf16']['products_16_bit']} of {measured['bf16']['products']}"
-    return [row["model"], row["source"], row["framework"], *differences, products]
+    flops = [f"{share:.1%}" for share in row["low_precision_share"].values()]
+    return [row["model"], row["source"], row["framework"], *differences, products, *flops]
 
 
 AUTHORS_HEADER = (
@@ -409,6 +429,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name or source contains this")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
+    parser.add_argument("--shares", type=Path, help="JSON file in which to count shares anew")
     parser.add_argument("--scripts", type=Path, help="folder of checkouts: flax, nanodo, ...")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each training script")
     args = parser.parse_args()
@@ -425,6 +446,13 @@ def main() -> None:
         folder = args.flax_examples / "examples"
         makers += [(model, lambda make=model.make: make(folder)) for model in FLAX_EXAMPLES]
     chosen = [pair for pair in makers if args.only in pair[0].name + pair[0].source]
+    if args.shares:
+        report = json.loads(args.shares.read_text())
+        rows = {(row["model"], row["source"]): row for row in report["models"]}
+        for model, make in progress.track(chosen):
+            rows[model.name, model.source]["low_precision_share"] = shares(make())
+            args.shares.write_text(json.dumps(report, indent=1) + "\n")
+        return
     report = {
         "command": "compatibility.py" + " --flax-examples FLAX" * bool(args.flax_examples),
         "versions": versions(args.flax_examples),

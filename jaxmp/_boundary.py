@@ -189,6 +189,16 @@ def _cast_input(leaf: Any, dtype: Any) -> Any:
     return leaf if is_number else saturating_cast(leaf, dtype)
 
 
+def ignores_dtype(plan: Plan) -> bool:
+    """Whether a module that returns float32 does not compute as its policy says.
+
+    Norms, layers of Flax and modules that are asked for a wide output return it on purpose.
+    """
+    facts = plan.facts
+    expected = facts.norm or facts.takes_dtype or plan.wide is not None
+    return is_half(plan.policy.compute_dtype) and not expected
+
+
 def cast_outputs(plan: Plan, out: Any, is_leaf: Any = None) -> Any:
     """Results in the dtype that the module passes on.
 

@@ -19,6 +19,7 @@ from jax._src import core, pjit
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import ad, batching, partial_eval
+from jax.core import Tracer
 from jax.experimental import topologies
 
 from jaxmp.errors import CompositionError
@@ -290,9 +291,10 @@ def is_on_host(leaf: Any) -> bool:
     """Returns True for a value that can be read without waiting for a device or another host."""
     if not isinstance(leaf, jax.Array):
         return isinstance(leaf, (np.ndarray, np.generic))
-    if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+    if isinstance(leaf, Tracer) or leaf.is_deleted():
         return False
-    return leaf.is_ready() and (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    readable = leaf.is_fully_addressable or leaf.is_fully_replicated
+    return readable and leaf.is_ready()  # pyright: ignore
 
 
 def plain_array(leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from jaxmp._boundary import (
     cast_like,
     cast_outputs,
     explain_mismatch,
+    ignores_dtype,
     is_complex,
     keeps_dtype,
     make_plan,
@@ -42,6 +43,7 @@ from jaxmp._dtypes import is_half
 from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
+from jaxmp._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._trees import OVERWRITE, PARAMS, cast, cast_floating, is_castable
 from jaxmp.errors import AttentionError, CompositionError
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct
@@ -466,6 +468,8 @@ class Applier:
         }
         self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
+        # Modules that seem to ignore the dtype of their policy.
+        self.suspects: dict[Path, Suspect] = {}
         self.restores = root.policies.restores_inputs
         # While a copy of a module is traced by another interceptor, this one does nothing.
         self.suspended = False
@@ -511,9 +515,23 @@ class Applier:
                 explain_mismatch(error, plan, path, _author_class(module), arguments)
                 raise
         out, carry = self._split_carry(plan, module, method, body, out, *incoming)
+        if crosses and follows and returns_float32(out) and ignores_dtype(plan):
+            self._suspect(module, path)
         if crosses and (follows or plan.asks_output):
             out = cast_outputs(plan, out)
         return carry(out)
+
+    def _suspect(self, module: Any, path: Path) -> None:
+        own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
+        elements = matrix_elements(jax.tree.leaves(own))
+        if elements:
+            cls = _author_class(module)
+            self.suspects[path] = Suspect("/".join(path), cls.__name__, elements)
+
+    def many_suspects(self) -> list[Suspect]:
+        """The modules that seem to ignore their policy, if they have many of the parameters."""
+        suspects = list(self.suspects.values())
+        return suspects if suspects and are_many(suspects, _params(self.scope)) else []
 
     def _split_carry(
         self, plan: Plan, module: Any, method: str, body: str, out: Any, args: Any, kwargs: Any

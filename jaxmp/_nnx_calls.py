@@ -25,6 +25,7 @@ from jaxmp._boundary import (
     cast_inputs,
     cast_outputs,
     explain_mismatch,
+    ignores_dtype,
     is_complex,
     keeps_dtype,
     make_plan,
@@ -41,6 +42,7 @@ from jaxmp._dtypes import is_half
 from jaxmp._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._products import wide_product
 from jaxmp._rules import PolicyMap
+from jaxmp._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._trees import OVERWRITE, cast, cast_floating, is_castable
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._layers import LayerEinsum, LayerProduct, einsum_sizes
@@ -686,6 +688,8 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Frame] = []
+        # Modules of the model that is running that seem to ignore the dtype of their policy.
+        self.suspects: dict[Path, Suspect] = {}
         # The precision of products outside of all of them.
         self.ambient: str | None = None
 
@@ -729,9 +733,37 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
             explain_mismatch(error, plan, bound.path, bound.cls, arguments)
             raise
     out, carry = split_carry(plan.facts, module, name, out, *incoming)
+    if crosses and follows and returns_float32(out) and ignores_dtype(plan):
+        _suspect(bound, module)
+    if _frames.suspects and not _frames.stack:
+        _report_suspects(bound, module, name, *incoming)
     if crosses and (follows or plan.asks_output):
         out = cast_outputs(plan, out, _is_opaque)
     return carry(out)
+
+
+# Models whose share of FLOPs in 16 bits was counted.
+_counted: set[tuple[type, PolicyMap]] = set()
+
+
+def _suspect(bound: Bound, module: Any) -> None:
+    own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
+    elements = matrix_elements(value.get_raw_value() for value in own)
+    if elements:
+        path = "/".join(bound.path)
+        _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements)
+
+
+def _report_suspects(bound: Bound, module: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Warns once if many of a model's layers ignore the dtype of their policies."""
+    suspects = list(_frames.suspects.values())
+    _frames.suspects.clear()
+    key = bound.cls, bound.policies
+    if key in _counted or not are_many(suspects, nnx.as_pure(nnx.state(module, nnx.Param))):
+        return
+    _counted.add(key)
+    call = lambda module, args, kwargs: getattr(module, name)(*args, **kwargs)
+    warn_if_low(bound.cls, suspects, 4, call, module, args, kwargs)
 
 
 def _check_containers(bound: Bound, module: Any) -> None:

@@ -252,8 +252,16 @@ def list_recipes() -> list[str]:
 
 
 def _adapter(model: Any) -> Any:
-    bases = {cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "Module"}
-    found = next((found for base, found in _ADAPTERS.items() if base in bases), None)
+    found = _adapter_name(model)
+    attributes = vars(model) if found is None and hasattr(model, "__dict__") else {}
+    inner = next((name for name in attributes if _adapter_name(attributes[name])), None)
+    if inner is not None and not isinstance(model, type):
+        kind = type(model)
+        raise JaxmpError(
+            f"wrap was given a {kind.__module__}.{kind.__qualname__}, which holds a Flax module in "
+            f"{inner!r} and is none itself. Wrap that module in its place: "
+            f"model.{inner} = recipe.wrap(model.{inner})."
+        )
     if found is None:
         hint = f" Make an instance: {model.__name__}(...)." if isinstance(model, type) else ""
         raise JaxmpError(
@@ -261,3 +269,9 @@ def _adapter(model: Any) -> Any:
             "of a flax.linen.Module or a flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
         )
     return importlib.import_module(found)
+
+
+def _adapter_name(model: Any) -> str | None:
+    """The adapter for a Flax module; None for anything else."""
+    bases = {cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "Module"}
+    return next((found for base, found in _ADAPTERS.items() if base in bases), None)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
+from jaxmp._dtypes import DTYPE_NAMES, bits, canonical_dtype, is_half, short_name
 from jaxmp._inputs import inputs_text, methods_of, own_inputs
 from jaxmp._policy import (
     FIELD_NAMES,
@@ -408,10 +408,13 @@ class Explanation:
     Attributes:
       rows: a `Decision` for each path: its policy, and the index and reason of the deciding rule.
       unused: the rules that decide for no path.
+      low_precision_share: the share of the model's matmul FLOPs, from 0 to 1, with both operands in
+        16 bits or fewer; None if it was not counted, or if the model has no matmul.
     """
 
     rows: tuple[Decision, ...]
     unused: tuple[Rule, ...]
+    low_precision_share: float | None = None
 
     def __str__(self) -> str:
         header = ("path", "type", "policy", "rule", "why")
@@ -431,7 +434,24 @@ class Explanation:
             for line in table
         ]
         lines += [f"unused: {rule!r}" for rule in self.unused]
-        return "\n".join(lines)
+        return "\n".join([*self.summary, *lines])
+
+    @property
+    def summary(self) -> list[str]:
+        """A line about the share of FLOPs, and the remedy if it is low; empty if it is not known.
+
+        A low share is expected where the policies or rules ask for FP32.
+        """
+        share = self.low_precision_share
+        if share is None:
+            return []
+        lines = [f"{share:.1%} of the matmul FLOPs run in 16 bits or fewer."]
+        if share < 0.5 and self.rows and is_half(self.rows[0].policy.compute_dtype):
+            lines.append(
+                "Layers that cast their operands themselves do not follow the recipe. Apply it to "
+                "each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
+            )
+        return lines
 
 
 def _rule_number(rule: int | None) -> str:

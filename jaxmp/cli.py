@@ -136,12 +136,13 @@ def _show(
 def _explain(recipe: _RecipeArgument, model: _ModelArgument) -> None:
     """Print which rule decides for each module of a model, and which rules decide nothing."""
     policies = load_recipe(recipe).policies
-    paths = _module_paths(model)
-    _print_explanation(policies, policies.explain_modules(paths))
+    explain, paths = _explained(model)
     try:
         policies.check_required(paths)
     except RuleError as error:
+        _print_explanation(policies, policies.explain_modules(paths))
         raise _UnmatchedRule(str(error)) from None
+    _print_explanation(policies, explain(policies))
 
 
 @app.command("audit", context_settings={"ignore_unknown_options": True, "allow_extra_args": False})
@@ -566,13 +567,18 @@ def _call_make_step(target: str, recipe: str | None) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def _module_paths(target: str) -> dict[str, Any]:
-    """The classes by path, and the parameters, of the model that a factory makes."""
+def _explained(target: str) -> tuple[Callable[[Any], Explanation], dict[str, Any]]:
+    """`explain(policies)`, and all paths, of the model that a factory makes."""
     model, *inputs = _call_factory(target)
     where = f"the model of {target}"
+    adapter = jaxmp.nnx if _is_nnx(model) else jaxmp.linen
     if _is_nnx(model):
-        return _run(where, lambda: jaxmp.nnx.module_paths(model))
-    return _run(where, lambda: jaxmp.linen.module_paths(model, *inputs))
+        paths = _run(where, lambda: adapter.module_paths(model))
+        # An NNX model has paths without inputs; with them, its FLOPs can be counted.
+        inputs = inputs if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(inputs)) else []
+    else:
+        paths = _run(where, lambda: adapter.module_paths(model, *inputs))
+    return lambda policies: _run(where, lambda: adapter.explain(model, policies, *inputs)), paths
 
 
 def _is_nnx(model: Any) -> bool:
@@ -606,6 +612,8 @@ def _print_explanation(policies: PolicyMap, explanation: Explanation) -> None:
         path = _text(row.path or "(root)")
         table.add_row(path, _text(row.module_type), _policy_words(row.policy), number)
     console.print(table)
+    for line in explanation.summary:
+        console.print(_text(line))
     deciding = {row.rule for row in explanation.rows}
     for number, rule in enumerate(policies.rules, start=1):
         unused = number - 1 not in deciding

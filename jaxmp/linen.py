@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._arguments import check_implementation
@@ -35,8 +37,9 @@ from jaxmp._linen_calls import (
 )
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
+from jaxmp._share import low_precision_share, warn_if_low
 from jaxmp._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 
 __all__ = ["apply_policy", "explain", "module_paths"]
 
@@ -83,6 +86,8 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> ty
         "_jaxmp_class": cls,
         "_jaxmp_policies": policies,
         "_jaxmp_origin": origin,
+        # Modules that seem to ignore their policy, once a call has seen many; () when reported.
+        "_jaxmp_suspects": None,
     }
     return type(cls.__name__, (cls,), members)
 
@@ -128,8 +133,11 @@ def _entered(module: Any) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
-    with nn.intercept_methods(Applier(root, module.scope)), context(policies=root):
+    applier = Applier(root, module.scope)
+    with nn.intercept_methods(applier), context(policies=root):
         yield
+    if type(module)._jaxmp_suspects is None:
+        type(module)._jaxmp_suspects = applier.many_suspects() or None
 
 
 def _root_of(module: Any) -> Root:
@@ -142,7 +150,13 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
     def apply(
         self: nn.Module, variables: Any, *args: Any, method: Any = None, **kwargs: Any
     ) -> Any:
-        return cls.apply(self, variables, *args, method=_whole(self, method), **kwargs)
+        out = cls.apply(self, variables, *args, method=_whole(self, method), **kwargs)
+        suspects = type(self)._jaxmp_suspects
+        if suspects:
+            type(self)._jaxmp_suspects = ()
+            call = functools.partial(cls.apply, self, method=_whole(self, method))
+            warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
+        return out
 
     return apply
 
@@ -189,6 +203,7 @@ _FLAX_NAMES = frozenset(
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
         *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path", "_jaxmp_above"),
+        "_jaxmp_suspects",
     }
 )
 
@@ -563,7 +578,8 @@ def explain(
       *args, **kwargs, rngs: as in `module_paths`.
 
     Returns:
-      A row for every module, and for every parameter that a `path:name` rule decides.
+      A row for every module, and for every parameter that a `path:name` rule decides; and the share
+      of the matmul FLOPs that run in 16 bits or fewer.
 
     Raises:
       RuleError: if a required rule matches nothing.
@@ -576,4 +592,20 @@ def explain(
     policies = as_policy_map(policies)
     paths = module_paths(model, *args, rngs=rngs, **kwargs)
     policies.check_required(paths)
-    return policies.explain_modules(paths)
+    share = _share(apply_policy(model, policies), args, rngs, kwargs)
+    return dataclasses.replace(policies.explain_modules(paths), low_precision_share=share)
+
+
+def _share(model: nn.Module, args: Any, rngs: Any, kwargs: Any) -> float | None:
+    """Share of the matmul FLOPs of a wrapped model in 16 bits or fewer; None without any."""
+    rngs = jax.random.key(0) if rngs is None else rngs
+
+    def initialize_and_apply(rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        variables = jax.eval_shape(lambda: model.init(rngs, *args, **kwargs))
+        variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
+        return model.apply(variables, *args, rngs=rngs, mutable=DenyList("params"), **kwargs)
+
+    with warnings.catch_warnings():
+        # The share itself is reported.
+        warnings.simplefilter("ignore", RecipeWarning)
+        return low_precision_share(initialize_and_apply, rngs, *args, **kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,8 +26,9 @@ from jaxmp._nnx_calls import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._nnx_gradients import Gradient, Write, continued, undo
 from jaxmp._recipe_data import as_policy_map
 from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
+from jaxmp._share import low_precision_share
 from jaxmp._trees import Path
-from jaxmp.errors import CompositionError, JaxmpError, RuleError
+from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning, RuleError
 from jaxmp.optim import _find, _master
 from jaxmp.optim._apply import apply_update
 
@@ -203,12 +206,15 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
     return _paths(_places(model))
 
 
-def explain(model: nnx.Module, policies: Any) -> Explanation:
+def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Which rule decides for each module of a model, and which rules decide nothing.
 
     Args:
       model: an NNX module.
       policies: as in `apply_policy`.
+      *args, **kwargs: what the model is called with; arrays may be `jax.ShapeDtypeStruct`. If there
+        are any, the model is traced, and the share of the matmul FLOPs that run in 16 bits or fewer
+        is reported too.
 
     Returns:
       A row for every module, and for every parameter that a `path:name` rule decides.
@@ -224,7 +230,18 @@ def explain(model: nnx.Module, policies: Any) -> Explanation:
     _check_model(model, "explain")
     policies, paths = as_policy_map(policies), _paths(_places(model))
     policies.check_required(paths)
-    return policies.explain_modules(paths)
+    explanation = policies.explain_modules(paths)
+    if not args and not kwargs:
+        return explanation
+    with warnings.catch_warnings():
+        # The share itself is reported.
+        warnings.simplefilter("ignore", RecipeWarning)
+        share = low_precision_share(_called, apply_policy(model, policies), args, kwargs)
+    return dataclasses.replace(explanation, low_precision_share=share)
+
+
+def _called(model: Any, args: Any, kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 class _Place(NamedTuple):

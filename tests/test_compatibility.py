@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import transformers
 
 import compatibility
 import jaxmp
@@ -24,6 +25,9 @@ OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
 
 # Gradients jump where a rounding decides which pixel is the largest.
 JUMPS = {"ResNet, classifier": 20}
+
+# GPT-2's layers cast their operands to float32, of which the recipe warns.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.RecipeWarning")
 
 # The fast ones have their like among the others: text, images, sound.
 SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
@@ -81,6 +85,41 @@ def test_the_authors_own_dtype_reaches_what_he_casts_himself():
     assert any("c_fc" in path for path, *_ in wide_products(gpt2, "bf16"))
     typed = gpt2._replace(module=gpt2.typed(jnp.bfloat16))
     assert wide_products(typed, "bf16") == []
+
+
+def hugging_face_gpt2():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    return transformers.FlaxGPT2LMHeadModel(config)
+
+
+def test_wrapping_a_model_of_transformers_names_the_line_that_works():
+    model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16")
+    with pytest.raises(jaxmp.JaxmpError, match="FlaxGPT2LMHeadModel, which holds a Flax") as error:
+        recipe.wrap(model)
+    exec(str(error.value).partition("in its place: ")[2].removesuffix("."))
+    assert model(jnp.ones((2, 12), jnp.int32)).logits.dtype == jnp.float32
+    assert recipe.wrap(model.module).clone() == model.module  # it is wrapped already
+
+
+def test_layers_that_ignore_the_recipe_are_reported_once_with_the_remedy():
+    model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16").replace(name="another")
+    rules = (jaxmp.Rule("nothing", "c=f32", required=False), *recipe.policies.rules)
+    policies = jaxmp.PolicyMap(recipe.policies.default, rules)
+    model._module = jaxmp.load_recipe(policies).wrap(model.module)
+    ids = jnp.ones((2, 12), jnp.int32)
+
+    def loss_fn(params, ids):
+        return model(ids, params=params).logits.mean()
+
+    with pytest.warns(jaxmp.RecipeWarning, match=r"^14% of the matmul FLOPs.*FlaxConv1D") as warned:
+        alone = jaxmp.audit(jax.grad(loss_fn), model.params, ids)
+        jax.grad(loss_fn)(model.params, ids)
+    assert len(warned) == 1
+    assert round(alone.low_precision_share, 2) == 0.14
+    names = {"jaxmp": jaxmp, "recipe": recipe, "loss_fn": loss_fn}
+    exec(str(warned[0].message).partition("operation: ")[2].removesuffix("."), names)
+    both = jaxmp.audit(jax.grad(names["loss_fn"]), model.params, ids)
+    assert both.low_precision_share == 1
 
 
 def test_recipes_find_routers_by_their_usual_names():

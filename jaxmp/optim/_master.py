@@ -428,9 +428,11 @@ def warn_of_wide(params: Any, state: Any, fix: str, stacklevel: int) -> None:
       stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
     maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
+    collections = _trees.has_collections(params)
     wide = []
     for names, leaf in _trees.leaves_with_path(params) if maps else ():
-        if _trees.is_castable(leaf):
+        is_param = not collections or names[0] == _trees.PARAMS
+        if is_param and _trees.is_castable(leaf):
             rule_names = _trees.rule_names(params, names)
             dtypes = [np.dtype(policies.storage_dtype(rule_names, leaf.dtype)) for policies in maps]
             if all(bits(dtype) < bits(leaf.dtype) for dtype in dtypes):
