@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._audit import audit
+from jaxmp._autocast._trace import is_traced_by_autocast
 from jaxmp._dtypes import FLOAT32
 from jaxmp.errors import RecipeWarning
 
@@ -46,7 +47,12 @@ def matrix_elements(arrays: Iterable[Any]) -> int:
 
 
 def are_many(suspects: Iterable[Suspect], params: Any) -> bool:
-    """Whether suspected modules own so many of the matrices `params` that FLOPs must be counted."""
+    """Whether suspected modules own so many of the matrices `params` that FLOPs must be counted.
+
+    Under autocast, which casts the operations of all modules, there is nothing to report.
+    """
+    if is_traced_by_autocast():
+        return False
     elements = sum(suspect.elements for suspect in suspects)
     return elements >= _SUSPECTED * matrix_elements(jax.tree.leaves(params))
 

@@ -151,9 +151,10 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
         self: nn.Module, variables: Any, *args: Any, method: Any = None, **kwargs: Any
     ) -> Any:
         out = cls.apply(self, variables, *args, method=_whole(self, method), **kwargs)
-        suspects = type(self)._jaxmp_suspects
+        policied: Any = type(self)
+        suspects = policied._jaxmp_suspects
         if suspects:
-            type(self)._jaxmp_suspects = ()
+            policied._jaxmp_suspects = ()
             call = functools.partial(cls.apply, self, method=_whole(self, method))
             warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
         return out

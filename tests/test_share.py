@@ -138,6 +138,13 @@ def test_layers_with_a_rule_in_fp32_are_no_reason(make):
     assert caught(lambda: loss_fn(params, X)) == []
 
 
+@LOSSES
+def test_the_remedy_reports_nothing_itself(make):
+    loss_fn, params = make("bf16")
+    loss_fn = jaxmp.autocast(loss_fn, "bf16")
+    assert caught(lambda: jax.jit(jax.grad(loss_fn))(params, X)) == []
+
+
 def test_layers_under_remat_are_reported():
     loss_fn, params = linen_loss("bf16", transform="remat")
     assert len(caught(lambda: jax.grad(loss_fn)(params, X))) == 1

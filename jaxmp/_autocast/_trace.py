@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,15 @@ class Traced(NamedTuple):
     results: Callable[[list[Any]], Any]
     # True if the function was traced inside a rule of a `custom_vjp`.
     in_custom_vjp: bool
+
+
+# Whether a function is being traced that autocast runs again.
+_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
+
+
+def is_traced_by_autocast() -> bool:
+    """Returns True in a function whose operations autocast casts."""
+    return _traces.get()
 
 
 def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
@@ -66,7 +76,11 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return static_out["structure"].unflatten(out)
 
     arrays = [canonical(leaves[index]) for index in positions]
-    closed = jax.make_jaxpr(flat)(*arrays)
+    token = _traces.set(True)
+    try:
+        closed = jax.make_jaxpr(flat)(*arrays)
+    finally:
+        _traces.reset(token)
     return Traced(closed, arrays, results, static_out["in_custom_vjp"])
 
 
