@@ -14,7 +14,14 @@ from jaxmp._autocast._equations import as_recorded, asks_for_highest, bind, is_p
 from jaxmp._autocast._nested import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._readers import ARITHMETIC, Readers
 from jaxmp._autocast._record import IN_RULE, Record
-from jaxmp._autocast._regions import IN_CUSTOM_VJP, Region, Rules, path_of, with_phase
+from jaxmp._autocast._regions import (
+    IN_CUSTOM_VJP,
+    IN_JVP_RULE,
+    Region,
+    Rules,
+    path_of,
+    with_phase,
+)
 from jaxmp._autocast._values import (
     Scope,
     Standing,
@@ -211,6 +218,9 @@ class Interpreter:
             wide = preferred
         elif is_half(dtype) and self._only_fp32_reads(equation, scope):
             wide = FLOAT32
+        elif IN_JVP_RULE in names and all(map(is_half, recorded)):
+            # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
+            wide = None
         else:
             wide = region.wide
         if in_fp8 is not None:

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._autocast._equations import bind
-from jaxmp._autocast._regions import IN_CUSTOM_JVP, Rules
+from jaxmp._autocast._regions import IN_CUSTOM_JVP, IN_JVP_RULE, Rules
 from jaxmp._autocast._values import Scope, Standing, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._compat import jaxpr_body, scan_counts
 from jaxmp._trees import cast, is_castable
@@ -135,7 +135,7 @@ def _custom_jvp(
         recorded, zeros_out = _rule_jaxpr(rule, avals, zeros, params["symbolic_zeros"])
         args = [Value(array, v.standing) for array, v in zip(primals, values, strict=True)]
         args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
-        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, names)
+        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, (*names, IN_JVP_RULE))
         moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
         arrays = _cast_all([out.array for out in outs], [*out_avals, *moving])
         rest = iter(arrays[len(out_avals) :])

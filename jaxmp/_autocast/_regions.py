@@ -21,6 +21,7 @@ FULL_PRECISION = "jaxmp_full_precision"
 _IN_BACKWARD = "jaxmp_backward"
 IN_CUSTOM_JVP = "jaxmp_custom_jvp"
 IN_CUSTOM_VJP = "jaxmp_custom_vjp"
+IN_JVP_RULE = "jaxmp_jvp_rule"
 # Mark -> why matmuls in such a scope do not run in FP8.
 _NOT_FP8 = {
     _IN_BACKWARD: (
@@ -30,7 +31,7 @@ _NOT_FP8 = {
     IN_CUSTOM_JVP: "inside a custom_jvp, whose rule must stay linear",
     IN_CUSTOM_VJP: "inside a custom_vjp, which runs as its author wrote it",
 }
-_MARKS = {FULL_PRECISION, *_NOT_FP8}
+_MARKS = {FULL_PRECISION, IN_JVP_RULE, *_NOT_FP8}
 
 
 @dataclasses.dataclass(frozen=True)
