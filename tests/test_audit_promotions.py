@@ -220,6 +220,17 @@ def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
         assert ", and " in finding.message and finding.file == __file__
 
 
+@pytest.mark.parametrize("policies", [None, "bf16"])
+def test_the_matmuls_of_a_promotion_have_its_fix(policies):
+    """A single change removes all of them."""
+    gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
+    faults = audit(gradient, X, W, policies=policies).faults
+    assert {f.kind for f in faults} >= {"silent_promotion", "mixed_operands"}
+    assert all("a NumPy number:\n    0.5" in f.fix for f in faults)
+    mended = lambda x, w: matmul(x * 0.5, w).astype(jnp.float32).sum()
+    assert audit(jax.grad(mended, (0, 1)), X, W, policies=policies).ok
+
+
 def test_fixes_of_promotions_name_what_promotes():
     (finding,) = (f for f in audit(into_matmul, X, W).faults if f.kind == "silent_promotion")
     assert finding.fix.endswith("a NumPy number:\n    0.5")

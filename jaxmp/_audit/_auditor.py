@@ -80,6 +80,8 @@ class Auditor:
         # A matmul of a backward pass that reads float16.
         self.float16_backward: Site | None = None
         self._reduces: list[HalfReduce] = []
+        # (names, line) of a matmul -> the fix of the promotion that makes it wide.
+        self._causes: dict[tuple[Path, tuple[str, int]], str] = {}
         # (names, phase, lhs, rhs) -> [FLOPs, count].
         self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
         # (names, phase, source, target) -> [bytes, count].
@@ -270,8 +272,7 @@ class Auditor:
     def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs
         if {FLOAT32, FLOAT64} & {lhs, rhs} and site.place.phase == FORWARD:
-            harm = f", and {site.name} at {self._where(site)} reads it"
-            self._report(Promotion, site.equation.invars[:2], harm)
+            self._report_cause(site)
         if lhs != rhs:
             if lhs in _FLOATS or rhs in _FLOATS:
                 message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
@@ -280,6 +281,7 @@ class Auditor:
                 if site.place.phase != FORWARD:
                     # The cotangent of a product with a wider preferred_element_type is wide.
                     fix = "In place of preferred_element_type:\n    (x @ w).astype(jnp.float32)"
+                fix = self._cause(site) or fix
                 self.drafts.add("mixed_operands", site, message, fix, flops=flops)
             return
         wanted = self.judge.wanted(site.place)
@@ -294,6 +296,20 @@ class Auditor:
             message = f"{site.name} of {lhs.name} where the policies say {names}."
             fix = f"Remove casts by hand, and apply the policies:\n    {self._policy_code(site)}"
             self.drafts.add("off_policy_matmul", site, message, fix, flops=flops)
+
+    def _report_cause(self, site: Site) -> None:
+        """Reports the promotions that make a matmul wide; their fix is the matmul's, too."""
+        harm = f", and {site.name} at {self._where(site)} reads it"
+        labels = {x for var in site.equation.invars[:2] for x in self.flow.of(var)}
+        for label in labels:
+            if isinstance(label, Promotion):
+                label.report(harm, self.drafts)
+                key = site.place.names, self.drafts.line_of(site)
+                self._causes.setdefault(key, f"{label.fix}\nat {self._where(label.site)}.")
+
+    def _cause(self, site: Site) -> str:
+        """The fix of the promotion that makes a matmul wide, or its gradient; "" if none."""
+        return self._causes.get((site.place.names, self.drafts.line_of(site)), "")
 
     def _judge_fp8(self, site: Site, flops: int) -> None:
         """A linear layer that the policies want in FP8 and that is not."""
@@ -324,8 +340,8 @@ class Auditor:
         highest = "HIGHEST" in str(site.equation.params.get("precision"))
         asked = "; its author asks for precision=HIGHEST" if highest else ""
         message = f"{site.name} of float32 where the policies say {wanted}{asked}."
-        fix = self._remove_cast(site)
-        if site.place.names:
+        fix = self._cause(site) or self._remove_cast(site)
+        if site.place.names and not self._cause(site):
             module = site.place.names[-1].partition(".")[0]
             fix = fix or f"Apply the policies:\n    {self._policy_code(site)}"
             fix += f"\nor keep it in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
@@ -364,7 +380,7 @@ class Auditor:
             return
         if any(WAS_HALF in self.flow.of(var) for var in operands):
             message = f"{site.name} of float32 whose operand was 16 bits before."
-            fix = self._remove_cast(site) or self._policy_code(site)
+            fix = self._cause(site) or self._remove_cast(site) or self._policy_code(site)
             self.drafts.add("fp32_matmul", site, message, fix, flops=flops)
 
     def _judge_sizes(self, site: Site, found: Product, flops: int) -> None:
