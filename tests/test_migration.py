@@ -304,8 +304,8 @@ def test_the_code_in_the_tables_runs():
     state = jaxmp.TrainState.create(
         apply_fn=model.apply, params={"w": jnp.ones(2)}, tx=recipe.optimizer(tx)
     )
-    loss_fn = lambda params, batch: jnp.sum(params["w"] * batch)
-    batch, grads = jnp.ones(2), {"w": jnp.ones(2)}
+    loss_fn = lambda params, batch: jnp.sum(params["w"]) * jnp.mean(batch)
+    batch, grads = jnp.ones(4), {"w": jnp.ones(2)}
     known = {**globals(), **locals()}
     ours = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| `")]
     codes = [code for cell in ours for code in re.findall(r"`([^`]+)`", cell)]
