@@ -401,6 +401,42 @@ def _wide_attend(module: Any, wide: np.dtype, call: Callable[..., Any]) -> Any:
 
 
 # ---------------------------------------------------------------------------
+# Lookups
+# ---------------------------------------------------------------------------
+
+
+def _is_lookup(module: Any, plan: Plan, method: str) -> bool:
+    """Whether a call looks up rows of an FP32 table for a policy in 16 bits."""
+    cls = _author_class(module)
+    if method != "__call__" or cls.__call__ is not nn.Embed.__call__:
+        return False
+    if not is_half(plan.policy.compute_dtype) or module.promote_dtype is not promote_dtype:
+        return False
+    return _stored_table(module).dtype == np.float32
+
+
+def _stored_table(module: Any) -> jax.Array:
+    return nn.unbox(module.get_variable(PARAMS, "embedding"))
+
+
+def _lookup(module: Any, plan: Plan, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`Embed.__call__` that casts the rows and not the table: the same numbers.
+
+    The gradient of a row is a sum over all positions that looked it up; this one is in FP32.
+    """
+    stored = [_stored_table(module)]
+
+    def lookup(*args: Any, **kwargs: Any) -> jax.Array:
+        object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
+        try:
+            return cast(call(*args, **kwargs), plan.policy.compute_dtype)
+        finally:
+            object.__setattr__(module, "promote_dtype", promote_dtype)
+
+    return lookup
+
+
+# ---------------------------------------------------------------------------
 # The interceptor
 # ---------------------------------------------------------------------------
 
@@ -507,6 +543,8 @@ class Applier:
             call = _wide_attend(module, plan.wide, call)
         if follows and method == "__call__" and _is_fp8_einsum(module, plan):
             call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
+        elif crosses and follows and _is_lookup(module, plan, method):
+            call = _lookup(module, plan, call)
         with self._frame(module, path, plan, is_function, keeps_dtype), noted(boundary):
             try:
                 out = call(*args, **kwargs)

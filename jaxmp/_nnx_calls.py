@@ -723,6 +723,8 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
             boundary = _boundary(module, name, uncast, (args, kwargs))
     if as_author:
         call = functools.partial(_call_as_author, bound, module, name)
+    elif crosses and follows and name == "__call__" and _is_lookup(bound, module):
+        call = functools.partial(_lookup, bound, module)
     elif crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
         call = _wide_attend(module, plan.wide)
     with _entered(bound, name, as_author), noted(boundary):
@@ -811,6 +813,23 @@ def _call_as_author(bound: Bound, module: Any, name: str, *args: Any, **kwargs: 
         if before.get(attribute, before) is not value and not attribute.startswith("_pytree__"):
             setattr(module, attribute, value)
     return out
+
+
+def _is_lookup(bound: Bound, module: Any) -> bool:
+    """Whether a call looks up rows of an FP32 table for a policy in 16 bits."""
+    if bound.cls.__call__ is not nnx.Embed.__call__:
+        return False
+    dtypes = vars(module)["embedding"].get_raw_value().dtype, dict(bound.author).get("dtype")
+    return is_half(bound.plan.policy.compute_dtype) and dtypes == (np.float32, np.float32)
+
+
+def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    """`Embed.__call__` that casts the rows and not the table: the same numbers.
+
+    The gradient of a row is a sum over all positions that looked it up; this one is in FP32.
+    """
+    rows = _call_as_author(bound, module, "__call__", *args, **kwargs)
+    return cast(rows, bound.plan.policy.compute_dtype)
 
 
 def _boundary(module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:

@@ -545,6 +545,34 @@ def test_tied_embedding_is_in_the_compute_dtype():
     assert {dtypes(e)[:2] for e in products(traced)} == {("bfloat16", "bfloat16")}
 
 
+@pytest.mark.parametrize("boxed", [False, True])
+def test_the_gradient_of_a_row_that_is_looked_up_is_summed_in_fp32(boxed):
+    normal = nn.initializers.normal()
+    names = nn.with_partitioning(normal, ("rows", None)) if boxed else normal
+    layer = nn.Embed(4, 8, embedding_init=names)
+    model, rows = apply_policy(layer, BF16), jnp.zeros(1000, jnp.int32)
+    variables = model.init(KEY, rows)
+
+    def loss(variables):
+        out = model.apply(variables, rows)
+        assert out.dtype == jnp.bfloat16
+        return out.astype(jnp.float32).sum(), out
+
+    gradient, out = jax.jit(jax.grad(loss, has_aux=True))(variables)
+    (table,), (slope,) = map(jax.tree.leaves, (variables, gradient))
+    # Sums of ones stop at 256 in bfloat16.
+    np.testing.assert_array_equal(slope, np.pad(np.full((1, 8), 1000.0), ((0, 3), (0, 0))))
+    np.testing.assert_array_equal(out, table.astype(jnp.bfloat16)[rows])
+
+
+def test_the_gradients_of_a_tied_table_are_added_in_fp32():
+    model, x = apply_policy(TiedLM(), BF16), tokens(2, 6)
+    loss = lambda v: model.apply(v, x, method="transposed").astype(jnp.float32).sum()
+    traced = trace(jax.grad(loss), shapes(TiedLM(), x))
+    adds = [dtypes(e) for e in named(traced, "add_any") if e.outvars[0].aval.shape == (32, 16)]
+    assert adds == [("float32",) * 3]
+
+
 def test_an_authors_own_product_is_kept():
     calls = []
 

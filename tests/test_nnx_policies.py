@@ -772,6 +772,21 @@ def test_a_wide_attend_keeps_them_too_and_a_look_up_has_none():
     assert model(jnp.arange(3)).dtype == jnp.float32
 
 
+def test_the_gradient_of_a_row_that_is_looked_up_is_summed_in_fp32():
+    layer = nnx.Embed(4, 8, rngs=rngs())
+    model, rows = apply_policy(layer, "p=f32,c=bf16,o=bf16"), jnp.zeros(1000, jnp.int32)
+
+    @nnx.jit
+    def run(model):
+        gradient = nnx.grad(lambda model: model(rows).astype(jnp.float32).sum())(model)
+        return model(rows), gradient["embedding"][...]
+
+    out, gradient = run(model)
+    # Sums of ones stop at 256 in bfloat16.
+    np.testing.assert_array_equal(gradient, np.pad(np.full((1, 8), 1000.0), ((0, 3), (0, 0))))
+    np.testing.assert_array_equal(out, layer.embedding[...].astype(jnp.bfloat16)[rows])
+
+
 # ---------------------------------------------------------------------------
 # Storage
 # ---------------------------------------------------------------------------
