@@ -383,6 +383,8 @@ def linear_cross_entropy(
     labels, counted, valid = _read_indices(labels, size, ignore_index)
     wide = wide_dtype(hidden.dtype)
     factors = _factors(weights, counted, rows, wide)
+    if precision is None:  # the backward pass is traced where the caller's setting has ended
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     layer = _Layer(
         terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
     )

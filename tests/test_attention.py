@@ -27,7 +27,7 @@ from jaxmp._attention._plain import xla_attention
 from jaxmp._attention._sharding import one_sharding
 from jaxmp._compat import context
 from models import floats
-from programs import named, trace
+from programs import named, products, trace
 
 KEY = jax.random.key(0)
 
@@ -852,3 +852,20 @@ def test_a_function_is_told_by_what_it_states_and_pickles(framework):
         pickle.loads(pickle.dumps(mine)) == mine == make(is_causal=True, local_window_size=(3, 0))
     )
     assert hash(mine) != hash(make()) and mine != make()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_the_backward_pass_multiplies_at_the_precision_of_the_forward_pass(implementation):
+    def fn(query, key, value):
+        # A recipe sets this while its module runs; the backward pass is traced after that.
+        with jax.default_matmul_precision("highest"):
+            out = dot_product_attention(
+                query, key, value, is_causal=True, implementation=implementation
+            )
+        return out.sum()
+
+    found = products(trace(jax.grad(fn, (0, 1, 2)), *inputs(32, 32)))
+    assert len(found) >= 6
+    assert {equation.params["precision"] for equation in found} == {
+        (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    }

@@ -22,6 +22,7 @@ from gpu_compiler import needs_compiler
 from jaxmp import losses
 from jaxmp._hlo import Program
 from jaxmp.errors import JaxmpError
+from programs import products, trace
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -971,3 +972,16 @@ def test_what_does_not_fit_is_refused(call, message):
 def test_forward_mode_alone_is_refused():
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: ce(x, Y), (X,), (X,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_backward_pass_multiplies_at_the_precision_of_the_forward_pass(reduction):
+    def fn(hidden, kernel):
+        with jax.default_matmul_precision("highest"):
+            labels = jnp.zeros(4, jnp.int32)
+            return losses.linear_cross_entropy(hidden, kernel, labels, reduction=reduction).sum()
+
+    found = products(trace(jax.grad(fn, (0, 1)), jnp.ones((4, 8)), jnp.ones((8, 16))))
+    assert len(found) >= 3
+    highest = jax.lax.Precision.HIGHEST
+    assert {equation.params["precision"] for equation in found} == {(highest, highest)}

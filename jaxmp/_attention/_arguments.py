@@ -45,6 +45,8 @@ class Settings:
     wide_gradients: bool = False
     # True to return the log-sum-exp of the logits with the result.
     residual: bool = False
+    # `jax.default_matmul_precision` of the call. The backward pass is traced after it has ended.
+    precision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ product reads its operands in their own dtype, as on a Tensor Core.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ def blockwise_attention(given: Arguments, block: int = _BLOCK) -> Any:
       block: positions of a block, at most.
     """
     given = with_scaled_query(given)
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+    settings = dataclasses.replace(given.settings, precision=precision)
     batch, heads, queries, keys = given.logits_shape
     groups = given.key.shape[2]
     while block > _LEAST and batch * heads * block * block > _LOGITS:
@@ -91,7 +94,7 @@ def blockwise_attention(given: Arguments, block: int = _BLOCK) -> Any:
         given.key_lengths,
         given.dropout_rng,
     )
-    return _attention(shape, given.settings, operands)
+    return _attention(shape, settings, operands)
 
 
 def _rounded_up(size: int, multiple: int) -> int:
@@ -191,13 +194,14 @@ class _Blocks:
     def product(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Reads the operands' dtype and adds up in FP32."""
         lhs, rhs = lhs.astype(self.dtype), rhs.astype(self.dtype)
-        return jnp.einsum(equation, lhs, rhs, preferred_element_type=self.wide)
+        precision = self.settings.precision
+        return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=self.wide)
 
     def product_of_gradient(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Likewise of the logits' gradient, which settings may keep in FP32."""
         if not self.settings.wide_gradients:
             return self.product(equation, lhs, rhs)
-        return jnp.einsum(equation, lhs, rhs.astype(self.wide))
+        return jnp.einsum(equation, lhs, rhs.astype(self.wide), precision=self.settings.precision)
 
     def logits(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """`[B, K, G, block, block]`, -inf where a query does not see a key."""
