@@ -27,6 +27,7 @@ import byte_gpt
 import demo
 import five_lines
 import gan
+import gpt
 import gpu_smoke
 import jaxmp
 import train_lm
@@ -205,7 +206,7 @@ def test_the_five_lines_hold_every_recipe():
     assert " if " not in inspect.getsource(train_lm.prepare_nnx)
 
 
-@pytest.mark.parametrize("module", [train_lm, demo, gpu_smoke, vision_digits, gan, five_lines])
+@pytest.mark.parametrize("module", [train_lm, gpt, demo, gpu_smoke, vision_digits, gan, five_lines])
 def test_commands_in_docstrings_name_options_that_exist(module):
     app = typer.Typer()
     app.command()(train_lm.train if module is train_lm else module.main)
@@ -218,7 +219,7 @@ def test_commands_in_docstrings_name_options_that_exist(module):
         assert set(re.findall(r"--([\w-]+)", options)) <= known
 
 
-@pytest.mark.parametrize("function", [train_lm.train, vision_digits.main, gan.main])
+@pytest.mark.parametrize("function", [train_lm.train, gpt.main, vision_digits.main, gan.main])
 def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
     app = typer.Typer()
     app.command()(function)

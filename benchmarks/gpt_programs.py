@@ -1,0 +1,203 @@
+"""Counts what one training step of GPT-2 is, as compiled for an H200, under each recipe.
+
+    python benchmarks/gpt_programs.py                           # 124M, prints the table
+    python benchmarks/gpt_programs.py --out programs.json       # and writes it
+    python benchmarks/gpt_programs.py --layers 4 --recipes bf16
+
+The step is that of examples/gpt.py, in Flax Linen and in Flax NNX, with donated state. Nothing is
+run and no GPU is needed, but XLA's GPU compiler is: pip install "jaxmp[aot]". Columns:
+
+    state      parameters, optimizer state and loss scale, in bytes
+    temporary  what the program allocates beside its arguments and results, in bytes (XLA's count)
+    kernels    fused kernels, library calls and copies that one step starts; those of a loop as
+               often as it runs
+    accessed   bytes that these kernels read and write, where nothing stays in a cache. Of an array
+               that a kernel slices, or updates in place, only that part counts.
+    matmuls    FLOPs of matmuls by the dtypes in which the GPU multiplies
+    attention  calls of cuDNN's fused attention, forward and backward
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import flax
+import jax
+import optax
+
+import gpt
+import jaxmp
+from jaxmp import _compat
+from jaxmp._audit._arguments import trace
+from jaxmp._audit._compile import compile_for
+from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._program import read
+from jaxmp._hlo import Computation, Instruction, Program, Step
+
+TARGET = "h200"
+RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")
+MAKERS = {"linen": gpt.make_step, "nnx": gpt.make_nnx_step}
+
+# ---------------------------------------------------------------------------
+# Kernels of a program
+# ---------------------------------------------------------------------------
+
+_NO_KERNEL = frozenset(
+    ("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter")
+)
+_NO_KERNEL |= {"tuple", "while"}
+_SLICES = ("dynamic-slice", "gather", "slice")
+
+
+def kernels(program: Program) -> Iterator[Step]:
+    """Yields what the program starts on the device, loops and branches entered."""
+    for step in program.steps():
+        opcode = step.instruction.opcode
+        if opcode not in _NO_KERNEL and not opcode.endswith("-done"):
+            yield step
+
+
+def accessed(program: Program, step: Step) -> int:
+    """Returns the bytes that one run of a kernel reads and writes."""
+    kernel = step.instruction
+    operands = [step.computation.instructions[name] for name in kernel.operands]
+    inside = program.inside(kernel)
+    if inside is None:
+        reads = sum(_bytes(one.shapes) for one in operands)
+        return reads + _written(step.computation, kernel)
+    arguments = inside.parameters
+    reads = sum(_read(program, inside, arguments[n]) for n in range(len(operands)))
+    root = inside.root
+    results = [inside.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    return reads + sum(_written(inside, one) for one in results)
+
+
+def _read(program: Program, inside: Computation, value: Instruction) -> int:
+    """Returns the bytes of an argument of a fused kernel that the kernel reads."""
+    parts = 0
+    for reader in program.readers(inside, value.name):
+        if reader.opcode == "bitcast":
+            parts += _read(program, inside, reader)
+        elif reader.opcode in _SLICES and reader.operands[0] == value.name:
+            parts += _bytes(reader.shapes)
+        elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != value.name:
+            return _bytes(value.shapes)
+    return min(parts, _bytes(value.shapes))
+
+
+def _written(inside: Computation, result: Instruction) -> int:
+    """Returns the bytes of a result that are written; the workspace of a library call is none."""
+    if result.opcode in ("bitcast", "get-tuple-element"):
+        source = inside.instructions[result.operands[0]]
+        return _written(inside, source) if source.opcode != "tuple" else _bytes(result.shapes)
+    if result.opcode == "dynamic-update-slice":
+        return _bytes(inside.instructions[result.operands[1]].shapes)
+    if result.opcode == "custom-call" and len(result.shapes) > 1:
+        return _bytes(shape for shape in result.shapes if shape.dtype not in ("int8", "uint8"))
+    return _bytes(result.shapes)
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(shape.bytes for shape in shapes)
+
+
+# ---------------------------------------------------------------------------
+# Counts of a step
+# ---------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """The counts of one compiled step."""
+
+    recipe: str
+    framework: str
+    state: int
+    temporary: int
+    kernels: int
+    accessed: int
+    matmuls: dict[str, int]  # operand dtypes -> FLOPs
+    attention: dict[str, int]  # kernel -> calls
+
+
+def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Counts:
+    """Compiles the step of a recipe for the GPU and counts."""
+    step, *state, tokens = MAKERS[framework](recipe, model, batch_size)
+    with _compat.context(target="gpu", capability=(GPUS[TARGET].major, 0)):
+        traced = trace(step, (*state, tokens), {})
+    compiled = compile_for(TARGET, traced)
+    program = Program(compiled.text)
+    rows = read(compiled, {}, (), [False] * len(traced.arrays))
+    matmuls, attention = Counter(), Counter()
+    for row in rows.gemms:
+        matmuls[f"{row.lhs} x {row.rhs}"] += row.flops
+    for row in rows.attention:
+        attention[row.kernel] += row.count
+    run = list(kernels(program))
+    return Counts(
+        recipe=recipe,
+        framework=framework,
+        state=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        temporary=compiled.memory.temp_size_in_bytes,
+        kernels=sum(one.times for one in run),
+        accessed=sum(one.times * accessed(program, one) for one in run),
+        matmuls=dict(matmuls),
+        attention=dict(attention),
+    )
+
+
+def main() -> None:
+    """Prints the table; with --out writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--frameworks", nargs="+", choices=MAKERS, default=list(MAKERS))
+    parser.add_argument("--size", choices=gpt.SIZES, default="gpt2")
+    parser.add_argument("--layers", type=int, help="instead of those of the size")
+    parser.add_argument("--remat", action="store_true", help="recompute each block")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    model = gpt.SIZES[options.size].clone(remat=options.remat)
+    model = model.clone(layers=options.layers or model.layers)
+    print(f"{model.layers} layers, batch {options.batch_size} x {model.max_length}, {TARGET}")
+    print(
+        f"{'':20}{'state':>16}{'temporary':>16}{'kernels':>9}{'accessed':>18}  matmuls, attention"
+    )
+    rows = []
+    for recipe in options.recipes:
+        for framework in options.frameworks:
+            row = count(recipe, framework, model, options.batch_size)
+            rows.append(row._asdict())
+            print(
+                f"{recipe:12}{framework:8}{row.state:16,}{row.temporary:16,}{row.kernels:9,}"
+                f"{row.accessed:18,}  {row.matmuls} {row.attention}",
+                flush=True,
+            )
+    if options.out:
+        report = {
+            "command": " ".join(["python", "benchmarks/gpt_programs.py", *sys.argv[1:]]),
+            "target": f"{GPUS[TARGET].name} (compiled, nothing was run)",
+            "versions": {
+                "jax": jax.__version__,
+                "flax": flax.__version__,
+                "optax": optax.__version__,
+                "jaxmp": jaxmp.__version__,
+                "python": platform.python_version(),
+            },
+            "model": {name: getattr(model, name) for name in ("layers", "width", "heads", "remat")},
+            "batch": [options.batch_size, model.max_length],
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

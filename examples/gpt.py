@@ -1,0 +1,370 @@
+"""Trains GPT-2, from 124 million to 1.5 billion parameters, in the precision that you name.
+
+    python examples/gpt.py
+    python examples/gpt.py --recipe fp16 --framework nnx --steps 60
+    python examples/gpt.py --size gpt2-xl --remat --batch-size 16 --tokens train.bin
+    python examples/gpt.py --help
+    jaxmp audit examples/gpt.py:make_step --recipe bf16 --target h200
+    jaxmp audit examples/gpt.py:make_nnx_step --recipe bf16 --target h200
+
+The same model in Flax Linen and in Flax NNX, with the same parameter names: one block, scanned over
+the layers; fused query, key and value; causal attention; one table for tokens in and out. The
+models contain no dtype: the recipe sets all of them.
+
+    size           parameters     layers   width   heads
+    tiny              842,496          4     128       4
+    gpt2          124,439,808         12     768      12
+    gpt2-medium   354,823,168         24    1024      16
+    gpt2-large    774,030,080         36    1280      20
+    gpt2-xl     1,557,611,200         48    1600      25
+
+The default size trains in less than a minute on a CPU. The table of tokens has 50,304 rows for the
+vocabulary of 50,257; the parameters above do not include the padding. Tokens are the bytes of
+Python's standard library, or those of the file --tokens: 16-bit integers without a header, as
+nanoGPT writes them.
+Install first: pip install "jaxmp[examples]".
+
+Shape suffixes: B batch, T position, S position and one more, D width, F three widths, N head, V row
+of the token table.
+"""
+
+import enum
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from flax import nnx
+
+import jaxmp
+from byte_gpt import random_batch, standard_library_text
+from options import RecipeName
+from run_tools import Meter
+
+EPSILON = 1e-5  # of the norms
+NORMAL = nn.initializers.normal(0.02)
+
+
+# ---------------------------------------------------------------------------
+# Linen
+# ---------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    heads: int
+    layers: int  # of the whole model, for the initial values of what is added to x_BTD
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
+        width, residual = x_BTD.shape[-1], residual_init(self.layers)
+        h_BTD = nn.LayerNorm(EPSILON, name="attention_norm")(x_BTD)
+        qkv_BTF = nn.Dense(3 * width, kernel_init=NORMAL, name="qkv")(h_BTD)
+        h_BTD = causal_attention(qkv_BTF, self.heads)
+        x_BTD = x_BTD + nn.Dense(width, kernel_init=residual, name="attention_out")(h_BTD)
+        h_BTD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_BTD)
+        h = nn.gelu(nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")(h_BTD))
+        return x_BTD + nn.Dense(width, kernel_init=residual, name="mlp_down")(h), None
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019); the defaults are its smallest size."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50257
+    max_length: int = 1024
+    remat: bool = False  # whether the backward pass recomputes each block as a whole
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
+        """Returns FP32 logits of the next tokens; with labels_BT, their mean loss."""
+        rows = padded(self.vocabulary)
+        token = nn.Embed(rows, self.width, embedding_init=NORMAL, name="token_embedding")
+        position = nn.Embed(
+            self.max_length, self.width, embedding_init=NORMAL, name="position_embedding"
+        )
+        x_BTD = token(tokens_BT) + position(jnp.arange(tokens_BT.shape[1])[None])
+        blocks = nn.scan(
+            nn.remat(Block, prevent_cse=False, policy=saved(self.remat)),
+            # FP8 with delayed scaling keeps its state in the second collection.
+            variable_axes={"params": 0, "_overwrite_with_gradient": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        x_BTD, _ = blocks(self.heads, self.layers, name="blocks")(x_BTD, None)
+        x_BTD = nn.LayerNorm(EPSILON, name="final_norm")(x_BTD)
+        return logits_or_loss(x_BTD, token.embedding, self.vocabulary, labels_BT)
+
+
+# ---------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------
+
+
+class NnxBlock(nnx.Module):
+    """`Block` in NNX."""
+
+    def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
+        """Layers of the sizes of `gpt`."""
+        width, residual = gpt.width, residual_init(gpt.layers)
+        self.heads = gpt.heads
+        self.attention_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, kernel_init=NORMAL, rngs=rngs)
+        self.attention_out = nnx.Linear(width, width, kernel_init=residual, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
+        self.mlp_up = nnx.Linear(width, 4 * width, kernel_init=NORMAL, rngs=rngs)
+        self.mlp_down = nnx.Linear(4 * width, width, kernel_init=residual, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
+        qkv_BTF = self.qkv(self.attention_norm(x_BTD))
+        x_BTD = x_BTD + self.attention_out(causal_attention(qkv_BTF, self.heads))
+        return x_BTD + self.mlp_down(nnx.gelu(self.mlp_up(self.mlp_norm(x_BTD))))
+
+
+class NnxGPT(nnx.Module):
+    """`GPT` in NNX."""
+
+    def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
+        """Layers of the sizes of `gpt`."""
+        rows, width = padded(gpt.vocabulary), gpt.width
+        self.vocabulary, self.remat = gpt.vocabulary, gpt.remat
+        self.token_embedding = nnx.Embed(rows, width, embedding_init=NORMAL, rngs=rngs)
+        self.position_embedding = nnx.Embed(gpt.max_length, width, embedding_init=NORMAL, rngs=rngs)
+        stacked = nnx.split_rngs(splits=gpt.layers)(nnx.vmap(lambda r: NnxBlock(gpt, rngs=r)))
+        self.blocks = stacked(rngs)
+        self.final_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
+        """Returns FP32 logits of the next tokens; with labels_BT, their mean loss."""
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+        x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_1T)
+        # A block changes no Variable. With graph_updates each step of the scan would return all of
+        # them, and XLA would keep that copy for the backward pass.
+        run = nnx.remat(
+            lambda x_BTD, block: block(x_BTD),
+            prevent_cse=False,
+            policy=saved(self.remat),
+            graph_updates=False,
+        )
+        x_BTD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
+        table_VD = self.token_embedding.embedding[...]
+        return logits_or_loss(self.final_norm(x_BTD), table_VD, self.vocabulary, labels_BT)
+
+
+# ---------------------------------------------------------------------------
+# Parts of both
+# ---------------------------------------------------------------------------
+
+
+def padded(vocabulary: int) -> int:
+    """Returns the rows of the token table: multiples of 128 fill the tiles of a Tensor Core."""
+    return -(-vocabulary // 128) * 128
+
+
+def residual_init(layers: int) -> Callable[..., jax.Array]:
+    """Returns the initializer of layers that add to x: 2 * layers such terms keep its size."""
+    return nn.initializers.normal(0.02 / (2 * layers) ** 0.5)
+
+
+def saved(remat: bool) -> Callable[..., bool]:
+    """Returns which results of a block are kept for the backward pass; the others are recomputed.
+
+    Those of linear layers and of cuDNN's attention, unless `remat`. A scan would keep all that a
+    derivative reads: for each norm and GELU several arrays, some of them in FP32.
+    """
+    linear = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def is_saved(primitive: Any, *args: Any, **params: Any) -> bool:
+        attends = primitive.name.startswith("dot_product_attention_fwd")
+        return not remat and (attends or linear(primitive, *args, **params))
+
+    return is_saved
+
+
+def causal_attention(qkv_BTF: jax.Array, heads: int) -> jax.Array:
+    """Attends to each position and those before it; cuDNN's fused kernel on a GPU in 16 bits."""
+    batch, length, _ = qkv_BTF.shape
+    parts = jnp.split(qkv_BTF, 3, axis=-1)
+    q_BTNH, k_BTNH, v_BTNH = (part.reshape(batch, length, heads, -1) for part in parts)
+    out_BTNH = jaxmp.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
+    return out_BTNH.reshape(batch, length, -1)
+
+
+def logits_or_loss(
+    x_BTD: jax.Array, table_VD: jax.Array, vocabulary: int, labels_BT: jax.Array | None
+) -> jax.Array:
+    """Returns FP32 logits, or the mean loss of labels_BT. Padded rows have probability 0."""
+    if labels_BT is None:
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., :vocabulary]
+    padding_V = jnp.where(jnp.arange(len(table_VD)) < vocabulary, 0.0, -jnp.inf)
+    return jaxmp.losses.linear_cross_entropy(
+        x_BTD, table_VD, labels_BT, bias=padding_V, transposed=True
+    )
+
+
+# ---------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------
+
+
+def make_optimizer(lr: float = 6e-4, steps: int = 100_000) -> optax.GradientTransformation:
+    """Returns AdamW with the settings of GPT-3 (Brown et al. 2020) and decay of matrices only."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 10, steps, lr / 10)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def matrices(params: Any) -> Any:
+    """Returns True for each matrix, by its name: a scan stacks biases to two dimensions as well."""
+
+    def is_matrix(path: Any, _: Any) -> bool:
+        return any(getattr(key, "key", None) in ("kernel", "embedding") for key in path)
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def linen_training(
+    recipe: Any, gpt: GPT, tx: optax.GradientTransformation, seed: int = 0
+) -> tuple[Callable[[], jaxmp.TrainState], Callable[..., Any]]:
+    """Returns a function that makes the first state, and the jitted train step."""
+    recipe = jaxmp.load_recipe(recipe)
+    model = recipe.wrap(gpt)
+
+    def init() -> jaxmp.TrainState:
+        params = model.init(jax.random.key(seed), jnp.zeros((1, 8), jnp.int32))
+        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=recipe.optimizer(tx))
+
+    def loss_fn(params: Any, tokens_BS: jax.Array) -> jax.Array:
+        return model.apply(params, tokens_BS[:, :-1], tokens_BS[:, 1:])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: jaxmp.TrainState, tokens_BS: jax.Array) -> Any:
+        loss, grads = state.value_and_grad(loss_fn)(tokens_BS)
+        return state.apply_gradients(grads=grads), loss
+
+    return init, train_step
+
+
+def nnx_training(
+    recipe: Any, gpt: GPT, tx: optax.GradientTransformation, seed: int = 0
+) -> tuple[Callable[[], Any], Callable[..., jax.Array]]:
+    """Returns a function that makes the model and its optimizer, and the jitted train step."""
+    recipe = jaxmp.load_recipe(recipe)
+
+    def init() -> tuple[NnxGPT, jaxmp.nnx.Optimizer]:
+        model = recipe.wrap(NnxGPT(gpt, rngs=nnx.Rngs(seed)))
+        return model, jaxmp.nnx.Optimizer(model, recipe.optimizer(tx))
+
+    def loss_fn(model: NnxGPT, tokens_BS: jax.Array) -> jax.Array:
+        return model(tokens_BS[:, :-1], tokens_BS[:, 1:])
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def train_step(model: NnxGPT, optimizer: jaxmp.nnx.Optimizer, tokens_BS: jax.Array) -> Any:
+        loss, grads = optimizer.value_and_grad(loss_fn)(model, tokens_BS)
+        optimizer.update(model, grads)
+        return loss
+
+    return init, train_step
+
+
+SIZES = {
+    "tiny": GPT(layers=4, width=128, heads=4, vocabulary=256, max_length=128),
+    "gpt2": GPT(),
+    "gpt2-medium": GPT(layers=24, width=1024, heads=16),
+    "gpt2-large": GPT(layers=36, width=1280, heads=20),
+    "gpt2-xl": GPT(layers=48, width=1600, heads=25),
+}
+
+
+def make_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: int = 8) -> Any:
+    """Returns the train step and the shapes of its arguments, for `jaxmp audit`."""
+    init, train_step = linen_training(recipe, gpt, make_optimizer())
+    tokens_BS = jax.ShapeDtypeStruct((batch_size, gpt.max_length + 1), jnp.int32)
+    return train_step, jax.eval_shape(init), tokens_BS
+
+
+def make_nnx_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: int = 8) -> Any:
+    """Does the same for the model in NNX."""
+    init, train_step = nnx_training(recipe, gpt, make_optimizer())
+    tokens_BS = jax.ShapeDtypeStruct((batch_size, gpt.max_length + 1), jnp.int32)
+    return train_step, *nnx.eval_shape(init), tokens_BS
+
+
+# ---------------------------------------------------------------------------
+# Command
+# ---------------------------------------------------------------------------
+
+
+def read_tokens(file: Path, gpt: GPT) -> np.ndarray:
+    """Maps a file of 16-bit tokens into memory; refuses one that does not fit the model."""
+    if file.stat().st_size < 4 * gpt.max_length:
+        raise typer.BadParameter(f"{file} is shorter than two texts of {gpt.max_length} tokens.")
+    text = np.memmap(file, np.uint16, "r")
+    largest = text[:1_000_000].max()
+    if largest >= gpt.vocabulary:
+        raise typer.BadParameter(
+            f"{file} contains the token {largest}, and this size has {gpt.vocabulary} tokens. "
+            "Name a size with the vocabulary of GPT-2: --size gpt2"
+        )
+    return text
+
+
+class Framework(enum.StrEnum):
+    """The library in which the model is written."""
+
+    linen = "linen"
+    nnx = "nnx"
+
+
+Size = enum.StrEnum("Size", {name: name for name in SIZES})
+
+
+def main(
+    recipe: RecipeName = "bf16",
+    size: Size = Size["tiny"],
+    framework: Framework = Framework.linen,
+    steps: int = 100,
+    batch_size: int = 16,
+    lr: Annotated[float, typer.Option(help="Peak, after warm-up.")] = 2e-3,
+    remat: Annotated[bool, typer.Option(help="Recompute each block: less memory.")] = False,
+    tokens: Annotated[
+        Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
+    ] = None,
+    seed: int = 0,
+) -> list[float]:
+    """Trains GPT-2 and returns the loss of each step."""
+    gpt = SIZES[size].clone(remat=remat)
+    text = read_tokens(tokens, gpt) if tokens else standard_library_text().train
+    is_linen = framework == Framework.linen
+    training = linen_training if is_linen else nnx_training
+    init, train_step = training(recipe, gpt, make_optimizer(lr, steps), seed)
+    model, state = (None, jax.jit(init)()) if is_linen else nnx.jit(init)()
+    losses = []
+    with Meter(recipe, 0, steps, batch_size * gpt.max_length) as meter:
+        for step in range(1, steps + 1):
+            batch_BS = random_batch(text, batch_size, gpt.max_length, seed, step)
+            if is_linen:
+                state, loss = train_step(state, batch_BS)
+            else:
+                loss = train_step(model, state, batch_BS)
+            losses.append(loss)
+            if step % 10 == 0 or step == steps:
+                jaxmp.check(state)  # raises if gradients still overflow at the smallest loss scale
+                meter.show(step, loss, state)
+    return [float(loss) for loss in losses]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,386 @@
+"""GPT-2 of examples/gpt.py: its sizes, its numbers in both frameworks, its compiled step."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+
+import gpt
+import jaxmp
+from gpt_programs import accessed, count, kernels
+from gpu_compiler import needs_compiler
+from jaxmp._hlo import Program
+
+# The table of tokens has 6 rows of padding.
+TOY = gpt.GPT(layers=2, width=32, heads=2, vocabulary=250, max_length=16)
+TOKENS_BS = np.random.default_rng(0).integers(0, TOY.vocabulary, (2, 17)).astype(np.int32)
+ROUNDING = 1e-5  # FP32 sums in another order, relative to the largest entry
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """`optax.clip_by_global_norm` and optax's schedules mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles(request):
+    """Toy runs take longer to compile than to run."""
+    in_earnest = request.node.get_closest_marker("slow") is not None
+    jax.config.update("jax_disable_most_optimizations", not in_earnest)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def params():
+    """The parameters of `TOY`, biases and scales moved away from 0 and 1."""
+    made = jax.jit(TOY.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    leaves, structure = jax.tree.flatten(made)
+    draw = np.random.default_rng(1)
+    moved = [leaf + np.float32(0.1) * draw.normal(size=leaf.shape) for leaf in leaves]
+    return structure.unflatten([jnp.asarray(leaf, jnp.float32) for leaf in moved])
+
+
+def linen_apply(recipe):
+    model = jaxmp.load_recipe(recipe).wrap(TOY)
+    return lambda params, *args: model.apply({"params": params}, *args)
+
+
+def nnx_apply(recipe):
+    def apply(params, *args):
+        model = gpt.NnxGPT(TOY, rngs=nnx.Rngs(0))
+        nnx.update(model, params)
+        return jaxmp.load_recipe(recipe).wrap(model)(*args)
+
+    return apply
+
+
+APPLY = {"linen": linen_apply, "nnx": nnx_apply}
+
+
+@functools.cache
+def loss_and_gradient(recipe, framework):
+    apply = APPLY[framework](recipe)
+    labels = jnp.asarray(TOKENS_BS[:, 1:])
+    run = lambda params: apply(params, jnp.asarray(TOKENS_BS[:, :-1]), labels)
+    return jax.jit(jax.value_and_grad(run))(params())
+
+
+# ---------------------------------------------------------------------------
+# Sizes and initial values
+# ---------------------------------------------------------------------------
+
+PARAMETERS = {
+    "tiny": 842_496,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("size", gpt.SIZES)
+def test_parameters_of_each_size(size):
+    model = gpt.SIZES[size]
+    _, state, tokens_BS = gpt.make_step("bf16", model)
+    _, nnx_model, _, _ = gpt.make_nnx_step("bf16", model)
+    # Shapes only: the largest of them would take 25 GB.
+    leaves = jax.tree.leaves((state, nnx_model))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert tokens_BS.shape == (8, model.max_length + 1)
+    padding = (gpt.padded(model.vocabulary) - model.vocabulary) * model.width
+    for tree in (state.params, nnx.state(nnx_model, nnx.Param)):
+        assert sum(leaf.size for leaf in jax.tree.leaves(tree)) - padding == PARAMETERS[size]
+    row = re.search(rf"^    {size} .*$", gpt.__doc__, re.MULTILINE)[0].split()
+    known = f"{PARAMETERS[size]:,}", *map(str, (model.layers, model.width, model.heads))
+    assert tuple(row[1:]) == known
+
+
+def test_both_frameworks_name_their_parameters_alike():
+    linen = jax.eval_shape(TOY.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    model = nnx.eval_shape(lambda: gpt.NnxGPT(TOY, rngs=nnx.Rngs(0)))
+    assert nnx.as_pure(nnx.state(model, nnx.Param)) == linen
+    assert gpt.padded(50257) == 50304 and gpt.padded(256) == 256
+
+
+@pytest.mark.parametrize("framework", APPLY)
+def test_initial_values(framework):
+    model = gpt.GPT(layers=8, width=64, heads=2, vocabulary=250, max_length=16)
+    if framework == "linen":
+        made = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    else:
+        made = nnx.jit(lambda: gpt.NnxGPT(model, rngs=nnx.Rngs(0)))()
+        made = nnx.as_pure(nnx.state(made, nnx.Param))
+    blocks = made["blocks"]
+    residual = ["attention_out", "mlp_down"]
+    for name in ("qkv", "mlp_up", *residual):
+        kernel = np.asarray(blocks[name]["kernel"])
+        # Each layer has values of its own: 0.02, or 0.02 / sqrt(2 * 8).
+        deviation = 0.005 if name in residual else 0.02
+        np.testing.assert_allclose(kernel.std((1, 2)), deviation, rtol=0.05)
+        assert np.unique(kernel[:, 0, 0]).size == 8
+        assert not np.asarray(blocks[name]["bias"]).any()
+    for table in ("token_embedding", "position_embedding"):
+        np.testing.assert_allclose(np.std(made[table]["embedding"]), 0.02, rtol=0.05)
+    assert (np.asarray(blocks["mlp_norm"]["scale"]) == 1).all()
+
+
+def test_only_matrices_decay():
+    kinds = {"kernel": True, "embedding": True, "bias": False, "scale": False}
+    model = nnx.eval_shape(lambda: gpt.NnxGPT(TOY, rngs=nnx.Rngs(0)))
+    for tree in (params(), nnx.as_pure(nnx.state(model, nnx.Param)), nnx.state(model, nnx.Param)):
+        flags = jax.tree_util.tree_leaves_with_path(gpt.matrices(tree))
+        assert len(flags) == 16
+        for path, flag in flags:
+            (name,) = {getattr(key, "key", None) for key in path} & kinds.keys()
+            assert flag == kinds[name]
+    tx = gpt.make_optimizer(1.0, steps=2)
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    state = tx.init(params())
+    update = jax.jit(tx.update)
+    for _ in range(2):  # the rate begins at zero
+        updates, state = update(zeros, state, params())
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        assert update.any() == kinds[path[-1].key]
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------
+
+
+def reference_loss(params):
+    """The mean loss in FP64 by NumPy, layer by layer and head by head, without padding."""
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    table = tree["token_embedding"]["embedding"][: TOY.vocabulary]
+
+    def norm(x, p):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+    def softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    losses = []
+    for tokens in TOKENS_BS:
+        x = table[tokens[:-1]] + tree["position_embedding"]["embedding"]
+        for layer in range(TOY.layers):
+            p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree["blocks"])
+            qkv = norm(x, p["attention_norm"]) @ p["qkv"]["kernel"] + p["qkv"]["bias"]
+            heads = []
+            for head in np.split(qkv.reshape(len(x), 3, TOY.heads, -1), TOY.heads, axis=2):
+                q, k, v = np.moveaxis(head[:, :, 0], 1, 0)
+                scores = np.where(np.tri(len(x)), q @ k.T / np.sqrt(q.shape[-1]), -np.inf)
+                heads.append(softmax(scores) @ v)
+            attended = np.concatenate(heads, axis=-1)
+            x = x + attended @ p["attention_out"]["kernel"] + p["attention_out"]["bias"]
+            h = norm(x, p["mlp_norm"]) @ p["mlp_up"]["kernel"] + p["mlp_up"]["bias"]
+            h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+            x = x + h @ p["mlp_down"]["kernel"] + p["mlp_down"]["bias"]
+        probabilities = softmax(norm(x, tree["final_norm"]) @ table.T)
+        losses.append(-np.log(probabilities[np.arange(len(x)), tokens[1:]]))
+    return np.mean(losses)
+
+
+@pytest.mark.parametrize("framework", APPLY)
+@pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3)])
+def test_loss_and_gradient_against_fp64(framework, recipe, tolerance):
+    loss, gradient = loss_and_gradient(recipe, framework)
+    assert float(loss) == pytest.approx(reference_loss(params()), rel=tolerance)
+    # The derivative of the reference along the gradient is the square of the gradient's norm.
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params(), gradient))
+    moved = [jax.tree.map(lambda p, g, step=step: p + step * g, *wide) for step in (-1e-5, 1e-5)]
+    slope = (reference_loss(moved[1]) - reference_loss(moved[0])) / 2e-5
+    square = sum((leaf**2).sum() for leaf in jax.tree.leaves(wide[1]))
+    assert slope == pytest.approx(square, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", ROUNDING), ("fp16", 2e-3)])
+def test_nnx_computes_what_linen_computes(recipe, tolerance):
+    loss, gradient = loss_and_gradient(recipe, "linen")
+    nnx_loss, nnx_gradient = loss_and_gradient(recipe, "nnx")
+    assert float(nnx_loss) == pytest.approx(float(loss), rel=tolerance)
+    for own, other in zip(*map(jax.tree.leaves, (gradient, nnx_gradient)), strict=True):
+        assert own.dtype == other.dtype == jnp.float32
+        np.testing.assert_allclose(other, own, rtol=0, atol=tolerance * np.abs(own).max())
+
+
+@pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp32"), ("nnx", "bf16")])
+def test_a_token_changes_no_earlier_logits(framework, recipe):
+    tokens = TOKENS_BS[:1, :-1]
+    changed = tokens.copy()
+    changed[0, 9] += 1
+    run = jax.jit(APPLY[framework](recipe))
+    before, after = (np.asarray(run(params(), jnp.asarray(x))) for x in (tokens, changed))
+    assert before.dtype == np.float32 and before.shape == (1, 16, TOY.vocabulary)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp16"), ("nnx", "fp32")])
+def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
+    loss, gradient = loss_and_gradient(recipe, framework)
+    rows = gradient["token_embedding"]["embedding"]
+    assert rows.shape[0] == 256 and not rows[TOY.vocabulary :].any()
+    assert rows[: TOY.vocabulary].any(axis=1).all()
+    # Large values there would take all probability.
+    table = params()["token_embedding"]["embedding"].at[TOY.vocabulary :].set(100.0)
+    filled = params() | {"token_embedding": {"embedding": table}}
+    run = jax.jit(APPLY[framework](recipe))
+    args = jnp.asarray(TOKENS_BS[:, :-1]), jnp.asarray(TOKENS_BS[:, 1:])
+    assert float(run(filled, *args)) == pytest.approx(float(loss), rel=1e-6)
+    # The logits give the same loss.
+    logits = run(filled, args[0])
+    assert float(jaxmp.losses.softmax_cross_entropy(logits, args[1])) == pytest.approx(
+        float(loss), rel=ROUNDING
+    )
+
+
+# ---------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("framework", "recipe"), [("linen", "bf16_params"), ("nnx", "fp16")])
+def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
+    # Tokens that repeat: 1 to 8, again and again.
+    file = tmp_path / "tokens.bin"
+    (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(file)
+    monkeypatch.setitem(gpt.SIZES, "tiny", TOY)
+    options = dict(steps=20, batch_size=4, lr=2e-2, tokens=file)
+    losses = gpt.main(recipe, gpt.Size["tiny"], gpt.Framework(framework), **options)
+    assert len(losses) == 20 and np.isfinite(losses).all()
+    assert losses[0] > 5 and losses[-1] < 2.5
+
+
+@pytest.mark.parametrize(
+    ("length", "message"), [(31, "shorter than two texts of 16"), (64, "contains the token 250")]
+)
+def test_tokens_that_do_not_fit_are_refused(length, message, tmp_path):
+    file = tmp_path / "tokens.bin"
+    np.full(length, TOY.vocabulary, np.uint16).tofile(file)
+    with pytest.raises(typer.BadParameter, match=message):
+        gpt.read_tokens(file, TOY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", APPLY)
+def test_the_default_run_learns_python(framework):
+    losses = gpt.main("bf16", framework=gpt.Framework(framework))
+    assert losses[0] > 5 and np.mean(losses[-5:]) < 2.8
+
+
+# ---------------------------------------------------------------------------
+# The program for an H200
+# ---------------------------------------------------------------------------
+
+COMPILED = gpt.GPT(layers=3, width=128, heads=2, vocabulary=1000, max_length=256)
+FUSED = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+def counts(recipe, framework, model=COMPILED):
+    return count(recipe, framework, model, 4)
+
+
+@needs_compiler
+def test_both_frameworks_compile_to_the_same_kernels():
+    linen, in_nnx = (counts("bf16", framework) for framework in APPLY)
+    assert linen._replace(framework="nnx") == in_nnx
+    # All matmuls in BF16; attention without a dense bias, once for each layer.
+    assert linen.matmuls.keys() == {"bfloat16 x bfloat16"}
+    assert linen.attention == dict.fromkeys(FUSED, COMPILED.layers)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16", "fp8"])
+def test_both_frameworks_compile_to_the_same_kernels_under_each_recipe(recipe):
+    linen, in_nnx = (counts(recipe, framework) for framework in APPLY)
+    # The same buffers may be placed with other gaps between them.
+    assert in_nnx.temporary == pytest.approx(linen.temporary, rel=1e-3)
+    assert linen._replace(framework="nnx", temporary=in_nnx.temporary) == in_nnx
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_remat_recomputes():
+    saving, recomputing = (
+        counts("bf16", "linen", COMPILED.clone(remat=remat)) for remat in (False, True)
+    )
+    in_nnx = counts("bf16", "nnx", COMPILED.clone(remat=True))
+    assert recomputing._replace(framework="nnx") == in_nnx
+    assert recomputing.temporary < saving.temporary
+    forward, backward = FUSED
+    layers = COMPILED.layers
+    assert recomputing.attention == {forward: 2 * layers, backward: layers}
+    # Without it no product is computed twice.
+    more = recomputing.matmuls["bfloat16 x bfloat16"] - saving.matmuls["bfloat16 x bfloat16"]
+    kernels = 12 * COMPILED.width**2
+    assert 0 < more <= 2 * 4 * COMPILED.max_length * kernels * layers
+
+
+HLO = """HloModule m, entry_computation_layout={()->f32[]}
+
+%sliced (p0: f32[4,8], p1: s32[], p2: f32[8]) -> f32[8] {
+  %p0 = f32[4,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[8]{0} parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,8]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,8}
+  %flat = f32[8]{0} bitcast(%row)
+  ROOT %sum = f32[8]{0} add(%flat, %p2)
+}
+
+%stored (p0: f32[4,8], p1: s32[], p2: f32[1,8]) -> f32[4,8] {
+  %p0 = f32[4,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[1,8]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[4,8]{1,0} dynamic-update-slice(%p0, %p2, %p1, %zero)
+}
+
+ENTRY %main (a: f32[4,8], i: s32[], b: f32[8], c: f32[1,8]) -> (f32[8], f32[4,8], f32[8,8]) {
+  %a = f32[4,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[8]{0} parameter(2)
+  %c = f32[1,8]{1,0} parameter(3)
+  %first = f32[8]{0} fusion(%a, %i, %b), kind=kLoop, calls=%sliced
+  %second = f32[4,8]{1,0} fusion(%a, %i, %c), kind=kLoop, calls=%stored
+  %third = (f32[8,8]{1,0}, s8[4096]{0}) custom-call(%a, %second), custom_call_target="__cublas$gemm"
+  %result = f32[8,8]{1,0} get-tuple-element(%third), index=0
+  ROOT %out = (f32[8]{0}, f32[4,8]{1,0}, f32[8,8]{1,0}) tuple(%first, %second, %result)
+}
+"""
+
+
+def test_the_table_in_the_documents_is_what_was_counted():
+    root = Path(__file__).parents[1]
+    read = lambda name: json.loads((root / f"benchmarks/results/{name}_h200.json").read_text())
+    recomputing = {row["recipe"]: row for row in read("gpt_programs_remat")["rows"]}
+    rows = read("gpt_programs")["rows"]
+    page = (root / "docs/how-it-works.md").read_text()
+    for linen, in_nnx in zip(rows[::2], rows[1::2], strict=True):
+        assert abs(linen["temporary"] - in_nnx["temporary"]) < 1024
+        same = {"framework": "nnx", "temporary": in_nnx["temporary"]}
+        assert linen | same == in_nnx
+        memory = linen["state"], linen["temporary"], recomputing[linen["recipe"]]["temporary"]
+        cells = [f"`{linen['recipe']}`", *(f"{size / 1e6:,.0f} MB" for size in memory)]
+        cells += [f"{linen['accessed'] / 1e9:,.1f} GB", f"{linen['kernels']:,}"]
+        assert f"| {' | '.join(cells)} |" in page
+
+
+def test_bytes_of_kernels():
+    program = Program(HLO)
+    moved = {step.instruction.name: accessed(program, step) for step in kernels(program)}
+    # A row, an index and b, and the sum; a row and an index, and the row; two arrays and a result.
+    assert moved == {"first": 32 + 4 + 32 + 32, "second": 32 + 4 + 32, "third": 128 + 128 + 256}
