@@ -281,6 +281,26 @@ def test_the_default_run_learns_python(framework):
 
 
 # ---------------------------------------------------------------------------
+# The audit
+# ---------------------------------------------------------------------------
+
+
+def test_the_audit_of_124_million_parameters_fits_a_screen():
+    report = jaxmp.audit(*gpt.make_step("bf16"), policies="bf16")
+    assert report.ok
+    lines = report.to_text().splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16_params", "fp8"])
+def test_the_audit_of_the_nnx_step_has_no_fault(recipe):
+    # A length at which attention runs block by block.
+    model = gpt.GPT(layers=2, width=64, heads=2, vocabulary=1000, max_length=1024)
+    report = jaxmp.audit(*gpt.make_nnx_step(recipe, model), policies=recipe)
+    assert not report.faults
+
+
+# ---------------------------------------------------------------------------
 # The program for an H200
 # ---------------------------------------------------------------------------
 
