@@ -206,5 +206,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wrapper = Wrapper(recipe) if recipe else None
     if wrapper is not None:
         wrapper.install()
+        # Flax's configuration makes errors of warnings, and these are about the recipe, not Flax.
+        config.addinivalue_line("filterwarnings", "ignore::jaxmp.RecipeWarning")
     if path is not None:
         config.pluginmanager.register(Outcomes(path, wrapper))
