@@ -226,7 +226,10 @@ def test_fixes_are_code_below_the_table():
         assert f"            {LONG_CODE}" in lines and "        if True:" in lines
         assert "        nn.Dense(504)" in lines
         assert "        loss, grads = state.value_and_grad(loss_fn)(batch)" in lines
-    assert "  1: Round the width up:" in fixes and "or cast the operand." in fixes
+    assert (
+        "  1 (transformer_model.py:123): Round the width up:" in fixes
+        and "or cast the operand." in fixes
+    )
 
 
 def test_other_views_mark_code_as_code():
@@ -356,3 +359,67 @@ def test_a_healthy_audit_fits_one_screen(gpt_124m):
     lines = str(report).splitlines()
     assert report.ok and lines[0] == "Precision audit: ok"
     assert len(lines) <= 50 and max(map(len, lines)) <= 80
+
+
+# ---------------------------------------------------------------------------
+# Three planted faults
+# ---------------------------------------------------------------------------
+
+# The names are those of the fixes: fn, x, logits. A comment stands where a user pastes a fix.
+PLANTED = """
+import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
+model = jaxmp.load_recipe("bf16").wrap(nn.Dense(16, name="up"))
+x = jnp.ones((8, 16))
+params = {"model": model.init(jax.random.key(0), x), "w": jnp.ones((16, 16))}
+def fn(w, x):
+    return x @ w
+# fp32_matmul
+def loss_fn(params, x):
+    x = model.apply(params["model"], fn(params["w"], x)).astype(jnp.bfloat16)
+    x = jax.nn.softmax(x)  # half_softmax
+    logits = 2 * x
+    # half_loss
+    return -jax.nn.log_softmax(logits)[:, 0].astype(jnp.float32).mean()
+"""
+
+
+def audit_source(source):
+    names = {}
+    exec(source, names)
+    return jaxmp.audit(jax.grad(names["loss_fn"]), names["params"], names["x"], policies="bf16")
+
+
+def pasted(source, kind, code):
+    """The source with a fix in place of the line that its kind is written at."""
+    lines = source.splitlines()
+    (number,) = (n for n, line in enumerate(lines) if line.endswith(f"# {kind}"))
+    line = lines[number]
+    indent = line[: len(line) - len(line.lstrip())]
+    assigned = "x = " if line.lstrip().startswith("x = ") else ""
+    lines[number : number + 1] = [indent + assigned + part for part in code]
+    return "\n".join(lines)
+
+
+def printed_fixes(report):
+    """Number of the row -> the lines of code printed for it."""
+    fixes, number = {}, ""
+    for line in str(report).split("\nFixes\n")[1].split("\n\n")[0].splitlines():
+        title = re.match(r"  (\d+)[ :]", line)
+        number = title[1] if title else number
+        if line.startswith(" " * 8):
+            fixes.setdefault(number, []).append(line[8:])
+    return fixes
+
+
+def test_each_printed_fix_can_be_pasted_and_removes_its_fault():
+    report = audit_source(PLANTED)
+    kinds = list(report.counts())
+    assert kinds == ["fp32_matmul", "half_loss", "half_softmax"]
+    rows = re.findall(r"^  (\d+)  (\w+)", str(report), re.MULTILINE)
+    fixes = printed_fixes(report)
+    source = PLANTED
+    for number, kind in rows:
+        source = pasted(source, kind, fixes[number])
+        remaining = audit_source(source).counts()
+        assert kind not in remaining
+    assert audit_source(source).ok

@@ -143,10 +143,14 @@ def _notes(report: Any) -> list[Section]:
 def _finding_sections(title: str, groups: list[list[Any]], text: str = "") -> list[Section]:
     """A numbered table of findings, and below it the remedy of each."""
     rows = tuple((str(n), *_finding_row(group)) for n, group in enumerate(groups, start=1))
-    numbers: dict[str, list[str]] = {}
-    for number, *_ in rows:
-        numbers.setdefault(groups[int(number) - 1][0].fix, []).append(number)
-    fixes = tuple(Fix(", ".join(of), fix_parts(fix)) for fix, of in numbers.items() if fix)
+    alike: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        if group[0].fix:
+            alike.setdefault(group[0].fix, []).append(number)
+    fixes = tuple(
+        Fix(_fix_title(numbers, groups[numbers[0]][0].place), fix_parts(fix))
+        for fix, numbers in alike.items()
+    )
     return [
         Section(title, text, ("#", "check", "where", "what"), rows),
         Section("Fixes" if title == "Faults" else "What to do", fixes=fixes),
@@ -162,6 +166,12 @@ def _finding_row(group: list[Any]) -> tuple[str, ...]:
     place = first.place + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
     where = f"{module}, {place}" if place else module
     return first.kind, where, first.message + times
+
+
+def _fix_title(numbers: list[int], place: str) -> str:
+    """`1 (model.py:12)`, or `1, 3` for a remedy of several rows."""
+    title = ", ".join(str(number + 1) for number in numbers)
+    return f"{title} ({place})" if place and len(numbers) == 1 else title
 
 
 _INDENT = "    "
