@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax
+import jax
+
 import jaxmp
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +121,9 @@ def main() -> None:
             print(output)
         rows[name] = row
     if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        versions = {"jax": jax.__version__, "flax": flax.__version__, "target": arguments.target}
+        table = {**versions, "scripts": rows}
+        arguments.out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
     sys.exit(any("error" in row for row in rows.values()))
 
 

@@ -54,8 +54,9 @@ finally:
 )
 
 NNX = """
-import jax, jax.numpy as jnp, numpy as np, optax
+import optax  # which imports JAX
 from flax import nnx
+import jax, jax.numpy as jnp, numpy as np
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.a = nnx.Linear(16, 16, use_bias=False, rngs=rngs)

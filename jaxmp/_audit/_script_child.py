@@ -19,28 +19,52 @@ from typing import Any
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function after a module was imported for the first time."""
+    """Calls functions after modules were imported, when no installed package is half imported.
 
-    def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
-        self.callbacks = callbacks
+    A package such as optax imports JAX before it has names of its own, which jaxmp would read.
+
+    Args:
+      folders: of the script; its own modules may stay half imported for as long as they run.
+      callbacks: name of a module -> function to call once.
+    """
+
+    def __init__(self, folders: list[str], callbacks: dict[str, Callable[[], None]]) -> None:
+        self.folders, self.callbacks = tuple(folders), callbacks
+        self.depth = 0
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        callback = self.callbacks.pop(fullname, None)
-        if callback is None:
+        if not self.callbacks or ("." in fullname and fullname not in self.callbacks):
             return None
         found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        loader = None if spec is None else spec.loader
+        origin = "" if spec is None else str(spec.origin)
+        own = origin.startswith(self.folders) and "-packages" + os.sep not in origin
+        if loader is not None and hasattr(loader, "exec_module") and not own:
+            execute = loader.exec_module
 
             def exec_module(module: Any) -> None:
-                execute(module)
-                callback()
+                self.depth += 1
+                try:
+                    execute(module)
+                finally:
+                    self.depth -= 1
+                self.call()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            # Loaders of built-in modules are classes, which other modules share.
+            if not isinstance(loader, type):
+                loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def call(self) -> None:
+        """Calls the functions of modules that are there."""
+        if self.depth == 0:
+            for name in [name for name in self.callbacks if name in sys.modules]:
+                callback = self.callbacks.pop(name, None)
+                if callback is not None:
+                    callback()
 
 
 def main() -> None:
@@ -56,10 +80,12 @@ def main() -> None:
     def watch_nnx() -> None:
         importlib.import_module("jaxmp._compat").watch_nnx()
 
-    callbacks = {"jax": watch, "flax.nnx": watch_nnx}
-    for name in callbacks.keys() & sys.modules.keys():
-        callbacks.pop(name)()
-    sys.meta_path.insert(0, _AfterImport(callbacks))
+    folder = os.path.dirname(os.path.abspath(arguments[0]))
+    imports = _AfterImport(
+        [os.getcwd() + os.sep, folder + os.sep], {"jax": watch, "flax.nnx": watch_nnx}
+    )
+    sys.meta_path.insert(0, imports)
+    imports.call()
     error = ""
     try:
         _run(options["module"], arguments)
