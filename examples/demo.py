@@ -28,8 +28,9 @@ from train_lm import Run, train
 RECIPES = ("fp32", "bf16", "fp16", "bf16_params")
 BUDGET_PERCENT = 0.5
 CPU_NOTE = (
-    "These times are of a CPU, which emulates 16-bit arithmetic and is slower in it. The run shows "
-    "accuracy and memory, and only a GPU or TPU shows the gain in speed."
+    "The times were measured on a CPU. XLA converts 16-bit values to FP32 and back there, so that "
+    "16-bit recipes are slower than FP32. The run compares accuracy and memory; a gain in speed "
+    "requires a GPU or TPU."
 )
 
 # In grey, line styles and markers tell them apart.
