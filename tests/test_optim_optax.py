@@ -181,3 +181,21 @@ def test_lookahead_in_a_plain_loop_skips_with_zero_updates():
         assert isinstance(updates, optax.LookaheadParams) and np.any(updates.fast["head"])
         updates, new = tx.update(jax.tree.map(lambda p: p * jnp.nan, params.fast), state, params)
         assert not np.any(updates.fast["head"]) and int(new.stats.total) == 1
+
+
+def test_parameters_that_an_addition_made_wide_are_named_with_both_fixes():
+    recipe = jaxmp.load_recipe("bf16_params")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    state, params = tx.init(make_params()), recipe.cast_params(make_params())
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, make_params()), state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        kept = optax.apply_updates(params, updates)
+    tx.update(updates, state, kept)
+    added = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
+    for wide in (make_params(), added):
+        with pytest.raises(jaxmp.CompositionError) as error:
+            tx.update(updates, state, wide)
+        message = str(error.value)
+        assert "':head' is float32, but its policy stores it in bfloat16" in message
+        assert "params = recipe.cast_params(params)" in message
+        assert "optax.apply_updates(params, updates), which keeps dtypes" in message

@@ -275,7 +275,9 @@ def _check_storage(params: list[Any], layout: Layout) -> None:
             raise CompositionError(
                 f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
-                " (TrainState.create does it for you)."
+                " (TrainState.create does it for you), and apply updates with "
+                "optax.apply_updates(params, updates), which keeps dtypes; params + updates, as "
+                "equinox.apply_updates computes it, would be float32."
             )
 
 
