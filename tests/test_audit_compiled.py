@@ -67,8 +67,9 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     assert report.ok and report.gpu == "NVIDIA H200 141GB HBM3e (no such GPU on this machine)"
     assert operands(report) == {("bfloat16", "bfloat16")}
     # XLA multiplies as much as was traced, no more and no less.
-    assert sum(row.flops for row in report.gemms) == report.flops
-    assert {row.module for row in report.gemms} == {row.module for row in report.matmuls}
+    kernels = (*report.gemms, *report.attention)
+    assert sum(row.flops for row in kernels) == report.flops
+    assert {row.module for row in kernels} == {row.module for row in report.matmuls}
     assert all(Path(row.file).name == "byte_gpt.py" and row.line for row in report.gemms)
     # Once forwards, and backwards for either operand.
     phases = [
