@@ -408,6 +408,15 @@ def test_powers_are_notes():
     assert report.ok and the_only(report, "half_exp", "note").primitive == "integer_pow"
 
 
+@pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
+def test_exponentials_of_at_most_zero_are_notes(activation):
+    with jax.numpy_dtype_promotion("standard"):
+        report = audit(activation, shape(4, 64))
+        gradient = audit(jax.grad(lambda x: activation(x).astype(jnp.float32).sum()), shape(4, 64))
+    assert report.ok and gradient.ok, str(report)
+    assert audit(lambda x: jnp.exp(-x), shape(4, 64)).counts() == {"half_exp": 1}
+
+
 def test_the_op_table_of_a_recipe_decides():
     recipe = jaxmp.load_recipe("bf16").replace(ops={"exp": "low"})
     assert audit(jnp.exp, shape(4, 64), policies="bf16").counts() == {"half_exp": 1}

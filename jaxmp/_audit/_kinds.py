@@ -69,7 +69,8 @@ KINDS: dict[str, Kind] = {
     "half_exp": Kind(
         FAULT,
         "an exponential, logarithm, power or trigonometric function in 16 bits in the forward"
-        " pass; small whole powers are notes",
+        " pass; small whole powers, and exponentials of at most 0 as in ELU and softplus, are"
+        " notes",
         "x = x.astype(jnp.float32) before it, or jaxmp.autocast",
     ),
     "rounded_input": Kind(

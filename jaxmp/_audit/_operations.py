@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
-from jaxmp._audit._kinds import NOTE
+from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import STREAM, Flow, ForwardUse, Pending, Promotion
 from jaxmp._audit._lineage import GRADIENT, Terms
 from jaxmp._audit._places import call_site
@@ -151,7 +151,36 @@ def _judge_exponential(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> 
         drafts.add("half_loss", site, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
         return None
     fix = f"Take {site.name} in FP32:\n    x = x.astype(jnp.float32)"
-    return _forward_use(ForwardUse(site, f"{site.name} of {dtype.name}", fix), drafts)
+    level = NOTE if _is_bounded(site.equation, site.body) else FAULT
+    return _forward_use(ForwardUse(site, f"{site.name} of {dtype.name}", fix, level), drafts)
+
+
+def _is_bounded(equation: Any, body: Body) -> bool:
+    """Returns True for an exponential of at most 0, as in ELU and softplus, and its logarithm.
+
+    Its result is at most 1, and its error that of any other operation in 16 bits.
+    """
+    maker = body.maker(equation.invars[0])
+    if maker is None:
+        return False
+    name = maker.primitive.name
+    if equation.primitive.name == "log1p":
+        return name in ("exp", "exp2") and _is_bounded(maker, body)
+    if equation.primitive.name not in ("exp", "exp2", "expm1"):
+        return False
+    if name == "neg":
+        positive = body.maker(maker.invars[0])
+        return positive is not None and positive.primitive.name in ("abs", "square")
+    is_choice = name in ("select_n", "min") or maker.params.get("name") == "_where"
+    return is_choice and any(_is_zero(var, body) for var in maker.invars)
+
+
+def _is_zero(var: Any, body: Body) -> bool:
+    maker = body.maker(var)
+    while maker is not None and maker.primitive.name in _LAYOUT:
+        var = maker.invars[0]
+        maker = body.maker(var)
+    return is_literal(var) and var.aval.size == 1 and float(var.val) == 0
 
 
 def _forward_use(pending: ForwardUse, drafts: Drafts) -> Pending | None:
