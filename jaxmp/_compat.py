@@ -311,6 +311,12 @@ def can_update(variable: Any) -> bool:
 _CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
 
 
+def is_within(source_info: Any, function: Any) -> bool:
+    """Returns True for the source of an equation that a call of a Python function made."""
+    traceback = source_info.traceback
+    return traceback is not None and function.__code__ in traceback.raw_frames()[0]
+
+
 def is_in_custom_vjp(source_info: Any) -> bool:
     """Returns True for the source of an equation that a `custom_vjp` function or its rules made.
 

@@ -141,7 +141,8 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -
         set_field("dtype", plan.field_dtype)
     if facts.attention:
         own, flax = module.attention_fn, nn.dot_product_attention
-        set_field("attention_fn", policied_function(own, flax, AttentionFunction, policy))
+        function = policied_function(own, flax, AttentionFunction, policy, path)
+        set_field("attention_fn", function)
         set_field("variable", _casting_variable(weakref.ref(module), plan))
     quantises = policy.matmul == "fp8" and _quantise(module, plan, path, fp8, set_field)
     if plan.wide is not None and not quantises:

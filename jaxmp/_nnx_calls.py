@@ -225,7 +225,8 @@ def _changes(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
         changes["dtype"] = plan.field_dtype
     if plan.facts.attention and "attention_fn" in attributes:
         own, flax = attributes["attention_fn"], nnx.dot_product_attention
-        changes["attention_fn"] = policied_function(own, flax, AttentionFunction, plan.policy)
+        function = policied_function(own, flax, AttentionFunction, plan.policy, path)
+        changes["attention_fn"] = function
     if attributes.get("promote_dtype") is flax_promote_dtype:
         quantising = _quantising(module, plan, path, fp8) if plan.policy.matmul == "fp8" else {}
         widening = {} if plan.wide is None else _widening(module, plan.wide)

@@ -19,11 +19,16 @@ T = TypeVar("T")
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
 ATTENTION = ("auto", "cudnn", "blockwise", "xla", "cudnn_fp8")
+# What a declaration may state of an attention mask; "array": it is not declared.
+MASKS = ("array", "causal", "padding", "causal+padding", "full")
+# The settings of attention layers: fields of a Policy, keys of a rule and of [attention].
+ATTENTION_FIELDS = ("implementation", "mask", "window")
 
 # Field -> what to call it, what it may be, a policy string in which it is right.
 _CHOICES = {
     "matmul": ("matmul precision", MATMUL_PRECISIONS, "p=f32,matmul=tf32"),
-    "attention": ("attention", ATTENTION, "p=f32,c=bf16,attention=cudnn"),
+    "implementation": ("implementation", ATTENTION, "p=f32,c=bf16,implementation=cudnn"),
+    "mask": ("mask", MASKS, "p=f32,c=bf16,mask=causal"),
 }
 
 # Every accepted key of a policy string, dict or TOML table -> field.
@@ -32,7 +37,7 @@ FIELD_KEYS = {
     **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
     **dict.fromkeys(("o", "out", "output", "output_dtype"), "output_dtype"),
     "matmul": "matmul",
-    "attention": "attention",
+    **{name: name for name in ATTENTION_FIELDS},
     "respect_explicit": "respect_explicit",
     "cast_float64": "cast_float64",
     "keep_inputs": "keep_inputs",
@@ -77,9 +82,15 @@ class Policy:
       matmul: precision of FP32 matmuls: "default" leaves JAX's own choice (TF32 on NVIDIA
         Tensor Cores), "tf32" asks for TF32, "highest" for full FP32; "fp8": the linear layers of
         Flax multiply in FP8, whatever the compute dtype, where their sizes allow.
-      attention: how Flax's attention layers attend, as in `dot_product_attention`: "auto" takes
-        cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax; "cudnn",
-        "blockwise" and "xla" ask for one in any dtype, "cudnn_fp8" for cuDNN's FP8 kernel.
+      implementation: how Flax's attention layers attend, as in `dot_product_attention`: "auto"
+        takes cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax;
+        "cudnn", "blockwise" and "xla" ask for one in any dtype, "cudnn_fp8" for cuDNN's FP8 kernel.
+      mask: the structure of the mask that the model passes to Flax's attention layers. A declared
+        structure replaces the array, so that fused kernels skip what it hides: "causal" (position
+        t sees keys 0 to t), "padding" (hides the positions behind the end of each sequence),
+        "causal+padding" (both) or "full" (hides nothing). "array" declares nothing.
+      window: with a declared mask, the positions that it shows to the left and right of a query:
+        `(left, right)`, or one integer for both; a causal mask shows none to the right. None: all.
       respect_explicit: keep the `dtype` that a model's author set on a Flax module.
       cast_float64: cast float64 arrays too; they are left alone otherwise.
       keep_inputs: names and positions of arguments that a module's boundary leaves uncast, such
@@ -101,16 +112,23 @@ class Policy:
     compute_dtype: Any
     output_dtype: Any
     matmul: str = dataclasses.field(default="default", kw_only=True)
-    attention: str = dataclasses.field(default="auto", kw_only=True)
+    implementation: str = dataclasses.field(default="auto", kw_only=True)
+    mask: str = dataclasses.field(default="array", kw_only=True)
+    window: Any = dataclasses.field(default=None, kw_only=True)
     respect_explicit: bool = dataclasses.field(default=False, kw_only=True)
     cast_float64: bool = dataclasses.field(default=False, kw_only=True)
     keep_inputs: Any = dataclasses.field(default=(), kw_only=True)
+    # The name of `implementation` in the development versions of 0.1.0.
+    attention: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, attention: Any) -> None:
+        if attention is not None:
+            raise renamed_attention(attention, "Policy('f32', 'bf16', 'f32', implementation={!r})")
         for field, value in canonical_fields(
             {name: getattr(self, name) for name in FIELD_NAMES}, within=""
         ).items():
             object.__setattr__(self, field, value)
+        object.__setattr__(self, "window", _window(self.mask, self.window))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`; all else is untouched."""
@@ -140,8 +158,12 @@ class Policy:
         )
         if self.matmul != "default":
             text += f",matmul={self.matmul}"
-        if self.attention != "auto":
-            text += f",attention={self.attention}"
+        if self.implementation != "auto":
+            text += f",implementation={self.implementation}"
+        if self.mask != "array":
+            text += f",mask={self.mask}"
+        if self.window is not None:
+            text += f",window={window_text(self.window)}"
         for name in ("respect_explicit", "cast_float64"):
             if getattr(self, name):
                 text += f",{name}=true"
@@ -154,6 +176,37 @@ class Policy:
 
 
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
+
+
+def renamed_attention(value: Any, code: str) -> PolicyError:
+    """The error for `attention=`, which `implementation` replaced; `code` is the new spelling."""
+    return PolicyError(
+        f"attention={value!r} is now called implementation, as in the [attention] table of a "
+        f"recipe. Write {code.format(value)}."
+    )
+
+
+def window_text(window: tuple[int, int]) -> str:
+    """A window as a policy string writes it."""
+    left, right = window
+    return str(left) if left == right else f"{left}+{right}"
+
+
+def _window(mask: str, window: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The window of a declared mask; a causal one has nothing to its right.
+
+    Raises:
+      PolicyError: if the mask is not declared.
+    """
+    if window is None:
+        return None
+    if mask == "array":
+        shown = window_text(window)
+        raise PolicyError(
+            f"window={shown} belongs to a declared mask, and mask='array' declares none. Write "
+            f"both, such as mask='causal', window={window[0]}; mask='full' has a window alone."
+        )
+    return (window[0], 0) if mask.startswith("causal") else window
 
 
 def without_inputs(policy: Policy) -> Policy:
@@ -188,6 +241,8 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
                 "example keep_inputs=('t', 'positions'), or 'keep_inputs=t+positions' in a policy "
                 "string."
             ) from None
+    if name == "window":
+        return None if value is None else _canonical_window(value, where)
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if not isinstance(value, bool):
@@ -195,6 +250,21 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
             f"{name}={value!r}{where} is neither true nor false; for example '{name}=true'."
         )
     return value
+
+
+def _canonical_window(value: Any, where: str) -> tuple[int, int]:
+    """`127`, `"127"`, `(127, 0)`, `[127, 0]` or `"127+0"` as (left, right)."""
+    parts = value.split("+") if isinstance(value, str) else value
+    pair = list(parts) if isinstance(parts, (tuple, list)) else [parts]
+    pair = [int(part) if isinstance(part, str) and part.isdecimal() else part for part in pair]
+    integers = all(isinstance(part, int) and not isinstance(part, bool) for part in pair)
+    if not integers or len(pair) not in (1, 2) or min(pair) < 0:
+        raise PolicyError(
+            f"window={value!r}{where} is neither an integer nor a pair (left, right) of integers "
+            "that are not negative; for example window=127 or window=(127, 0), in a policy string "
+            "'mask=causal,window=127' or 'mask=full,window=127+0'."
+        )
+    return pair[0], pair[-1]
 
 
 def get_policy(policy: Any) -> Policy:
@@ -284,12 +354,14 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in pairs:
         field = FIELD_KEYS.get(key.lower())
+        if field is None and key.lower() == "attention":
+            raise renamed_attention(value, "'implementation={}'")
         if field is None:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "attention, respect_explicit, cast_float64, keep_inputs; for example "
-                "'p=f32,c=bf16,o=f32'."
+                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs; for "
+                "example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

@@ -186,8 +186,8 @@ class Recipe:
           **changes: `policies` (anything that names policies), `loss_scale` (a loss scale, a
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
             dict, laid over the recipe's own table, or an `OpTable` in its place), `fp8` (a scaling
-            of `jaxmp.fp8`, or its name), `master`, `skip`, `accumulate_dtype`,
-            `reduce_dtype`, `name`, `summary`.
+            of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
+            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that was automatic is decided anew for other policies.

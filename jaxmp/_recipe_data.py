@@ -17,7 +17,7 @@ import numpy as np
 from jaxmp import _toml
 from jaxmp._dtypes import canonical_dtype
 from jaxmp._ops import OpTable
-from jaxmp._policy import get_policy, without_inputs
+from jaxmp._policy import ATTENTION_FIELDS, canonical_fields, get_policy, without_inputs
 from jaxmp._recipe_fp8 import read_fp8
 from jaxmp._recipe_names import recipe_names, shipped
 from jaxmp._recipe_scale import (
@@ -167,13 +167,15 @@ def changed(
       ops: operation -> category, laid over the recipe's own table; or an `OpTable`, in its place.
       name: what to call it.
       summary: one line about it.
-      **settings: `master`, `skip`, `accumulate_dtype` or `reduce_dtype`.
+      **settings: `master`, `skip`, `accumulate_dtype` or `reduce_dtype`; `implementation`, `mask`
+        or `window`, of attention layers.
 
     Raises:
       RecipeError: if a value is not allowed, or contradicts another.
       OpError: if an operation is unknown, or cannot have the category.
     """
     rules = data.policies if policies is None else as_policy_map(policies)
+    rules = _with_attention(rules, {key: settings.pop(key, None) for key in ATTENTION_FIELDS})
     rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_recipe(fp8))
     if fp8 is not None and not rules.names_fp8:
         raise RecipeError(
@@ -191,6 +193,22 @@ def changed(
     return checked(
         dataclasses.replace(data, policies=rules, loss_scale=scale, ops=table, **changes)
     )
+
+
+def _with_attention(policies: PolicyMap, settings: dict[str, Any]) -> PolicyMap:
+    """Policies whose default has other settings of attention; None leaves a setting as it is."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    if not given:
+        return policies
+    try:
+        fields = canonical_fields(given, within="")
+        if "mask" in fields:  # the present window describes another mask
+            fields = {"window": None, **fields}
+        default = dataclasses.replace(policies.default, **fields)
+    except PolicyError as error:
+        words = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise RecipeError(f"replace({words}): {error}") from None
+    return dataclasses.replace(policies, default=default)
 
 
 def _only_edits(ops: Any, base: OpTable) -> OpTable:
@@ -214,7 +232,7 @@ _CHANGEABLE = {
 def _change(key: str, value: Any) -> Any:
     """A value given in Python, held to what a file may say."""
     if key not in _CHANGEABLE:
-        names = ["policies", "loss_scale", "ops", "fp8", *_CHANGEABLE]
+        names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_CHANGEABLE]
         raise RecipeError(
             f"A recipe has no {key!r} to replace.{did_you_mean(key, names)} Allowed: "
             f"{', '.join(names)}; for example recipe.replace(master='fp32')."
@@ -379,6 +397,8 @@ def _laid_over(
         base = {key: setting for key, setting in base.items() if key[0] != "loss_scale"}
     if ("fp8", "scaling") in own:
         base = {key: setting for key, setting in base.items() if key[0] != "fp8"}
+    if ("attention", "mask") in own:  # the base's window describes another mask
+        base = {key: setting for key, setting in base.items() if key != ("attention", "window")}
     # Own settings stand first: where two contradict each other, a message names the user's file.
     return {**own, **{key: setting for key, setting in base.items() if key not in own}}
 
@@ -387,9 +407,13 @@ def _build(layers: _Layers) -> RecipeData:
     tables: dict[str, dict[str, Setting]] = {}
     for (table, key), setting in layers.settings.items():
         tables.setdefault(table, {})[key] = setting
-    default = _values(tables.get("policy", {}))
-    if "attention" in tables:
-        default["attention"] = tables["attention"]["implementation"].value
+    attention = tables.get("attention", {})
+    default = {**_values(tables.get("policy", {})), **_values(attention)}
+    if "window" in attention and default.get("mask", "array") == "array":
+        raise RecipeError(
+            f"{attention['window'].where}: a window belongs to a declared mask, and nothing "
+            "declares one. Write:\n" + example("attention", "window")
+        )
     fp8 = read_fp8(tables.get("fp8", {}))
     policies = PolicyMap(get_policy(default), layers.rules, fp8)
     if not policies.names_fp8:

@@ -12,7 +12,14 @@ from jaxmp._dtypes import bits, canonical_dtype
 from jaxmp._inputs import canonical_inputs
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._ops import OPS, Op, OpTable
-from jaxmp._policy import ATTENTION, FIELD_KEYS, MATMUL_PRECISIONS
+from jaxmp._policy import (
+    ATTENTION,
+    ATTENTION_FIELDS,
+    FIELD_KEYS,
+    MASKS,
+    MATMUL_PRECISIONS,
+    canonical_fields,
+)
 from jaxmp._recipe_fp8 import SCALINGS, frozen, is_formats, is_products, is_width
 from jaxmp._rules import Rule
 from jaxmp.errors import JaxmpError, OpError, RecipeError, RuleError, did_you_mean
@@ -119,6 +126,27 @@ def _inputs(value: list[Any]) -> tuple[str | int, ...]:
         raise RecipeError(f"{error}.") from None
 
 
+def _is_window(value: Any) -> bool:
+    parts = value if isinstance(value, list) else [value]
+    return all(_is_count(part) and part >= 0 for part in parts) and len(parts) in (1, 2)
+
+
+def _window(value: Any) -> tuple[int, int]:
+    return canonical_fields({"window": value}, within="")["window"]
+
+
+_ATTENTION: dict[str, Field] = {
+    "implementation": _choice(*ATTENTION),
+    "mask": _choice(*MASKS)._replace(example='"causal"'),
+    "window": Field(
+        "an integer that is not negative, or a list of two: [left, right]",
+        "127",
+        _is_window,
+        _window,
+    ),
+}
+assert tuple(_ATTENTION) == ATTENTION_FIELDS
+
 _POLICY = {
     "param_dtype": _DTYPE,
     "compute_dtype": _DTYPE._replace(example='"bfloat16"'),
@@ -187,7 +215,7 @@ TABLES = {
         **DYNAMIC,
     },
     "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
-    "attention": {"implementation": _choice(*ATTENTION)},
+    "attention": _ATTENTION,
     "fp8": _FP8,
     "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
     "ops": {name: _category(op) for name, op in OPS.items()},
@@ -199,7 +227,7 @@ RULE = {
     "required": _BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"', _is_text),
     **_POLICY,
-    "attention": _choice(*ATTENTION),
+    **_ATTENTION,
 }
 
 
@@ -226,13 +254,16 @@ def _companions(key: str) -> list[str]:
         return ['scaling = "delayed"']
     if key == "rounding":
         return ['scaling = "mx"']
+    if key == "window":
+        return ['mask = "causal"']
     return ['scaling = "block"'] if key == "block" else []
 
 
 def _example_rule(key: str, setting: str) -> list[str]:
     about = 'module_type = "LayerNorm"' if key == "subtree" else 'path = "**/lm_head"'
     lines = ["[[rules]]", *[about] * (key not in ("path", "module_type")), setting]
-    return lines + ['output_dtype = "float32"'] * (key not in (*_POLICY, "attention"))
+    lines += _companions(key) if key == "window" else []
+    return lines + ['output_dtype = "float32"'] * (key not in (*_POLICY, *_ATTENTION))
 
 
 # ---------------------------------------------------------------------------
@@ -361,6 +392,11 @@ def _unknown_key(document: _toml.Document, key: _toml.Key) -> RecipeError:
     allowed: Iterable[str] = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
     if table == "ops":
         return _unknown_op(document, key)
+    if table == "rules" and word == "attention":
+        return RecipeError(
+            f"{document.where(*key)}: 'attention' is now called 'implementation', as in "
+            "[attention]. For example:\n" + example("rules", "implementation", '"xla"')
+        )
     home = next((name for name, fields in TABLES.items() if word in fields), "")
     if home and not table:
         hint, shown_key = f" It belongs into [{home}].", (home, word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxmp._policy import FIELD_NAMES
+from jaxmp._policy import ATTENTION_FIELDS, FIELD_NAMES
 from jaxmp._recipe_data import RecipeData
 from jaxmp._recipe_fp8 import fp8_settings
 from jaxmp._recipe_scale import LossScaleData
@@ -21,7 +21,8 @@ _LOSS_SCALE = {
 }
 _OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a step that is not finite is left out."
 _ATTENTION = (
-    "# How the attention layers of Flax attend: auto takes cuDNN's fused kernel where it fits."
+    "# Flax's attention layers: auto takes cuDNN's fused kernel where it fits; a mask other than\n"
+    "# array is declared, and replaces the array that the model passes."
 )
 _FP8 = '# How modules with matmul = "fp8" are scaled.'
 _GRADIENTS = (
@@ -76,12 +77,12 @@ def _policy_fields(holder: Any) -> dict[str, Any]:
 def _default_fields(policy: Any) -> dict[str, Any]:
     """Without what has a table of its own."""
     fields = _policy_fields(policy)
-    del fields["attention"]
-    return fields
+    return {name: value for name, value in fields.items() if name not in ATTENTION_FIELDS}
 
 
 def _attention(data: RecipeData) -> dict[str, Any]:
-    return {"implementation": data.policies.default.attention}
+    fields = _policy_fields(data.policies.default)
+    return {name: fields[name] for name in ATTENTION_FIELDS if name in fields}
 
 
 def _fp8(scaling: Any) -> list[list[str]]:

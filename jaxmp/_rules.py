@@ -7,7 +7,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ from jaxmp._policy import (
     get_policy,
     is_policy,
     policy_fields,
+    renamed_attention,
     split_pairs,
+    window_text,
 )
 from jaxmp._recipe_names import shipped
 from jaxmp.errors import PolicyError, RuleError, nearest
@@ -153,8 +155,9 @@ class Rule:
         refused, because `"bf16"` could mean either. None: the fields are given by keyword.
       module_type: a class, or a class name (`*` allowed), its base classes included. The rule
         covers modules of that type, not their children. None: any type.
-      param_dtype, compute_dtype, output_dtype, matmul, attention, respect_explicit, cast_float64,
-        keep_inputs: the fields of `Policy`. None: the default's.
+      param_dtype, compute_dtype, output_dtype, matmul, implementation, mask, window,
+        respect_explicit, cast_float64, keep_inputs: the fields of `Policy`. None: the default's; a
+        rule that names a mask and no window declares a mask without a window.
       why: the reason, printed by `explain` and `jaxmp show`.
       required: refuse a model in which the rule matches nothing.
       subtree: a rule by type covers everything below those modules too.
@@ -176,15 +179,22 @@ class Rule:
     compute_dtype: Any = dataclasses.field(default=None, kw_only=True)
     output_dtype: Any = dataclasses.field(default=None, kw_only=True)
     matmul: str | None = dataclasses.field(default=None, kw_only=True)
-    attention: str | None = dataclasses.field(default=None, kw_only=True)
+    implementation: str | None = dataclasses.field(default=None, kw_only=True)
+    mask: str | None = dataclasses.field(default=None, kw_only=True)
+    window: Any = dataclasses.field(default=None, kw_only=True)
     respect_explicit: bool | None = dataclasses.field(default=None, kw_only=True)
     cast_float64: bool | None = dataclasses.field(default=None, kw_only=True)
     keep_inputs: Any = dataclasses.field(default=None, kw_only=True)
     why: str = dataclasses.field(default="", kw_only=True)
     required: bool = dataclasses.field(default=True, kw_only=True)
     subtree: bool = dataclasses.field(default=False, kw_only=True)
+    # The name of `implementation` in the development versions of 0.1.0.
+    attention: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self, policy: Any) -> None:
+    def __post_init__(self, policy: Any, attention: Any) -> None:
+        if attention is not None:
+            code = f"Rule({_repr_selector(self)}, implementation={{!r}})"
+            raise renamed_attention(attention, code)
         if isinstance(self.module_type, type):
             object.__setattr__(self, "module_type", self.module_type.__name__)
         _check_kinds(self)
@@ -228,7 +238,8 @@ class Rule:
         return any(pattern.fullmatch(name) for kind in types for name in module_type_names(kind))
 
     def __repr__(self) -> str:
-        fields = {k: v if k == "keep_inputs" else str(v) for k, v in self.fields.items()}
+        kept = ("keep_inputs", "window")
+        fields = {k: v if k in kept else str(v) for k, v in self.fields.items()}
         parts = [_repr_selector(self), *(f"{k}={v!r}" for k, v in fields.items())]
         parts += [f"why={self.why!r}"] * bool(self.why) + ["required=False"] * (not self.required)
         return f"Rule({', '.join(parts + ['subtree=True'] * self.subtree)})"
@@ -309,6 +320,8 @@ def field_text(name: str, value: Any) -> str:
     """The value of a policy's field as a policy string writes it."""
     if name.endswith("_dtype"):
         return short_name(value)
+    if name == "window":
+        return window_text(value)
     return inputs_text(value) if name == "keep_inputs" else str(value).lower()
 
 
@@ -360,11 +373,23 @@ def _merged(default: Policy, rule: Rule) -> Policy:
     A rule that asks for FP32 is not about FP8: it would be an island whose matmuls have 3 bits of
     mantissa. It gets FP8 only if it says so itself.
     """
-    policy = dataclasses.replace(default, **rule.fields)
+    fields = rule.fields
+    if rule.mask is not None and rule.window is None:
+        fields["window"] = None  # that of the default describes another mask
+    policy = dataclasses.replace(default, **fields)
     islands = rule.compute_dtype is not None and bits(policy.compute_dtype) > 16
     if islands and rule.matmul is None and policy.matmul == "fp8":
         return dataclasses.replace(policy, matmul="default")
     return policy
+
+
+def _check_window(default: Policy, rule: Rule) -> None:
+    """Refuses a rule whose window describes a mask that nothing declares."""
+    if rule.window is not None:
+        try:
+            _merged(default, rule)
+        except PolicyError as error:
+            raise RuleError(f"{rule!r}: {error}") from None
 
 
 def _with_own_inputs(policy: Policy, named: Any, module_type: Any) -> Policy:
@@ -401,6 +426,21 @@ class Decision:
     why: str
 
 
+class MaskRow(NamedTuple):
+    """An attention layer whose mask is declared."""
+
+    path: str
+    # The keys and values of the declaration.
+    declared: str
+    # Whether the mask that the model passes was compared with it; if not, it depends on values
+    # that were not passed.
+    is_checked: bool
+
+    def __str__(self) -> str:
+        result = "agrees" if self.is_checked else "not checked: pass arrays instead of shapes"
+        return f"{self.path or '(root)'}: {self.declared} ({result})"
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """Decision for each module path of a model, as `PolicyMap.explain` returns it.
@@ -410,11 +450,13 @@ class Explanation:
       unused: the rules that decide for no path.
       low_precision_share: the share of the model's matmul FLOPs, from 0 to 1, with both operands in
         16 bits or fewer; None if it was not counted, or if the model has no matmul.
+      masks: the attention layers whose masks are declared, and the result of the comparison.
     """
 
     rows: tuple[Decision, ...]
     unused: tuple[Rule, ...]
     low_precision_share: float | None = None
+    masks: tuple[MaskRow, ...] = ()
 
     def __str__(self) -> str:
         header = ("path", "type", "policy", "rule", "why")
@@ -434,6 +476,7 @@ class Explanation:
             for line in table
         ]
         lines += [f"unused: {rule!r}" for rule in self.unused]
+        lines += [f"mask of {row}" for row in self.masks]
         return "\n".join([*self.summary, *lines])
 
     @property
@@ -521,6 +564,8 @@ class PolicyMap:
             rules += base.rules
             object.__setattr__(self, "default", base.default)
             object.__setattr__(self, "fp8", base.fp8 if self.fp8 is None else self.fp8)
+        for rule in rules:
+            _check_window(self.default, rule)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "_hash", hash((self.default, rules, self.fp8)))
 

@@ -307,6 +307,13 @@ _ATTENTION = {
     "cudnn_fp8": "cuDNN's FP8 kernel, emulated on a CPU; an error where it cannot serve, and for"
     " causal attention over more than 4096 positions, where it loses",
 }
+_MASK = {
+    "array": "array: attention layers read the mask that the model passes",
+    "causal": "causal: declared, position t sees keys 0 to t",
+    "padding": "padding: declared, hides the positions behind the end of each sequence",
+    "causal+padding": "causal+padding: declared, position t sees keys 0 to t of its sequence",
+    "full": "full: declared, hides nothing",
+}
 _MATMUL = {
     "default": "JAX's own choice for FP32 operands: TF32 on NVIDIA Tensor Cores",
     "tf32": "FP32 operands are rounded to TF32: 10 bits of mantissa, FP32 range and sums",
@@ -376,7 +383,8 @@ def _policy_rows(recipe: Recipe) -> _Rows:
         ("output", f"{policy.output_dtype.name}: what the whole model returns"),
         ("matmul", f"{policy.matmul}: {_MATMUL[policy.matmul]}"),
         *_fp8_rows(recipe.policies),
-        ("attention", f"{policy.attention}: {_ATTENTION[policy.attention]}"),
+        ("attention", f"{policy.implementation}: {_ATTENTION[policy.implementation]}"),
+        ("mask", f"{_MASK[policy.mask]}{_window_words(policy.window)}"),
     ]
     author = "is kept" if policy.respect_explicit else "is overridden"
     rows.append(("explicit dtypes", f"a dtype that the author set on a Flax module {author}"))
@@ -384,6 +392,10 @@ def _policy_rows(recipe: Recipe) -> _Rows:
     rows.append(("float64 arrays", float64))
     kept = _field_words("keep_inputs", policy.keep_inputs)
     return [*rows, ("inputs kept", f"{kept}: arguments of modules that are not cast")]
+
+
+def _window_words(window: tuple[int, int] | None) -> str:
+    return "" if window is None else f", within {window[0]} positions left and {window[1]} right"
 
 
 def _fp8_rows(policies: PolicyMap) -> _Rows:

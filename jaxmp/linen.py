@@ -18,6 +18,7 @@ from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._arguments import check_implementation
+from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._flax import Stated
 from jaxmp._boundary import cast_like, cast_tree, make_plan
 from jaxmp._compat import context, current_context
@@ -41,7 +42,7 @@ from jaxmp._share import low_precision_share, warn_if_low
 from jaxmp._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
 from jaxmp.errors import CompositionError, RecipeWarning
 
-__all__ = ["apply_policy", "explain", "module_paths"]
+__all__ = ["apply_policy", "attention_fn", "explain", "module_paths"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -576,14 +577,17 @@ def explain(
     Args:
       model: a Linen module.
       policies: as in `apply_policy`.
-      *args, **kwargs, rngs: as in `module_paths`.
+      *args, **kwargs, rngs: as in `module_paths`. A declared attention mask is compared with the
+        mask that follows from the arrays among them.
 
     Returns:
-      A row for every module, and for every parameter that a `path:name` rule decides; and the share
-      of the matmul FLOPs that run in 16 bits or fewer.
+      A row for every module, and for every parameter that a `path:name` rule decides; the share of
+      the matmul FLOPs that run in 16 bits or fewer; and a row in `masks` for every attention layer
+      whose mask is declared.
 
     Raises:
       RuleError: if a required rule matches nothing.
+      AttentionError: if a mask contradicts its declaration.
 
     Example:
       >>> explain(nn.Dense(4), "p=f32,c=bf16,o=f32", jnp.ones((2, 3))).rows[0].policy
@@ -594,7 +598,15 @@ def explain(
     paths = module_paths(model, *args, rngs=rngs, **kwargs)
     policies.check_required(paths)
     share = _share(apply_policy(model, policies), args, rngs, kwargs)
-    return dataclasses.replace(policies.explain_modules(paths), low_precision_share=share)
+    explanation = dataclasses.replace(policies.explain_modules(paths), low_precision_share=share)
+    shown: Any = apply_policy(model, policies)
+    object.__setattr__(shown, "_jaxmp_tabulated", True)
+    rngs = jax.random.key(0) if rngs is None else rngs
+
+    def call(args: Any, kwargs: Any) -> Any:
+        return shown.init_with_output(rngs, *args, **kwargs)
+
+    return dataclasses.replace(explanation, masks=mask_rows(call, policies, args, kwargs))
 
 
 def _share(model: nn.Module, args: Any, rngs: Any, kwargs: Any) -> float | None:

@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jaxmp import _compat, _gradients, _nnx_calls, _trees, optim
 from jaxmp._attention._arguments import check_implementation
+from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._flax import Stated
 from jaxmp._dtypes import short_name
 from jaxmp._loss_scale import DynamicLossScale
@@ -37,6 +38,7 @@ __all__ = [
     "Optimizer",
     "OverwriteWithGradient",
     "apply_policy",
+    "attention_fn",
     "compile_step",
     "explain",
     "grad",
@@ -213,14 +215,16 @@ def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> Expl
       model: an NNX module.
       policies: as in `apply_policy`.
       *args, **kwargs: what the model is called with; arrays may be `jax.ShapeDtypeStruct`. If there
-        are any, the model is traced, and the share of the matmul FLOPs that run in 16 bits or fewer
-        is reported too.
+        are any, the model is traced, the share of the matmul FLOPs that run in 16 bits or fewer is
+        reported, and declared attention masks are compared with those that follow from the arrays.
 
     Returns:
-      A row for every module, and for every parameter that a `path:name` rule decides.
+      A row for every module, and for every parameter that a `path:name` rule decides; with
+      arguments, a row in `masks` for every attention layer whose mask is declared.
 
     Raises:
       RuleError: if a required rule matches nothing.
+      AttentionError: if a mask contradicts its declaration.
 
     Example:
       >>> model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -237,7 +241,15 @@ def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> Expl
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(_called, apply_policy(model, policies), args, kwargs)
-    return dataclasses.replace(explanation, low_precision_share=share)
+    definition, state = nnx.split(apply_policy(model, policies))
+    # Parameters have no part in a mask: their values are not copied.
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+    def call(state: Any, args: Any, kwargs: Any) -> Any:
+        return nnx.merge(definition, state)(*args, **kwargs)
+
+    masks = mask_rows(call, policies, state, args, kwargs)
+    return dataclasses.replace(explanation, low_precision_share=share, masks=masks)
 
 
 def _called(model: Any, args: Any, kwargs: Any) -> Any:

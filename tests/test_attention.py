@@ -807,16 +807,16 @@ def nnx_names(policies, **fields):
 @pytest.mark.parametrize("names", [linen_names, nnx_names])
 def test_a_policy_chooses_the_implementation(names):
     assert names("c=bf16") == {"xla"}
-    assert names("c=bf16,attention=blockwise") == {"blockwise"}
+    assert names("c=bf16,implementation=blockwise") == {"blockwise"}
     assert names("c=f32") == set()  # Flax's own, bit for bit
-    assert names("c=f32,attention=blockwise") == {"blockwise"}
-    rule = jaxmp.Rule("", "attention=xla")
-    assert names(jaxmp.PolicyMap("c=bf16,attention=blockwise", (rule,))) == {"xla"}
+    assert names("c=f32,implementation=blockwise") == {"blockwise"}
+    rule = jaxmp.Rule("", "implementation=xla")
+    assert names(jaxmp.PolicyMap("c=bf16,implementation=blockwise", (rule,))) == {"xla"}
 
 
 @pytest.mark.parametrize(("names", "make"), [(linen_names, jaxmp.linen), (nnx_names, jaxmp.nnx)])
 def test_a_policy_fills_in_what_a_layer_leaves_open(names, make):
-    policies = "c=bf16,attention=blockwise"
+    policies = "c=bf16,implementation=blockwise"
     assert names(policies, attention_fn=make.attention_fn()) == {"blockwise"}
     own = make.attention_fn(implementation="xla")
     assert names(policies, attention_fn=own) == {"xla"}
@@ -826,7 +826,7 @@ def test_a_recipe_says_it_in_toml(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('extends = "bf16"\n[attention]\nimplementation = "blockwise"\n')
     recipe = jaxmp.load_recipe(path)
-    assert recipe.policies.default.attention == "blockwise"
+    assert recipe.policies.default.implementation == "blockwise"
     again = tmp_path / "again.toml"
     again.write_text(recipe.to_toml())
     assert jaxmp.load_recipe(again).policies == recipe.policies
@@ -839,7 +839,7 @@ def test_weights_that_are_asked_for_are_held_or_refused():
     variables = layer.init(KEY, x)
     sown = functools.partial(layer.apply, sow_weights=True, mutable=["intermediates"])
     assert sown(variables, x)[1]["intermediates"]
-    model = jaxmp.linen.apply_policy(layer, "c=bf16,attention=blockwise")
+    model = jaxmp.linen.apply_policy(layer, "c=bf16,implementation=blockwise")
     with pytest.raises(AttentionError, match="sow_weights needs the attention weights"):
         model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+import mask_declaration
 from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
 from jaxmp import audit, dot_product_attention
@@ -127,6 +128,40 @@ def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
     mask = shape(2, 1, 1, 128, dtype=bool)
     fn = jax.grad(lambda p, x, mask: model.apply(p, x, mask=mask).astype("float32").sum())
     assert [kernel for kernel, _ in kernels(fn, params, x, mask)] == MASKED
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand(framework):
+    sizes = dict(layers=2, width=256, heads=4, length=512, batch=2)
+    rows = {way: mask_declaration.count(framework, way, **sizes) for way in mask_declaration.WAYS}
+    array, declared, by_hand = rows.values()
+    assert set(array["kernels"]) == {MASKED[0]}
+    assert declared["kernels"] == by_hand["kernels"] == {FORWARD: 2}
+    for figure in ("bytes", "temp_bytes"):
+        assert declared[figure] == pytest.approx(by_hand[figure], rel=0.01)
+        assert array[figure] > 1.01 * declared[figure]
+
+
+class Masked(nn.Module):
+    """One layer whose mask is an array."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        return nn.MultiHeadDotProductAttention(num_heads=4, name="attention")(x, mask=mask)
+
+
+def test_lengths_of_a_declared_mask_reach_the_kernel():
+    x, tokens = shape(2, 128, 256, dtype=jnp.float32), shape(2, 128, dtype=jnp.int32)
+    model = jaxmp.load_recipe("bf16").replace(mask="causal+padding").wrap(Masked())
+    params = jax.eval_shape(Masked().init, jax.random.key(0), x, None)
+
+    @jax.grad
+    def step(params, x, tokens):
+        padding = nn.make_attention_mask(tokens > 0, tokens > 0)
+        return model.apply(params, x, nn.combine_masks(nn.make_causal_mask(tokens), padding)).sum()
+
+    report = audit(step, params, x, tokens, target="h200")
+    assert sorted(row.kernel for row in report.attention) == [FORWARD, BACKWARD]
 
 
 def test_memory_has_no_term_of_all_pairs():

@@ -548,7 +548,7 @@ def implementations(fn, *args):
 @each_framework
 def test_a_recipe_chooses_it_for_layers(make, tmp_path):
     mine = recipe(tmp_path)
-    assert mine.policies.default.attention == "cudnn_fp8"
+    assert mine.policies.default.implementation == "cudnn_fp8"
     assert jaxmp.get_policy(str(mine.policies.default)) == mine.policies.default
     assert implementations(*make(mine, is_causal=True)) == {("cudnn_fp8", "device")}
     own = {"is_causal": True, "implementation": "cudnn_fp8"}
@@ -557,7 +557,7 @@ def test_a_recipe_chooses_it_for_layers(make, tmp_path):
 
 @each_framework
 def test_a_layer_with_a_mask_is_refused(make):
-    fn, variables, x = make("c=bf16,attention=cudnn_fp8")
+    fn, variables, x = make("c=bf16,implementation=cudnn_fp8")
     with pytest.raises(AttentionError, match=r"cannot serve this call:\n  mask:"):
         jax.eval_shape(fn, variables, x, mask=jnp.ones((1, 1, 128, 128), bool))
 

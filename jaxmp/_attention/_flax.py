@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxmp._attention import run
 from jaxmp._attention._arguments import arguments, check_implementation, sees
+from jaxmp._attention._declared import (
+    Declaration,
+    check_known,
+    mark,
+    refuse_lengths,
+    refuse_missing,
+    sequence_lengths,
+)
 from jaxmp._attention._plain import attend, weight_dropout
 from jaxmp._dtypes import is_half
 from jaxmp._policy import Policy
@@ -27,6 +37,8 @@ class Stated:
     local_window_size: int | tuple[int, int] | None = None
     # The layer's mask is a prefix of each sequence, and is handed on as lengths.
     padding_mask: bool = False
+    # The structure that the layer's policy declares of its mask; None: it declares none.
+    declared: Declaration | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "implementation", check_implementation(self.implementation))
@@ -34,7 +46,9 @@ class Stated:
             object.__setattr__(self, "local_window_size", tuple(self.local_window_size))
 
 
-def policied_function(own: Any, flax: Any, make: Callable[[Stated], Any], policy: Policy) -> Any:
+def policied_function(
+    own: Any, flax: Any, make: Callable[[Stated], Any], policy: Policy, path: tuple[str, ...]
+) -> Any:
     """What stands for a layer's attention function under a policy; an author's own stays.
 
     Args:
@@ -42,14 +56,19 @@ def policied_function(own: Any, flax: Any, make: Callable[[Stated], Any], policy
       flax: the default one of the framework.
       make: makes one of jaxmp's.
       policy: the layer's.
+      path: the layer's.
     """
     stated = getattr(own, "jaxmp_stated", None)
-    if own is flax and (policy.attention != "auto" or is_half(policy.compute_dtype)):
+    is_asked = policy.implementation != "auto" or policy.mask != "array"
+    if own is flax and (is_asked or is_half(policy.compute_dtype)):
         stated = Stated()
     if stated is None:
         return own
     if stated.implementation == "auto":
-        stated = dataclasses.replace(stated, implementation=policy.attention)
+        stated = dataclasses.replace(stated, implementation=policy.implementation)
+    if policy.mask != "array":
+        declared = Declaration(policy.mask, policy.window, "/".join(path))
+        stated = dataclasses.replace(stated, declared=declared)
     return make(stated)
 
 
@@ -111,19 +130,22 @@ def layer_attention(
         cannot serve them.
     """
     query, key, value = operands
-    mask = None if mask is None else jnp.asarray(mask).astype(bool)
+    mask = None if mask is None else _as_bool(mask)
+    structure = _structure(operands, mask, stated)
     if weights.wants_all:
         if stated.implementation not in ("auto", "xla"):
             raise AttentionError(
                 f"{weights.wants_all} needs the attention weights of all pairs, which "
-                f"attention={stated.implementation!r} never holds. Leave {weights.wants_all} out, "
-                "or put a rule with attention='xla' on the layer."
+                f"implementation={stated.implementation!r} never holds. Leave {weights.wants_all} "
+                "out, or put a rule with implementation='xla' on the layer."
             )
         return _whole(operands, bias, mask, stated, weights)
     batch = query.shape[:-3]
     count = math.prod(batch)
     lengths: dict[str, Any] = {}
-    if stated.padding_mask and mask is not None:
+    if structure is not None:
+        query, mask, stated, lengths = structure.query, None, structure.stated, structure.lengths
+    elif stated.padding_mask and mask is not None:
         mask, lengths = None, _lengths(_flat(mask, batch), query.shape[-3])
     given = arguments(
         query.reshape(count, *query.shape[-3:]),
@@ -140,6 +162,73 @@ def layer_attention(
     )
     out = run(given, stated.implementation)
     return out.reshape(*batch, *out.shape[1:])
+
+
+class _Structure(NamedTuple):
+    """What the kernel receives in the place of a declared mask."""
+
+    query: jax.Array
+    stated: Stated
+    lengths: dict[str, Any]
+
+
+def _structure(operands: Operands, mask: Any, stated: Stated) -> _Structure | None:
+    """The declared structure of a layer's mask, checked as far as it is known; None: the array is.
+
+    A layer with one query is taken for a step of autoregressive decoding. There the mask hides the
+    unused end of the cache, no declaration describes it, and it is short.
+
+    Raises:
+      AttentionError: if mask and declaration contradict each other.
+    """
+    query, key, _ = operands
+    queries, keys, batch = query.shape[-3], key.shape[-3], query.shape[:-3]
+    declared = stated.declared
+    if declared is None or queries == 1:
+        return None
+    if declared.is_square and queries != keys:
+        raise refuse_lengths(declared, queries, keys)
+    if stated.is_causal or stated.local_window_size is not None:
+        seen = _stated_mask(operands, stated)
+        mask = seen if mask is None else jnp.logical_and(_ranked(mask, seen.ndim), seen)
+    lengths: dict[str, Any] = {}
+    if mask is not None:
+        whole = _whole_mask(mask, batch, (queries, keys))
+        if isinstance(whole, np.ndarray):
+            check_known(whole, declared)
+        else:
+            query = mark(query, whole, declared)
+        if declared.is_padded:
+            lengths = _declared_lengths(whole, declared, math.prod(batch))
+    elif declared.is_square:
+        raise refuse_missing(declared)
+    plain = Stated(stated.implementation, declared.is_causal, declared.window)
+    return _Structure(query, plain, lengths)
+
+
+def _whole_mask(mask: Any, batch: tuple[int, ...], positions: tuple[int, int]) -> Any:
+    """A mask as `[B|1, N|1, T, S]`; of NumPy if its elements are known."""
+    if isinstance(mask, Tracer):
+        flat = _flat(mask, batch)
+        return jnp.broadcast_to(flat, (*flat.shape[:2], *positions))
+    with jax.ensure_compile_time_eval():
+        flat = np.asarray(_flat(mask, batch))
+    return np.broadcast_to(flat, (*flat.shape[:2], *positions))
+
+
+def _declared_lengths(mask: Any, declared: Declaration, count: int) -> dict[str, Any]:
+    """Both lengths of each of the `count` sequences, by the names of the arguments."""
+    lengths = (jnp.asarray(n, jnp.int32) for n in sequence_lengths(mask, declared))
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    return {name: jnp.broadcast_to(x, (count,)) for name, x in zip(names, lengths, strict=True)}
+
+
+def _as_bool(mask: Any) -> Any:
+    """A mask as bool; one whose elements are known stays known while a program is traced."""
+    if isinstance(mask, Tracer):
+        return mask.astype(bool)
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(mask).astype(bool)
 
 
 def _flat(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -160,20 +249,8 @@ def _lengths(mask: jax.Array, queries: int) -> dict[str, Any]:
 
 def _whole(operands: Operands, bias: Any, mask: Any, stated: Stated, weights: Weights) -> jax.Array:
     query, key, value = operands
-    one, other, third = (jax.ShapeDtypeStruct(a.shape[-3:], a.dtype) for a in operands)
-    settings = arguments(
-        one,
-        other,
-        third,
-        is_causal=stated.is_causal,
-        local_window_size=stated.local_window_size,
-    ).settings
-    if settings.is_causal or settings.window is not None:
-        ones = (1,) * (query.ndim - 2)
-        rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
-        seen = sees(
-            settings, rows, jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)
-        )
+    if stated.is_causal or stated.local_window_size is not None:
+        seen = _stated_mask(operands, stated)
         mask = seen if mask is None else jnp.logical_and(_ranked(mask, seen.ndim), seen)
     deterministic = weights.dropout_rng is None
     rate, rng, broadcast = weights.dropout_rate, weights.dropout_rng, weights.broadcast_dropout
@@ -189,6 +266,23 @@ def _whole(operands: Operands, bias: Any, mask: Any, stated: Stated, weights: We
         qk_einsum=weights.qk_einsum,
         value_einsum=weights.value_einsum,
     )
+
+
+def _stated_mask(operands: Operands, stated: Stated) -> jax.Array:
+    """The bool mask `[1..., T, S]` of the causality and the window that a function states."""
+    query, key, _ = operands
+    one, other, third = (jax.ShapeDtypeStruct(a.shape[-3:], a.dtype) for a in operands)
+    settings = arguments(
+        one,
+        other,
+        third,
+        is_causal=stated.is_causal,
+        local_window_size=stated.local_window_size,
+    ).settings
+    ones = (1,) * (query.ndim - 2)
+    rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
+    columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)
+    return sees(settings, rows, columns)
 
 
 def _ranked(array: jax.Array, ndim: int) -> jax.Array:

@@ -105,6 +105,7 @@ def _audit(
     for label, var in traced.inputs():
         auditor.flow.mark(var, label)
     mark_arguments(auditor, traced)
+    auditor.masks.known.bind_constants(traced.closed)
     auditor.run(traced.jaxpr, Place(), 1)
     auditor.finish(traced.jaxpr)
     others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]

@@ -29,6 +29,7 @@ from jaxmp._audit._labels import (
     why_unfused,
 )
 from jaxmp._audit._lineage import GRADIENT
+from jaxmp._audit._masks import Masks
 from jaxmp._audit._operations import (
     judge_carry,
     judge_half,
@@ -91,6 +92,7 @@ class Auditor:
         self.aligned: Counter[int] = Counter()
         self.notes: dict[str, None] = {}
         self._flops: dict[int, tuple[Any, int]] = {}
+        self.masks = Masks()
 
     def run(self, jaxpr: Any, outer: Place, times: int, around: tuple[Any, ...] = ()) -> None:
         """Walks one jaxpr, and all inside of it.
@@ -123,6 +125,7 @@ class Auditor:
             if name in REDUCES and place.phase == FORWARD:
                 self._report(ForwardUse, equation.invars, "")
             self.flow.step(site)
+            self.masks.known.step(equation)
             if pending is not None:
                 self.flow.mark(equation.outvars[0], pending)
             if name == "dot_general" and place.phase == "forward":
@@ -173,6 +176,8 @@ class Auditor:
     def _enter(self, site: Site) -> None:
         equation, name = site.equation, site.name
         inside = inners(equation)
+        if site.place.phase == FORWARD:
+            self.masks.take(site, _is_attention(equation))
         if _is_attention(equation) and site.place.phase == FORWARD:
             self._note_attention(site, sum(self._flops_of(inner.jaxpr) for inner in inside))
         largest = self._largest(inside) if name == "cond" else None
@@ -181,8 +186,13 @@ class Auditor:
         for inner in inside:
             times = site.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
+            self.masks.known.enter(equation, inner)
             self.run(inner.jaxpr, site.place, times, (equation, *site.around))
             self.flow.leave(inner)
+            self.masks.known.leave(equation, inner)
+        if _is_attention(equation):
+            # Masks that attention makes for its own derivative are not the model's.
+            self.masks.known.forget(equation.outvars)
         if name == "scan":
             consts, carried = scan_counts(equation.params)
             self._judge_loop(site, inside[0].jaxpr, consts, carried)

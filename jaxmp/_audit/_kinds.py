@@ -98,6 +98,12 @@ KINDS: dict[str, Kind] = {
         " says what keeps cuDNN's kernel from it",
         "call the fused kernel",
     ),
+    "dense_mask": Kind(
+        NOTE,
+        "attention reads a mask as an array although the mask is causal, a window or full for every"
+        " input, so that no kernel skips what it hides",
+        "recipe.replace(mask='causal')",
+    ),
     "half_optimizer_state": Kind(
         FAULT,
         "the optimizer's moments or accumulators are stored in 16 bits: those of optax states,"

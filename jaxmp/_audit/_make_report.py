@@ -41,13 +41,14 @@ def make_report(
     """
     root = root_of(auditor.places.names)
     total = sum(flops for flops, _ in auditor.matmuls.values())
+    notes = [*auditor.notes, *auditor.masks.check(root)]
+    auditor.masks.report(root, auditor.drafts)
     drafts = [d for d in auditor.drafts if not (d.outside and auditor.has_backward)]
     findings = [*_joined(_finding(draft, root, total) for draft in drafts), *others]
     modules, rules = _decisions(auditor, root)
     findings += [_never_fired(row) for row in rules if row.required and not row.modules]
     policies = auditor.judge.policies
     gpu: dict[str, Any] = {}
-    notes = list(auditor.notes)
     if auditor.judge.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
         notes.append(_EMULATED)
     if compiled is not None:

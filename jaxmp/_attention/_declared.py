@@ -1,0 +1,282 @@
+"""Attention masks whose structure a policy declares, and the arrays that they describe.
+
+A declaration replaces the mask that a model passes to an attention layer: the kernel receives the
+structure, and of the array nothing but the lengths of padded sequences. An array whose elements are
+known is compared with the declaration. A traced array is marked in the program (`mark`), so that
+`audit` and `explain` can compare it later.
+
+Shape suffixes: B batch or 1, N heads or 1, T query positions, S key positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp.errors import AttentionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """The structure of an attention mask, as a policy declares it.
+
+    Args:
+      mask: "causal", "padding", "causal+padding" or "full".
+      window: positions to the left and right of a query that the mask shows; None: all of them.
+      path: of the attention layer, for messages.
+    """
+
+    mask: str
+    window: tuple[int, int] | None = None
+    path: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.mask.startswith("causal")
+
+    @property
+    def is_padded(self) -> bool:
+        return self.mask.endswith("padding")
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it relates query t to key t, so that there must be as many keys as queries."""
+        return self.is_causal or self.window is not None
+
+    def settings(self) -> dict[str, Any]:
+        """The keys of [attention], or of a rule, that declare it."""
+        if self.window is None:
+            return {"mask": self.mask}
+        left, right = self.window
+        is_short = self.is_causal or left == right
+        return {"mask": self.mask, "window": left if is_short else (left, right)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} = {_toml(value)}" for key, value in self.settings().items())
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return str(list(value))
+    return _quoted(value)
+
+
+# ---------------------------------------------------------------------------
+# Lengths of padded sequences
+# ---------------------------------------------------------------------------
+
+
+def sequence_lengths(mask: Any, declared: Declaration) -> tuple[Any, Any]:
+    """The numbers of queries and keys that the padding of each sequence leaves, `[B]` each.
+
+    Reads one row and one column of the mask, or its diagonal, where these determine the lengths.
+
+    Args:
+      mask: bool `[B, N, T, S]`, of JAX or NumPy; its first head determines the lengths.
+      declared: a structure with padding.
+    """
+    rows = mask[:, 0]
+    if declared.is_causal:
+        # Element (t, t) is hidden by padding alone.
+        keys = rows.reshape(rows.shape[0], -1)[:, :: rows.shape[2] + 1]
+    else:
+        keys = rows[:, 0] if declared.window is None else rows.any(1)
+    queries = rows[:, :, 0] if declared.window is None else rows.any(2)
+    return queries.sum(-1), keys.sum(-1)
+
+
+# ---------------------------------------------------------------------------
+# Comparison of an array with a declaration
+# ---------------------------------------------------------------------------
+
+
+def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
+    """The first position (b, n, t, s) at which a mask is not what is declared; None: it is.
+
+    Args:
+      mask: bool `[B, N, T, S]`.
+      declared: the structure that it should have.
+    """
+    _, _, queries, keys = mask.shape
+    if declared.is_square and queries != keys:
+        return (0, 0, 0, min(queries, keys))
+    mask = _without_repeats(mask)
+    different = mask != _expected(mask, declared)
+    if not different.any():
+        return None
+    return tuple(map(int, np.unravel_index(different.argmax(), different.shape)))
+
+
+def _without_repeats(mask: np.ndarray) -> np.ndarray:
+    """A mask with batch or heads of 1 where all of them are one row of memory."""
+    batch, heads = (slice(1) if stride == 0 else slice(None) for stride in mask.strides[:2])
+    return mask[batch, heads]
+
+
+def _expected(mask: np.ndarray, declared: Declaration) -> np.ndarray:
+    """What is declared, with the lengths of a mask; it broadcasts to `[B, N, T, S]`."""
+    _, _, queries, keys = mask.shape
+    rows = np.arange(queries, dtype=np.int32)[:, None]
+    columns = np.arange(keys, dtype=np.int32)[None, :]
+    seen = np.ones((1, 1, queries, keys), bool)
+    if declared.is_causal:
+        seen &= columns <= rows
+    if declared.window is not None:
+        left, right = declared.window
+        seen &= (columns >= rows - left) & (columns <= rows + right)
+    if declared.is_padded:
+        lengths = sequence_lengths(mask, declared)
+        of_queries, of_keys = (length[:, None, None, None] for length in lengths)
+        seen = seen & (rows < of_queries) & (columns < of_keys)
+    return seen
+
+
+def structure_of(mask: np.ndarray) -> Declaration | None:
+    """The declaration that describes a mask `[B, N, T, S]` exactly; None if there is none."""
+    _, _, queries, keys = mask.shape
+    windows = [None]
+    if queries == keys:
+        # The last query sees nothing to its right, and the first nothing to its left.
+        left = int(mask[0, 0, -1].sum()) - 1
+        right = int(mask[0, 0, 0].sum()) - 1
+        windows += [(left, 0), (left, right)] if min(left, right) >= 0 else []
+    for window in windows:
+        for name in ("full", "causal", "padding", "causal+padding"):
+            candidate = Declaration(name, window)
+            if window is not None and candidate.is_causal != (window[1] == 0):
+                continue
+            if first_difference(mask, candidate) is None:
+                return candidate
+    return None
+
+
+# ---------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------
+
+
+def check_known(mask: np.ndarray, declared: Declaration) -> None:
+    """Compares a mask `[B, N, T, S]` whose elements are known with its declaration.
+
+    Raises:
+      AttentionError: naming the layer, the declaration, the first difference and the fix.
+    """
+    position = first_difference(mask, declared)
+    if position is None:
+        return
+    batch, head, query, key = position
+    shown = bool(mask[position])
+    does, declares = ("shows", "hides") if shown else ("hides", "shows")
+    actual = structure_of(mask)
+    name = "" if actual is None else f" The mask is {_words(actual)}."
+    raise AttentionError(
+        f"{_layer(declared)} declares {declared}, and contradicts its mask: for query {query} "
+        f"(sequence {batch}, head {head}) the mask {does} key {key}, which the declaration "
+        f"{declares}.{name} {rule_fix(declared.path, actual)}"
+    )
+
+
+def refuse_lengths(declared: Declaration, queries: int, keys: int) -> AttentionError:
+    """The error for a structure of equal positions where queries and keys differ in number."""
+    return AttentionError(
+        f"{_layer(declared)} declares {declared}, which relates query t to key t, and attends from "
+        f"{queries} queries to {keys} keys. {rule_fix(declared.path, None, 'padding')}"
+    )
+
+
+def refuse_missing(declared: Declaration) -> AttentionError:
+    """The error for a structure that hides keys where the model passes no mask."""
+    return AttentionError(
+        f"{_layer(declared)} declares {declared}, and is called without a mask, so that each query "
+        "sees every key. A declaration describes the mask that the model passes: pass one, such as "
+        f"mask=nn.make_causal_mask(tokens). {rule_fix(declared.path, Declaration('full'))}"
+    )
+
+
+def declaration_code(actual: Declaration, path: str | None) -> tuple[str, list[str]]:
+    """Python code, and lines of TOML, that declare a mask.
+
+    Args:
+      actual: what the mask is.
+      path: of the layer; None: all attention layers of the recipe.
+    """
+    settings = actual.settings()
+    python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
+    toml = [f"{key} = {_toml(value)}" for key, value in settings.items()]
+    if path is None:
+        return f"recipe = recipe.replace({python})", ["[attention]", *toml]
+    rule = f'jaxmp.Rule("{path}", {python})'
+    rules = f"policies = jaxmp.PolicyMap(recipe, [{rule}])"
+    return f"{rules}; recipe = recipe.replace(policies=policies)", [
+        "[[rules]]",
+        f'path = "{path}"',
+        *toml,
+    ]
+
+
+def rule_fix(path: str, actual: Declaration | None, mask: str = "array") -> str:
+    """The rule that declares what the mask of a layer is, or `mask` where that is not known."""
+    settings = {"mask": mask} if actual is None else actual.settings()
+    python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
+    toml = "\n".join(f"    {key} = {_toml(value)}" for key, value in settings.items())
+    rule = f'jaxmp.Rule("{path}", {python})'
+    return (
+        f"Declare what it is by a rule, {rule}, or in the recipe's file:\n"
+        f'    [[rules]]\n    path = "{path}"\n{toml}'
+    )
+
+
+def _words(actual: Declaration) -> str:
+    return str(actual).removeprefix("mask = ")
+
+
+def _layer(declared: Declaration) -> str:
+    return f"The attention layer {declared.path!r}" if declared.path else "The attention layer"
+
+
+# ---------------------------------------------------------------------------
+# Marks in a traced program
+# ---------------------------------------------------------------------------
+
+# A declared mask is the second operand of a jitted function whose name begins so.
+MASK_MARK = "jaxmp_mask"
+
+
+def mark(query: jax.Array, mask: jax.Array, declared: Declaration) -> jax.Array:
+    """Returns the query, and records in the program that `mask`, `[B, N, T, S]`, is declared.
+
+    JAX removes what nothing uses from loops and rematerialised functions, and with it the record.
+    So the result is a selection between the query and the mask by a constant. XLA removes that
+    selection, and with it the array.
+    """
+    window = "" if declared.window is None else "_{}_{}".format(*declared.window)
+    return _marker(f"{MASK_MARK}_{declared.mask}{window}")(query, mask)
+
+
+def declaration_of(name: str, path: str) -> Declaration | None:
+    """The declaration that the name of a jitted function records; None for other functions."""
+    if not name.startswith(f"{MASK_MARK}_"):
+        return None
+    mask, *window = name.removeprefix(f"{MASK_MARK}_").split("_")
+    return Declaration(mask, (int(window[0]), int(window[1])) if window else None, path)
+
+
+@functools.cache
+def _marker(name: str) -> Callable[..., Any]:
+    def declare(query: jax.Array, mask: jax.Array) -> jax.Array:
+        unused = lax.slice(mask, (0,) * mask.ndim, (1,) * mask.ndim).reshape(())
+        unused = lax.full_like(query, 0) + unused.astype(query.dtype)
+        return lax.select(np.True_, query, unused)
+
+    declare.__name__ = name
+    return jax.jit(declare)

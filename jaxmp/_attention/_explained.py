@@ -1,0 +1,69 @@
+"""The declared masks of a model, compared with the masks that it passes to its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxmp._attention._declared import Declaration, check_known, declaration_of
+from jaxmp._audit._places import module_of, root_of
+from jaxmp._compat import jaxpr_body
+from jaxmp._jaxprs import Path
+from jaxmp._known import Known, walk
+from jaxmp._rules import MaskRow, PolicyMap
+
+
+def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tuple[MaskRow, ...]:
+    """The layers of a model whose masks are declared, each mask compared as far as it is known.
+
+    Args:
+      call: `call(*args)` runs the model under `policies`.
+      policies: those of the model; nothing is traced if they declare no mask.
+      *args: trees. Leaves that are arrays, not shapes, have known elements.
+
+    Raises:
+      AttentionError: if a mask contradicts its declaration.
+    """
+    declared = {policies.default.mask, *(rule.mask for rule in policies.rules)}
+    if declared <= {None, "array"}:
+        return ()
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def run(values: list[Any]) -> Any:
+        filled = leaves.copy()
+        for index, value in zip(arrays, values, strict=True):
+            filled[index] = value
+        out = call(*structure.unflatten(filled))
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    values = [leaves[index] for index in arrays]
+    closed = jax.make_jaxpr(run)(values)
+    known = Known()
+    known.bind(jaxpr_body(closed)[0].invars, map(_elements, values))
+    found: dict[Path, tuple[Declaration, np.ndarray | None]] = {}
+    scopes: dict[Path, None] = {}
+    for equation, names in walk(closed, known):
+        scopes.update(dict.fromkeys(names[:length] for length in range(len(names) + 1)))
+        declared = declaration_of(str(equation.params.get("name", "")), "")
+        if declared is not None:
+            found[names] = declared, known.value(equation.invars[1])
+    return tuple(_row(module_of(names, root_of(scopes)), *found[names]) for names in found)
+
+
+def _row(path: str, declared: Declaration, mask: np.ndarray | None) -> MaskRow:
+    if mask is not None:
+        check_known(mask, Declaration(declared.mask, declared.window, path))
+    return MaskRow(path, str(declared), mask is not None)
+
+
+def _elements(value: Any) -> np.ndarray | None:
+    """The elements of an argument; None for a shape, a tracer or a key."""
+    if isinstance(value, (jax.ShapeDtypeStruct, Tracer)) or not hasattr(value, "__array__"):
+        return None
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return None if is_key else np.asarray(value)

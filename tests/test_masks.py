@@ -1,0 +1,611 @@
+"""Attention masks that a recipe declares: results, lengths, contradictions, audit and explain."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import AttentionError, audit, load_recipe
+from jaxmp._attention._flax import policied_function
+from jaxmp._known import Known, walk
+from jaxmp._linen_calls import AttentionFunction
+
+BATCH, LENGTH, WIDTH = 2, 16, 32
+# Sequences of 16 and 11 tokens; 0 is padding.
+TOKENS = jnp.where(jnp.arange(LENGTH)[None] < jnp.array([[16], [11]]), 1, 0)
+X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
+# The largest difference of two results of about 1 in bfloat16.
+ROUNDINGS = 0.03
+
+
+def windowed(tokens, left=3, right=0):
+    rows, columns = jnp.arange(LENGTH)[:, None], jnp.arange(LENGTH)[None, :]
+    return ((columns >= rows - left) & (columns <= rows + right))[None, None]
+
+
+# Name -> (what declares it, the mask as a model makes it).
+MASKS = {
+    "causal": ({"mask": "causal"}, nn.make_causal_mask),
+    "padding": ({"mask": "padding"}, lambda t: nn.make_attention_mask(t > 0, t > 0)),
+    "padded keys": ({"mask": "padding"}, lambda t: (t > 0)[:, None, None, :]),
+    "causal, padding": (
+        {"mask": "causal+padding"},
+        lambda t: nn.combine_masks(nn.make_causal_mask(t), nn.make_attention_mask(t > 0, t > 0)),
+    ),
+    "causal, padded keys": (
+        {"mask": "causal+padding"},
+        lambda t: nn.combine_masks(nn.make_causal_mask(t, dtype=bool), (t > 0)[:, None, None, :]),
+    ),
+    "full": ({"mask": "full"}, lambda t: jnp.ones((1, 1, LENGTH, LENGTH))),
+    "window": ({"mask": "causal", "window": 3}, windowed),
+    "window on both sides": ({"mask": "full", "window": (3, 2)}, lambda t: windowed(t, 3, 2)),
+    "window, padding": (
+        {"mask": "causal+padding", "window": 3},
+        lambda t: nn.combine_masks(windowed(t), nn.make_attention_mask(t > 0, t > 0, dtype=bool)),
+    ),
+}
+
+
+class Linen(nn.Module):
+    """One attention layer that makes its mask from tokens."""
+
+    make: object
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, x, tokens):
+        layer = nn.MultiHeadDotProductAttention(4, name="attn", **dict(self.options))
+        return layer(x, mask=self.make(tokens))
+
+
+class Nnx(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, make, **options):
+        rngs = nnx.Rngs(0)
+        self.make = make
+        self.attn = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs, **options)
+
+    def __call__(self, x, tokens):
+        return self.attn(x, mask=self.make(tokens))
+
+
+def linen(make, recipe, **options):
+    model = Linen(make, tuple(options.items()))
+    variables = model.init(jax.random.key(1), X, TOKENS)
+    return lambda x, tokens: recipe.wrap(model).apply(variables, x, tokens)
+
+
+def in_nnx(make, recipe, **options):
+    return recipe.wrap(Nnx(make, **options))
+
+
+MAKERS = {"linen": linen, "nnx": in_nnx}
+
+
+@pytest.fixture(params=MAKERS)
+def model(request):
+    return MAKERS[request.param]
+
+
+def recipe(base="bf16", **settings):
+    return load_recipe(base).replace(**settings)
+
+
+def names_in(fn, *args):
+    """The names of jaxmp's own functions in a traced program."""
+    known, found = Known(), []
+    for equation, _ in walk(jax.make_jaxpr(fn)(*args), known):
+        name = str(equation.params.get("name", ""))
+        if name.startswith("jaxmp_"):
+            found.append((name, [v.aval.str_short() for v in equation.invars]))
+    return found
+
+
+# ---------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------
+
+
+CASES = [(linen, name, "bf16") for name in MASKS]
+CASES += [(in_nnx, "causal, padding", "bf16"), (linen, "causal", "fp32")]
+
+
+@pytest.mark.parametrize(("model", "name", "base"), CASES)
+def test_declared_masks_compute_what_the_arrays_do(model, name, base):
+    settings, make = MASKS[name]
+    declared = model(make, recipe(base, **settings))
+    seen = jnp.broadcast_to(make(TOKENS), (BATCH, 1, LENGTH, LENGTH)).any(-1)[:, 0]
+    shown = lambda run: jnp.where(seen[..., None], run(X, TOKENS), 0)
+    expected = shown(jax.jit(lambda *args: model(make, load_recipe(base))(*args)))
+    # Eager calls compare the array with the declaration.
+    for run in (declared, jax.jit(lambda *args: declared(*args))):
+        assert jnp.abs(shown(run) - expected).max() < (ROUNDINGS if base == "bf16" else 1e-5)
+
+
+def test_the_kernel_receives_the_structure_and_no_array(model):
+    _, make = MASKS["causal, padding"]
+    run = model(make, recipe(mask="causal+padding"))
+    names = dict(names_in(run, X, TOKENS))
+    (operands,) = [found for name, found in names.items() if name.startswith("jaxmp_attention")]
+    assert not any("bool" in operand for operand in operands)
+    assert operands.count("int32[2]") == 2  # the lengths of queries and keys
+
+
+GRADIENTS = [("causal", "xla"), ("causal, padding", "blockwise"), ("window, padding", "xla")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), GRADIENTS)
+def test_gradients_agree_with_float64(name, implementation):
+    settings, make = MASKS[name]
+    model = Linen(make)
+    variables = model.init(jax.random.key(1), X, TOKENS)
+
+    def gradients(apply, variables, x):
+        weight = jnp.where((TOKENS > 0)[..., None], jnp.cos(jnp.arange(WIDTH)), 0).astype(x.dtype)
+        loss = lambda v: (apply(v, x, TOKENS) * weight).sum()
+        return jax.jit(jax.grad(loss))(variables)
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: leaf.astype("float64"), variables)
+        exact = gradients(model.apply, wide, X.astype("float64"))
+    for base, tolerance in (("bf16", 0.02), ("fp32", 1e-5)):
+        wrapped = recipe(base, implementation=implementation, **settings).wrap(model)
+        result = gradients(wrapped.apply, variables, X)
+        # Of all leaves together: the gradient of a key's bias is zero but for rounding.
+        trees = [jax.tree.leaves(tree) for tree in (result, exact)]
+        flat = [np.concatenate([np.ravel(leaf) for leaf in leaves]) for leaves in trees]
+        error = np.linalg.norm(flat[0].astype("float64") - flat[1]) / np.linalg.norm(flat[1])
+        assert error <= tolerance
+
+
+def test_dropout_and_grouped_heads(model):
+    _, make = MASKS["causal"]
+    options = {"dropout_rate": 0.5, "deterministic": False}
+    options |= {"num_kv_heads": 2} if model is in_nnx else {}
+    if model is linen:
+        layer = Linen(make, tuple(options.items()))
+        variables = layer.init(jax.random.key(1), X, TOKENS)
+        run = lambda **settings: (
+            recipe(implementation="xla", **settings)
+            .wrap(layer)
+            .apply(variables, X, TOKENS, rngs={"dropout": jax.random.key(2)})
+        )
+    else:
+        rngs = lambda: nnx.Rngs(dropout=5)
+        run = lambda **settings: recipe(implementation="xla", **settings).wrap(
+            nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0), **options)
+        )(X, mask=make(TOKENS), rngs=rngs())
+    assert jnp.abs(run() - run(mask="causal")).max() < ROUNDINGS
+
+
+def test_a_bias_stays_beside_a_declared_mask():
+    query = jax.random.normal(jax.random.key(3), (1, LENGTH, 2, 8), jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(4), (1, 2, LENGTH, LENGTH), jnp.bfloat16)
+    mask = nn.make_causal_mask(TOKENS[:1])
+    declared = policied_function(
+        nn.dot_product_attention,
+        nn.dot_product_attention,
+        AttentionFunction,
+        recipe(mask="causal").policies.default,
+        ("layer",),
+    )
+    operands = query, query, query
+    wide = bias.astype(jnp.float32)
+    expected = nn.dot_product_attention(*operands, bias=wide, mask=mask, dtype=jnp.float32)
+    out = declared(*operands, bias=bias, mask=mask)
+    assert jnp.abs(out.astype(jnp.float32) - expected).max() < ROUNDINGS
+
+
+def test_weights_that_are_sown_come_from_the_array():
+    layer = nn.MultiHeadDotProductAttention(4)
+    mask = nn.make_causal_mask(TOKENS)
+    variables = layer.init(jax.random.key(0), X, mask=mask)
+    wrapped = recipe(mask="causal").wrap(layer)
+    _, state = wrapped.apply(variables, X, mask=mask, sow_weights=True, mutable="intermediates")
+    (weights,) = state["intermediates"]["attention_weights"]
+    assert (weights[0, 0, 0, 1:] == 0).all()
+    with pytest.raises(AttentionError, match="contradicts"):
+        wrapped.apply(variables, X, mask=mask > 2, sow_weights=True, mutable="intermediates")
+
+
+class Block(nn.Module):
+    """A layer for a scan."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        return x + nn.MultiHeadDotProductAttention(4, name="attn")(x, mask=mask), None
+
+
+class Stack(nn.Module):
+    """Layers under scan and remat that share a mask."""
+
+    make: object = nn.make_causal_mask
+
+    @nn.compact
+    def __call__(self, x, tokens):
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=2,
+        )
+        return layers(name="layers")(x, self.make(tokens))[0]
+
+
+def test_scan_and_remat_keep_nothing_of_the_array_when_compiled():
+    variables = Stack().init(jax.random.key(0), X, TOKENS)
+    step = jax.grad(lambda v: recipe(mask="causal").wrap(Stack()).apply(v, X, TOKENS).sum())
+    assert any(name == "jaxmp_mask_causal" for name, _ in names_in(step, variables))
+    text = jax.jit(step).lower(variables).compile().as_text()
+    assert f"pred[{BATCH},1,{LENGTH},{LENGTH}]" not in text
+
+
+# ---------------------------------------------------------------------------
+# Decoding and cross attention
+# ---------------------------------------------------------------------------
+
+
+def test_linen_decodes_with_the_mask_of_its_cache():
+    layer = nn.MultiHeadDotProductAttention(4, decode=True)
+    variables = layer.init(jax.random.key(0), X)
+    whole = nn.MultiHeadDotProductAttention(4).apply(
+        {"params": variables["params"]}, X, mask=nn.make_causal_mask(TOKENS)
+    )
+    wrapped, cache = recipe(mask="causal").wrap(layer), variables["cache"]
+    for step in range(3):
+        out, state = wrapped.apply(
+            {"params": variables["params"], "cache": cache}, X[:, step : step + 1], mutable="cache"
+        )
+        cache = state["cache"]
+        assert jnp.abs(out[:, 0] - whole[:, step]).max() < ROUNDINGS
+
+
+def test_nnx_decodes_with_the_mask_of_its_cache():
+    layer = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    whole = layer(X, mask=nn.make_causal_mask(TOKENS))
+    wrapped = recipe(mask="causal").wrap(layer)
+    wrapped.init_cache(X.shape)
+    for step in range(3):
+        out = wrapped(X[:, step : step + 1], decode=True)
+        assert jnp.abs(out[:, 0] - whole[:, step]).max() < ROUNDINGS
+
+
+def test_cross_attention_takes_a_rule_of_its_own():
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x, context, tokens):
+            own = nn.MultiHeadDotProductAttention(4, name="own")
+            cross = nn.MultiHeadDotProductAttention(4, name="cross")
+            x = own(x, mask=nn.make_causal_mask(tokens))
+            return cross(x, context, mask=jnp.ones((1, 1, LENGTH, context.shape[1])))
+
+    context = X[:, :12]
+    variables = Decoder().init(jax.random.key(0), X, context, TOKENS)
+    with pytest.raises(AttentionError, match="from 16 queries to 12 keys") as error:
+        jax.eval_shape(recipe(mask="causal").wrap(Decoder()).apply, variables, X, context, TOKENS)
+    assert 'jaxmp.Rule("cross", mask="padding")' in str(error.value)
+    # The fix of the message.
+    policies = jaxmp.PolicyMap(recipe(mask="causal"), [jaxmp.Rule("cross", mask="padding")])
+    out = recipe().replace(policies=policies).wrap(Decoder()).apply(variables, X, context, TOKENS)
+    expected = recipe().wrap(Decoder()).apply(variables, X, context, TOKENS)
+    assert jnp.abs(out - expected).max() < ROUNDINGS
+    # As many keys as queries: only the array shows the contradiction.
+    with pytest.raises(AttentionError, match="'cross' declares"):
+        recipe(mask="causal").wrap(Decoder()).apply(variables, X, X, TOKENS)
+
+
+# ---------------------------------------------------------------------------
+# Contradictions
+# ---------------------------------------------------------------------------
+
+SEGMENTS = jnp.repeat(jnp.array([[1, 2]]), LENGTH // 2, axis=1).repeat(BATCH, 0)
+WRONG = {
+    "segments": (
+        {"mask": "causal"},
+        lambda t: nn.combine_masks(
+            nn.make_causal_mask(t), nn.make_attention_mask(SEGMENTS, SEGMENTS, jnp.equal)
+        ),
+        "query 8 .sequence 0, head 0. the mask hides key 0, which the declaration shows",
+    ),
+    "causal for full": ({"mask": "full"}, nn.make_causal_mask, "query 0 .* hides key 1, "),
+    "full for causal": (
+        {"mask": "causal"},
+        lambda t: jnp.ones((LENGTH, LENGTH)),
+        "query 0 .* shows key 1, ",
+    ),
+    "window": ({"mask": "causal", "window": 4}, windowed, "query 4 .* hides key 0, "),
+    "left padding": (
+        {"mask": "padding"},
+        lambda t: (t[:, ::-1] > 0)[:, None, None, :],
+        "sequence 1, head 0. the mask shows key",
+    ),
+    "one head": (
+        {"mask": "causal"},
+        lambda t: nn.make_causal_mask(t).repeat(4, 1).at[0, 2, 5, 5].set(0),
+        "query 5 .sequence 0, head 2. the mask hides key 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_contradiction_names_the_layer_and_the_first_difference(name):
+    settings, make, message = WRONG[name]
+    model = in_nnx if name == "segments" else linen
+    with pytest.raises(AttentionError, match=message) as error:
+        model(make, recipe(**settings))(X, TOKENS)
+    assert "'attn' declares mask = " in str(error.value)
+
+
+def test_the_fix_of_a_contradiction_agrees_with_the_mask(model):
+    with pytest.raises(AttentionError) as error:
+        model(windowed, recipe(mask="full"))(X, TOKENS)
+    assert 'jaxmp.Rule("attn", mask="causal", window=3)' in str(error.value)
+    assert '    [[rules]]\n    path = "attn"\n    mask = "causal"\n    window = 3' in str(
+        error.value
+    )
+    rule = jaxmp.Rule("attn", mask="causal", window=3)
+    fixed = recipe().replace(policies=jaxmp.PolicyMap("bf16", [rule]))
+    assert model(windowed, fixed)(X, TOKENS).shape == X.shape
+
+
+def test_a_layer_without_a_mask_contradicts_causality(model):
+    with pytest.raises(AttentionError, match="is called without a mask"):
+        jax.eval_shape(model(lambda t: None, recipe(mask="causal")), X, TOKENS)
+    assert model(lambda t: None, recipe(mask="padding"))(X, TOKENS).shape == X.shape
+
+
+def test_what_the_author_states_is_part_of_the_mask():
+    layer = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    wrapped = recipe(mask="causal+padding").wrap(layer)
+    padding = nn.make_attention_mask(TOKENS > 0, TOKENS > 0)
+    out = wrapped(X, mask=padding, is_causal=True)
+    expected = recipe().wrap(layer)(X, mask=padding, is_causal=True)
+    assert jnp.abs(out - expected)[0].max() < ROUNDINGS
+    with pytest.raises(AttentionError, match="contradicts its mask"):
+        recipe(mask="padding").wrap(layer)(X, mask=padding, is_causal=True)
+
+
+def test_a_constant_mask_is_compared_while_tracing(model):
+    mask = np.tril(np.ones((1, 1, LENGTH, LENGTH), bool))
+    run = model(lambda t: mask, recipe(mask="full"))
+    with pytest.raises(AttentionError, match="contradicts"):
+        jax.eval_shape(run, X, TOKENS)
+
+
+# ---------------------------------------------------------------------------
+# Explain
+# ---------------------------------------------------------------------------
+
+
+def explanation(model, make, chosen, *args):
+    if model is linen:
+        return jaxmp.linen.explain(Linen(make), chosen, *args)
+    return jaxmp.nnx.explain(Nnx(make), chosen, *args)
+
+
+def test_explain_compares_masks(model):
+    chosen = recipe(mask="causal+padding")
+    make = MASKS["causal, padding"][1]
+    (row,) = explanation(model, make, chosen, X, TOKENS).masks
+    assert (row.path, row.declared, row.is_checked) == ("attn", 'mask = "causal+padding"', True)
+    shapes = jax.eval_shape(lambda: (X, TOKENS))
+    found = explanation(model, make, chosen, *shapes)
+    assert 'mask of attn: mask = "causal+padding" (not checked' in str(found)
+    # This one follows from shapes alone.
+    assert (
+        explanation(model, nn.make_causal_mask, recipe(mask="causal"), *shapes).masks[0].is_checked
+    )
+    for args in ((X, TOKENS), shapes):
+        with pytest.raises(AttentionError, match="'attn' declares"):
+            explanation(model, nn.make_causal_mask, recipe(mask="full"), *args)
+
+
+def test_explain_without_declarations_traces_nothing(model):
+    assert explanation(model, nn.make_causal_mask, recipe(), X, TOKENS).masks == ()
+
+
+# ---------------------------------------------------------------------------
+# Audit
+# ---------------------------------------------------------------------------
+
+
+def dense(report):
+    return [finding for finding in report.findings if finding.kind == "dense_mask"]
+
+
+def test_audit_reports_a_causal_array_and_its_fix_removes_the_finding(model):
+    before = dense(audit(model(nn.make_causal_mask, recipe()), X, TOKENS))
+    (finding,) = before
+    assert (finding.level, finding.module) == ("note", "attn")
+    assert "it is causal for every input" in finding.message
+    assert '    recipe = recipe.replace(mask="causal")' in finding.fix
+    assert '    [attention]\n    mask = "causal"' in finding.fix
+    assert dense(audit(model(nn.make_causal_mask, recipe(mask="causal")), X, TOKENS)) == []
+
+
+def test_audit_of_a_step_proves_masks_inside_of_loops():
+    variables = Stack().init(jax.random.key(0), X, TOKENS)
+
+    def step(chosen, make=nn.make_causal_mask):
+        model = chosen.wrap(Stack(make))
+        return jax.grad(lambda v, x, t: model.apply(v, x, t).sum())
+
+    args = variables, X, TOKENS
+    assert [finding.module for finding in dense(audit(step(recipe()), *args))] == ["layers/attn"]
+    report = audit(step(recipe(mask="causal")), *args)
+    assert dense(report) == [] and not any("mask" in note for note in report.notes)
+    with pytest.raises(AttentionError, match="'layers/attn' declares mask = \"full\""):
+        audit(step(recipe(mask="full")), *args)
+    padded = MASKS["causal, padding"][1]
+    report = audit(step(recipe(mask="causal+padding"), padded), *args)
+    assert any("depend on the program's inputs" in note for note in report.notes)
+    assert dense(audit(step(recipe(), padded), *args)) == []
+
+
+def test_audit_of_a_call_names_the_argument():
+    mask = windowed(TOKENS)[0, 0]
+
+    def attend(query):
+        return jaxmp.dot_product_attention(query, query, query, mask=mask)
+
+    (finding,) = dense(audit(attend, jnp.ones((1, LENGTH, 4, 8), jnp.bfloat16)))
+    call = (
+        "jaxmp.dot_product_attention(query, key, value, is_causal=True, local_window_size=(3, 0))"
+    )
+    assert call in finding.fix
+
+
+def test_layers_with_other_masks_get_a_rule_each():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x, tokens):
+            for name, make in (("a", nn.make_causal_mask), ("b", windowed)):
+                x = nn.MultiHeadDotProductAttention(4, name=name)(x, mask=make(tokens))
+            return x
+
+    variables = Two().init(jax.random.key(0), X, TOKENS)
+    report = audit(recipe().wrap(Two()).apply, variables, X, TOKENS)
+    fixes = {finding.module: finding.fix for finding in dense(report)}
+    assert 'jaxmp.Rule("a", mask="causal")' in fixes["a"]
+    assert '    path = "b"\n    mask = "causal"\n    window = 3' in fixes["b"]
+
+
+# ---------------------------------------------------------------------------
+# Known values
+# ---------------------------------------------------------------------------
+
+
+def known_result(fn, *args):
+    known, closed = Known(), jax.make_jaxpr(fn)(*args)
+    for _ in walk(closed, known):
+        pass
+    return known.value(closed.jaxpr.outvars[0])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        nn.make_causal_mask,
+        lambda t: jnp.tril(jnp.ones((LENGTH, LENGTH), bool)),
+        lambda t: jnp.triu(jnp.full((LENGTH, LENGTH), -jnp.inf), 1) == 0,
+        lambda t: jnp.arange(LENGTH)[None] // 4 == jnp.arange(LENGTH)[:, None] // 4,
+        lambda t: jnp.where(windowed(t), 0.0, -1e9)[..., 2:9].swapaxes(2, 3) > -1,
+        lambda t: jax.lax.dynamic_slice(nn.make_causal_mask(t), (0, 0, 4, 9), (1, 1, 8, 9)),
+        lambda t: jax.jit(lambda x: ~x)(nn.make_causal_mask(t, dtype=bool)),
+        lambda t: jax.checkpoint(lambda x: x - 1)(jnp.eye(LENGTH, dtype=jnp.int32) * 3),
+    ],
+)
+def test_values_that_follow_from_shapes_are_those_of_jax(fn):
+    found = known_result(fn, TOKENS)
+    assert found is not None and (found == np.asarray(fn(TOKENS))).all()
+    assert found.dtype == fn(TOKENS).dtype
+
+
+def test_values_that_depend_on_inputs_are_not_known():
+    assert known_result(lambda t: t > 0, TOKENS) is None
+    assert known_result(lambda t: jnp.arange(LENGTH) * t[0], TOKENS) is None
+    loop = lambda t: jax.lax.fori_loop(0, 3, lambda i, x: x + i, jnp.arange(4))
+    assert known_result(loop, TOKENS) is None
+    large = lambda t: jnp.arange(2**17)[:, None] >= jnp.arange(2**17)[None, :]
+    assert known_result(large, TOKENS) is None
+
+
+def test_scans_know_what_is_the_same_in_each_step():
+    def carried(t):
+        mask = nn.make_causal_mask(t)
+        body = lambda carry, row: ((carry[0], carry[1] + 1), carry[0] & row)
+        return jax.lax.scan(body, (mask > 0, 0), jnp.ones((3, 1, 1, 1, LENGTH), bool))
+
+    closed, known, inside = jax.make_jaxpr(carried)(TOKENS), Known(), []
+    for equation, _ in walk(closed, known):
+        if equation.primitive.name == "and":
+            inside.append([known.value(var) is not None for var in equation.invars])
+    assert inside == [[True, True]]
+
+
+# ---------------------------------------------------------------------------
+# Settings
+# ---------------------------------------------------------------------------
+
+
+def test_settings_are_read_and_written(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "bf16"\n[attention]\nmask = "causal"\nwindow = 127\n'
+        '[[rules]]\npath = "cross"\nmask = "padding"\nrequired = false\n'
+        '[[rules]]\npath = "local"\nwindow = [7, 0]\nimplementation = "xla"\nrequired = false\n'
+    )
+    loaded = load_recipe(str(path))
+    settings = lambda name: (
+        (policy := loaded.policies.resolve(name)).implementation,
+        policy.mask,
+        policy.window,
+    )
+    assert settings("any") == ("auto", "causal", (127, 0))
+    assert settings("cross") == ("auto", "padding", None)
+    assert settings("local") == ("xla", "causal", (7, 0))
+    path.write_text(loaded.to_toml())
+    assert load_recipe(str(path)) == loaded
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "mine.toml"\n[attention]\nmask = "causal+padding"\n')
+    assert load_recipe(str(child)).policies.default.window is None
+    policy = jaxmp.get_policy("p=f32,c=bf16,mask=full,window=3+1")
+    assert policy.window == (3, 1) and jaxmp.get_policy(str(policy)) == policy
+    assert recipe(mask="causal", window=5).replace(mask="full").policies.default.window is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[rules]]\npath = "a"\nattention = "xla"', "is now called 'implementation'"),
+        ("[attention]\nwindow = 3", "a window belongs to a declared mask"),
+        ('[attention]\nmask = "casual"', "Did you mean 'causal'"),
+        ("[attention]\nmask = 'causal'\nwindow = -1", "an integer that is not negative"),
+    ],
+)
+def test_settings_that_a_file_may_not_have(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'extends = "bf16"\n{text}\n')
+    with pytest.raises(jaxmp.RecipeError, match=message) as error:
+        load_recipe(str(path))
+    example = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
+    path.write_text(example)
+    load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jaxmp.Rule("a", attention="xla"),
+        lambda: jaxmp.Rule("a", "attention=xla"),
+        lambda: jaxmp.get_policy("c=bf16,attention=xla"),
+        lambda: jaxmp.Policy("f32", "bf16", "f32", attention="xla"),
+    ],
+)
+def test_the_old_name_of_implementation_is_refused(make):
+    with pytest.raises(jaxmp.PolicyError, match=r"now called implementation.*implementation="):
+        make()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"window": 3}, {"mask": "casual"}, {"mask": "causal", "window": (1, 2, 3)}]
+)
+def test_settings_that_replace_refuses(settings):
+    with pytest.raises(jaxmp.RecipeError, match=r"replace\("):
+        recipe(**settings)
+
+
+def test_a_rule_with_a_window_needs_a_declared_mask():
+    with pytest.raises(jaxmp.RuleError, match="belongs to a declared mask"):
+        jaxmp.PolicyMap("bf16", [jaxmp.Rule("a", window=3)])
+    policies = jaxmp.PolicyMap(recipe(mask="causal"), [jaxmp.Rule("a", window=3)])
+    assert policies.resolve("a").window == (3, 0)
+
+
+def test_attention_functions_are_public():
+    assert "attention_fn" in jaxmp.linen.__all__ and "attention_fn" in jaxmp.nnx.__all__
