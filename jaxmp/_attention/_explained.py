@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxmp._compat import jaxpr_body
 from jaxmp._jaxprs import Path
 from jaxmp._known import Known, walk
 from jaxmp._rules import MaskRow, PolicyMap
+from jaxmp.errors import RecipeWarning
 
 
 def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tuple[MaskRow, ...]:
@@ -42,7 +44,10 @@ def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tupl
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
 
     values = [leaves[index] for index in arrays]
-    closed = jax.make_jaxpr(run)(values)
+    with warnings.catch_warnings():
+        # Of layers that ignore the recipe; they have no part in masks.
+        warnings.simplefilter("ignore", RecipeWarning)
+        closed = jax.make_jaxpr(run)(values)
     known = Known()
     known.bind(jaxpr_body(closed)[0].invars, map(_elements, values))
     found: dict[Path, tuple[Declaration, np.ndarray | None]] = {}
