@@ -7,7 +7,6 @@ after `broadcast_in_dim`, stays one row of memory: its stride is 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -183,7 +182,7 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., np.ndarray | Non
         repeated = [all(array.strides[axis] == 0 for array in whole) for axis in range(aval.ndim)]
         index = tuple(slice(1) if repeats else slice(None) for repeats in repeated)
         small = [array[index] for array in whole]
-        if math.prod(np.shape(small[0])) * aval.dtype.itemsize > _LARGEST:
+        if small[0].size * aval.dtype.itemsize > _LARGEST:
             return None
         result = np.asarray(function(equation, *small)).astype(aval.dtype, copy=False)
         return np.broadcast_to(result, aval.shape)

@@ -255,8 +255,8 @@ def _canonical_field(name: str, value: Any, within: str) -> Any:
 def _canonical_window(value: Any, where: str) -> tuple[int, int]:
     """`127`, `"127"`, `(127, 0)`, `[127, 0]` or `"127+0"` as (left, right)."""
     parts = value.split("+") if isinstance(value, str) else value
-    pair = list(parts) if isinstance(parts, (tuple, list)) else [parts]
-    pair = [int(part) if isinstance(part, str) and part.isdecimal() else part for part in pair]
+    sizes: list[Any] = list(parts) if isinstance(parts, (tuple, list)) else [parts]
+    pair = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes]
     integers = all(isinstance(part, int) and not isinstance(part, bool) for part in pair)
     if not integers or len(pair) not in (1, 2) or min(pair) < 0:
         raise PolicyError(
