@@ -245,6 +245,21 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     assert not (folder / "too_late.txt").exists()
 
 
+ASKING_FINDER = """
+import sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)
+        return next((spec for spec in found if spec), None)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
+    status, out, error = run(ASKING_FINDER + MODEL + "jax.jit(loss_fn)(first(), x)")
+    assert status == 0 and "Function loss_fn" in out, error
+
+
 def test_the_list_has_every_function_of_an_iteration(run, folder):
     status, out, _ = run(TWO_PLAYERS, "--list")
     assert status == 0

@@ -51,7 +51,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if change is None:
             return None
-        found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in behind)
         spec = next(spec for spec in found if spec is not None)
         execute = spec.loader.exec_module
 

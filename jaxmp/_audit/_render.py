@@ -215,8 +215,8 @@ _STYLE = """
 .jaxmp .number { text-align: right; white-space: nowrap; min-width: 0;
   font-variant-numeric: tabular-nums; }
 .jaxmp td:first-child, .jaxmp pre { font-family: ui-monospace, monospace; font-size: .93em; }
-.jaxmp .fix { display: flex; gap: .8rem; margin: .5rem 0; } .jaxmp .fix p { margin: 0 0 .3rem; }
-.jaxmp .fix > div { min-width: 0; }
+.jaxmp .fix { margin: .6rem 0; } .jaxmp .fix p { margin: 0 0 .3rem; }
+.jaxmp .index { min-width: 0; } .jaxmp .index + td { font-family: ui-monospace, monospace; }
 .jaxmp pre { margin: 0 0 .3rem; padding: .4rem .7rem; border: 1px solid var(--rule);
   border-radius: 4px; overflow-x: auto; color: inherit; background: none; }
 .jaxmp tr > :last-child { padding-right: 0; }
@@ -277,6 +277,7 @@ def _html_table(section: Section) -> str:
     if not section.rows:
         return ""
     styles = [' class="number"' if numeric else "" for numeric in _numeric(section)]
+    styles[0] = ' class="index"' if section.columns[0] == "#" else ""
     head = _html_row("th", section.columns, styles)
     rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
     table = f"<table><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>"

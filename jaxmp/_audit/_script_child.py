@@ -31,14 +31,22 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, folders: list[str], callbacks: dict[str, Callable[[], None]]) -> None:
         self.folders, self.callbacks = tuple(folders), callbacks
         self.depth = 0
+        # Names that are being searched for: other finders may ask this one in turn.
+        self.searched: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         if not self.callbacks or ("." in fullname and fullname not in self.callbacks):
             return None
-        found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
-        spec = next((spec for spec in found if spec is not None), None)
+        if fullname in self.searched:
+            return None
+        self.searched.add(fullname)
+        try:
+            found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self.searched.discard(fullname)
         loader = None if spec is None else spec.loader
         origin = "" if spec is None else str(spec.origin)
         own = origin.startswith(self.folders) and "-packages" + os.sep not in origin
