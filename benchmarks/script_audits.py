@@ -119,7 +119,7 @@ def main() -> None:
         print(f"{name}: {json.dumps(row)}", flush=True)
         if arguments.show or arguments.list or "error" in row:
             print(output)
-        rows[name] = row
+        rows[name] = {key: value for key, value in row.items() if key != "seconds"}
     if arguments.out:
         versions = {"jax": jax.__version__, "flax": flax.__version__, "target": arguments.target}
         table = {**versions, "scripts": rows}

@@ -100,9 +100,10 @@ REPORT = jaxmp.AuditReport(
             module="a",
             phase="forward",
             kernel="__cudnn$fmha",
-            dtype="bfloat16",
+            dtype="float16",
             shape=(1,),
             count=2,
+            flops=4 * 10**9,
         ),
     ),
     collectives=tuple(
@@ -318,6 +319,12 @@ def test_every_number_has_a_unit():
     text = REPORT.to_text(full=True)
     for unit in ("12,345 operations", "12 GFLOP", "224 kernels", "1 cast", "8 elements", "1 GB"):
         assert unit in text
+
+
+def test_fused_attention_is_a_row_of_what_the_gpu_runs():
+    text = str(REPORT)
+    assert re.search(r"bfloat16 x bfloat16 +float32 +cublas .* 12 GFLOP +75\.0%", text)
+    assert re.search(r"float16 x float16 +float16 +fused attention +2 kernels +4 GFLOP +25\.0%", text)
 
 
 def test_shares_are_not_rounded_to_all_or_nothing():

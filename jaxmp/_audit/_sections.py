@@ -316,6 +316,10 @@ def _gemms(report: Any) -> Section:
         key = (f"{row.lhs} x {row.rhs}", row.out, row.kernel)
         flops[key] += row.flops
         counts[key] += row.count
+    for row in report.attention:
+        key = (f"{row.dtype} x {row.dtype}", row.dtype, "fused attention")
+        flops[key] += row.flops
+        counts[key] += row.count
     whole = sum(flops.values())
     rows = tuple(
         (*key, counted(counts[key], "kernel"), flops_words(value), _share(value, whole))
@@ -356,10 +360,11 @@ def _attention(report: Any) -> Section:
             _together(sorted({row.module for row in group})),
             *key[1:],
             counted(sum(row.count for row in group), "kernel"),
+            flops_words(sum(row.flops for row in group)),
         )
         for key, group in alike.items()
     )
-    columns = ("module", "line", "pass", "kernel", "dtype", "count")
+    columns = ("module", "line", "pass", "kernel", "dtype", "count", "FLOPs")
     text = "none" if report.gpu and not rows else ""
     return Section("Fused attention kernels", text, columns if rows else (), rows)
 
