@@ -324,7 +324,7 @@ def test_every_number_has_a_unit():
 def test_fused_attention_is_a_row_of_what_the_gpu_runs():
     text = str(REPORT)
     assert re.search(r"bfloat16 x bfloat16 +float32 +cublas .* 12 GFLOP +75\.0%", text)
-    assert re.search(r"float16 x float16 +float16 +fused attention +2 kernels +4 GFLOP +25\.0%", text)
+    assert re.search(r"float16 x float16 +float16 +fused attention .* 4 GFLOP +25\.0%", text)
 
 
 def test_shares_are_not_rounded_to_all_or_nothing():
