@@ -174,6 +174,13 @@ def lines_of(port: Port, checkouts: Path) -> int:
 # ---------------------------------------------------------------------------
 
 
+class _Anything(mock.MagicMock):
+    """A mock from which classes can be derived."""
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
+
 class _Absent(types.ModuleType):
     """A module of a package that is not installed: every name in it is a mock."""
 
@@ -182,7 +189,7 @@ class _Absent(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = mock.MagicMock(name=f"{self.__name__}.{name}")
+        value = _Anything(name=f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
@@ -204,13 +211,40 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def load(port: Port, checkouts: Path, variant: str) -> Iterator[Callable[[str], Any]]:
+def imports(folder: Path, absent: Sequence[str]) -> Iterator[Callable[..., Any]]:
+    """Gives a function that imports modules of a folder, with stand-ins for packages.
+
+    A module is executed anew at each call of the function with `fresh=True`. Afterwards the
+    folder's modules and the stand-ins are forgotten.
+    """
+    finder, before = _AbsentFinder(absent), set(sys.modules)
+
+    def module(name: str, fresh: bool = False) -> Any:
+        if fresh:
+            sys.modules.pop(name, None)
+        return importlib.import_module(name)
+
+    sys.path.insert(0, str(folder))
+    sys.meta_path.insert(0, finder)
+    try:
+        yield module
+    finally:
+        sys.path.remove(str(folder))
+        sys.meta_path.remove(finder)
+        for name in set(sys.modules) - before:
+            made = sys.modules[name]
+            if isinstance(made, _Absent) or str(folder) in str(getattr(made, "__file__", "")):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def load(port: Port, checkouts: Path, variant: str) -> Iterator[Callable[..., Any]]:
     """Gives a function that imports a module of the script as `variant` has it.
 
     A module is executed anew at each call of the function with `fresh=True`.
     """
     root = checkouts / port.checkout / port.folder
-    finder, before = _AbsentFinder((*ABSENT, *port.absent)), set(sys.modules)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for file in root.rglob("*.py"):
@@ -219,24 +253,8 @@ def load(port: Port, checkouts: Path, variant: str) -> Iterator[Callable[[str], 
             target.write_bytes(file.read_bytes())
         for path, (_, text) in ported(port, checkouts, variant).items():
             (copy / path).with_suffix(".py").write_text(text, "utf-8")
-
-        def module(name: str, fresh: bool = False) -> Any:
-            if fresh:
-                sys.modules.pop(name, None)
-            return importlib.import_module(name)
-
-        sys.path.insert(0, folder)
-        sys.meta_path.insert(0, finder)
-        try:
+        with imports(copy, (*ABSENT, *port.absent)) as module:
             yield module
-        finally:
-            sys.path.remove(folder)
-            sys.meta_path.remove(finder)
-            for name in set(sys.modules) - before:
-                made = sys.modules[name]
-                if isinstance(made, _Absent) or folder in str(getattr(made, "__file__", "")):
-                    del sys.modules[name]
-            importlib.invalidate_caches()
 
 
 # ---------------------------------------------------------------------------

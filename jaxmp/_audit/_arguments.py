@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.tree_util as jtu
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._kinds import KINDS
+from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._labels import FloatInput
 from jaxmp._audit._places import Lines
 from jaxmp._audit._report import Finding
@@ -20,6 +21,9 @@ from jaxmp._dtypes import FLOAT32, HALF
 from jaxmp._jaxprs import inners
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._trees import dtype_of
+
+# In the path of a leaf of an optimizer state, as optax names it.
+_FIRST_MOMENT = re.compile(r"\.mu\b")
 
 # ---------------------------------------------------------------------------
 # Tracing
@@ -189,9 +193,17 @@ def state_findings(traced: Traced) -> list[Finding]:
             f"{len(places)} arrays are {dtype}, such as {short(places[0][0])}: small updates are"
             " rounded away, second moments underflow."
         )
+        # Each step adds a tenth of the gradient to a first moment, which bfloat16's 8 bits hold.
+        is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in places)
+        if is_first:
+            message = (
+                f"{len(places)} first moments are bfloat16, such as {short(places[0][0])}, as"
+                " mu_dtype asks; second moments are not."
+            )
         findings.append(
             Finding(
                 kind=kind,
+                level=NOTE if is_first else FAULT,
                 file=file,
                 line=line,
                 message=message,

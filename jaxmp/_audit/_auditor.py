@@ -42,6 +42,7 @@ from jaxmp._audit._products import (
     MULTIPLES,
     PRODUCTS,
     Product,
+    is_inner,
     kernel_products,
     multiple_of,
     padded,
@@ -236,7 +237,7 @@ class Auditor:
             return
         flops = self._count(site, found)
         self._note_fp8(site, found)
-        if found.contracts and found.lhs in _FLOATS | {found.rhs}:
+        if found.contracts and found.lhs in _FLOATS | {found.rhs} and not is_inner(site.equation):
             if not self._is_attentions_own(site, found):
                 self._judge_dtypes(site, found, flops)
             self._judge_sizes(site, found, flops)
@@ -282,7 +283,7 @@ class Auditor:
     def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs
         if {FLOAT32, FLOAT64} & {lhs, rhs} and site.place.phase == FORWARD:
-            self._report_cause(site)
+            self._report_cause(site, flops)
         if lhs != rhs:
             if lhs in _FLOATS or rhs in _FLOATS:
                 message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
@@ -307,13 +308,13 @@ class Auditor:
             fix = f"Remove casts by hand, and apply the policies:\n    {self._policy_code(site)}"
             self.drafts.add("off_policy_matmul", site, message, fix, flops=flops)
 
-    def _report_cause(self, site: Site) -> None:
+    def _report_cause(self, site: Site, flops: int) -> None:
         """Reports the promotions that make a matmul wide; their fix is the matmul's, too."""
         harm = f", and {site.name} at {self._where(site)} reads it"
         labels = {x for var in site.equation.invars[:2] for x in self.flow.of(var)}
         for label in labels:
             if isinstance(label, Promotion):
-                label.report(harm, self.drafts)
+                label.report(harm, self.drafts, flops)
                 key = site.place.names, self.drafts.line_of(site)
                 self._causes.setdefault(key, f"{label.fix}\nat {self._where(label.site)}.")
 

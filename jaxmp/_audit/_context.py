@@ -167,6 +167,14 @@ class Draft:
     flops: int = 0
     # Dropped where the program has a backward pass: it is the optimizer's.
     outside: bool = False
+    # FLOPs of the products to which a promotion does harm, and whether it does any other.
+    harmed_flops: int = 0
+    has_other_harm: bool = False
+
+    def add_harm(self, flops: int | None) -> None:
+        """Counts harm to a product of that many FLOPs; None is harm of another kind."""
+        self.harmed_flops += flops or 0
+        self.has_other_harm |= flops is None
 
 
 # Findings about gradients after the backward pass, outside of every module.
@@ -189,8 +197,8 @@ class Drafts:
         *,
         level: str = FAULT,
         flops: int = 0,
-    ) -> None:
-        """Counts one operation."""
+    ) -> Draft:
+        """Counts one operation, and returns the finding that it is part of."""
         line = self._lines.of((site.equation, *site.around))
         outside = site.place.is_outside and kind not in _OF_STEPS
         key = kind, level, site.place.names, line, outside
@@ -201,6 +209,7 @@ class Drafts:
             self._found[key] = draft
         draft.count += 1
         draft.flops += flops
+        return draft
 
     def line_of(self, site: Site) -> tuple[str, int]:
         """The user's own line of an operation."""

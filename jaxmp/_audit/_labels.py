@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._attention import ASKED, AttentionChoice
-from jaxmp._audit._context import Drafts, Site, dtype_of, named
+from jaxmp._audit._context import Draft, Drafts, Site, dtype_of, named
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._lineage import (
     GRADIENT,
@@ -56,14 +56,20 @@ class Pending:
 
     def __init__(self, site: Site, message: str, fix: str, level: str = FAULT) -> None:
         self.site, self.message, self.fix, self.level = site, message, fix, level
-        self.is_reported = False
+        self.draft: Draft | None = None
 
-    def report(self, harm: str, drafts: Drafts) -> None:
-        """Adds the finding, once, with the first harm."""
-        if not self.is_reported:
-            self.is_reported = True
+    def report(self, harm: str, drafts: Drafts, flops: int | None = None) -> None:
+        """Adds the finding, once, with the first harm.
+
+        Args:
+          harm: what the value does, in words.
+          drafts: where findings go.
+          flops: of the product that the harm consists in; None for other harm.
+        """
+        if self.draft is None:
             message = f"{self.message}{harm}."
-            drafts.add(self.kind, self.site, message, self.fix, level=self.level)
+            self.draft = drafts.add(self.kind, self.site, message, self.fix, level=self.level)
+        self.draft.add_harm(flops)
 
 
 class Promotion(Pending):

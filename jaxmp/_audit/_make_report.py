@@ -24,7 +24,8 @@ _EMULATED = (
     "real FP8 matmuls: this is a CPU, which emulates them; it rounds to FP8 and multiplies in a"
     " wider dtype"
 )
-# A misaligned matmul below this share of all FLOPs is a note.
+# Below this share of all FLOPs are notes: a misaligned matmul, all FP32 matmuls together, and a
+# promotion that does harm to such matmuls alone.
 _SHARE = 0.01
 
 
@@ -44,7 +45,9 @@ def make_report(
     notes = [*auditor.notes, *auditor.masks.check(root)]
     auditor.masks.report(root, auditor.drafts)
     drafts = [d for d in auditor.drafts if not (d.outside and auditor.has_backward)]
-    findings = [*_joined(_finding(draft, root, total) for draft in drafts), *others]
+    wide = sum(draft.flops for draft in drafts if draft.kind == "fp32_matmul")
+    few = {"fp32_matmul"} if wide < _SHARE * total else set()
+    findings = [*_joined(_finding(draft, root, total, few) for draft in drafts), *others]
     modules, rules = _decisions(auditor, root)
     findings += [_never_fired(row) for row in rules if row.required and not row.modules]
     policies = auditor.judge.policies
@@ -78,12 +81,15 @@ def _gpu_words(compiled: Compiled) -> str:
     return cards if compiled.is_real else f"{cards} (no such GPU on this machine)"
 
 
-def _finding(draft: Draft, root: Path, total: int) -> Finding:
+def _finding(draft: Draft, root: Path, total: int, few: set[str]) -> Finding:
+    """The finding of a draft; `few` are kinds whose matmuls together take a small share."""
     file, line = draft.line
-    small = draft.kind == "misaligned_matmul" and draft.flops < _SHARE * total
+    flops = draft.harmed_flops if draft.kind == "silent_promotion" else draft.flops
+    is_small = 0 < flops < _SHARE * total and not draft.has_other_harm
+    alone = draft.kind in ("misaligned_matmul", "silent_promotion") and is_small
     return Finding(
         kind=draft.kind,
-        level=NOTE if small else draft.level,
+        level=NOTE if alone or draft.kind in few else draft.level,
         module=module_of(draft.names, root),
         primitive=draft.primitive,
         file=file,

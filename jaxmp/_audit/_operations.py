@@ -25,6 +25,8 @@ _SUMS = frozenset({"reduce_sum", "cumsum"})
 _REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
+# Activation functions of `jax.nn` whose exponentials are those of negative numbers.
+_BOUNDED = frozenset({"elu", "celu", "selu"})
 # Of the last, tanh's derivative is made.
 _POWERS = frozenset({"integer_pow", "square", "one_minus_square"})
 _BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
@@ -108,7 +110,7 @@ def _digits(dtype: Any) -> str:
 
 def _judge_sum(site: Site, dtype: Any, drafts: Drafts) -> None:
     terms = _terms(site.equation)
-    if terms < _FEW:
+    if terms < _FEW or _counts_largest(site):
         return
     stall = "256 in bfloat16" if dtype.name == "bfloat16" else "2048 in float16"
     message = f"{site.name} of {terms:,} terms in {dtype.name}: a sum of ones stalls at {stall}."
@@ -119,6 +121,16 @@ def _judge_sum(site: Site, dtype: Any, drafts: Drafts) -> None:
         drafts.add("half_reduction", site, message, level=NOTE)
     else:
         drafts.add("half_reduction", site, message, _FIX_SUMS.get(site.name, _FIX_SUM))
+
+
+def _counts_largest(site: Site) -> bool:
+    """Returns True for the number of largest elements, which divides a maximum's gradient."""
+    for maker in _made_of(site.equation.invars[0], site.body, _LAYOUT):
+        if maker.primitive.name == "eq":
+            sides = (_made_of(var, site.body, _LAYOUT) for var in maker.invars)
+            names = {found.primitive.name for side in sides for found in side}
+            return bool(names & {"reduce_max", "reduce_min"})
+    return False
 
 
 def _terms(equation: Any) -> int:
@@ -149,6 +161,8 @@ def _judge_exponential(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> 
             return None
     if site.name == "log" and _follows_sum_of_exp(site):
         drafts.add("half_loss", site, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
+        return None
+    if site.around and site.around[0].params.get("name") in _BOUNDED:
         return None
     fix = f"Take {site.name} in FP32:\n    x = x.astype(jnp.float32)"
     level = NOTE if _is_bounded(site.equation, site.body) else FAULT
@@ -351,7 +365,11 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
     if earlier:
         file, line = drafts.line_of(here)
         place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
+        # One expression, such as `mean + noise * std`, does no harm to its own parts.
+        own = drafts.line_of(here)
         for promotion in earlier:
+            if drafts.line_of(promotion.site) == own:
+                continue
             promotion.report(f", and it also promotes {source}{place}", drafts)
     elif any(_is_stream(var, operand, site, flow) for var in others):
         flow.mark(result, STREAM)

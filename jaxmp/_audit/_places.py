@@ -13,7 +13,19 @@ import jax
 from jaxmp._jaxprs import BACKWARD, FORWARD, Path, collapsed, phase_of, scope_names
 
 # Packages whose frames are not the user's own.
-_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxmp", "chex", "typer", "click")
+_LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "jaxmp",
+    "chex",
+    "equinox",
+    "haliax",
+    "jaxtyping",
+    "typer",
+    "click",
+)
 
 
 # The scope that `jaxmp.full_precision` leaves; no module.

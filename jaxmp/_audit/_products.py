@@ -42,6 +42,18 @@ class Product(NamedTuple):
         return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
 
 
+def is_inner(equation: Any) -> bool:
+    """Returns True for inner products of vectors, which no Tensor Core takes.
+
+    They multiply and sum, as a loss does that takes the logits of its labels.
+    """
+    if equation.primitive.name != "dot_general":
+        return False
+    contracted, batch = equation.params["dimension_numbers"]
+    arrays = zip(equation.invars[:2], contracted, batch, strict=True)
+    return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
+
+
 def product_of(equation: Any) -> Product:
     """What an equation of `PRODUCTS` multiplies."""
     lhs, rhs = (var.aval for var in equation.invars[:2])

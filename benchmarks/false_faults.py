@@ -1,0 +1,155 @@
+"""Counts the false faults of `jaxmp.audit` on models and training steps that nobody here wrote.
+
+    python benchmarks/false_faults.py                                 # installed packages
+    python benchmarks/false_faults.py CHECKOUTS                       # and checkouts
+    python benchmarks/false_faults.py CHECKOUTS --out faults.json
+    python benchmarks/false_faults.py --markdown faults.json
+
+The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and as their
+authors run them in bfloat16 where they have a switch; the training steps are those of
+`field_report.py`. Every fault has to be in the list of reviewed true findings
+(`reviewed_findings.py`). A fault that is not in it is false, or has not been reviewed: it is
+printed, and the exit status is 1. Only traces are audited; nothing is computed but the initial
+parameters of toy models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from compatibility import AUTHOR, gradient
+from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Nnx
+from field_report import by_line, in_own_process, review_of, steps_in, table, versions
+
+RECIPE = "bf16"
+
+# ---------------------------------------------------------------------------
+# Audits
+# ---------------------------------------------------------------------------
+
+
+def audit_gradient(built: Linen | Nnx, recipe: Any) -> jaxmp.AuditReport:
+    """Audits the gradient of a model, forward pass included."""
+    params, outputs = built.bind(recipe)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    return jaxmp.audit(gradient(outputs), shapes, policies=RECIPE)
+
+
+def ways_of(built: Linen | Nnx) -> Iterator[tuple[str, Linen | Nnx, Any]]:
+    """`(way, model, recipe)`: under the recipe, and by the author's own switch."""
+    yield "recipe", built, jaxmp.load_recipe(RECIPE)
+    if built.typed is not None:
+        yield "author", built._replace(module=built.typed(jnp.bfloat16)), AUTHOR
+
+
+def models(checkouts: Path | None) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """`(model, way, findings by line)` of the models of docs/compatibility.md."""
+    made = [(model, model.make) for model in INSTALLED]
+    if checkouts is not None:
+        folder = checkouts / "flax" / "examples"
+        made += [(model, lambda make=model.make: make(folder)) for model in FLAX_EXAMPLES]
+    for model, make in made:
+        try:
+            built = make()
+        except ModuleNotFoundError as error:
+            print(f"{model.name} is left out: {error}", file=sys.stderr)
+            continue
+        for way, typed, recipe in ways_of(built):
+            roots = () if checkouts is None else ((checkouts / "flax").resolve(),)
+            yield model.name, way, by_line(audit_gradient(typed, recipe).findings, *roots)
+
+
+def steps(checkouts: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """`(step, way, findings by line)` of the steps of docs/field-report.md."""
+    for step in steps_in(checkouts):
+        yield step.name, "step", in_own_process(step, checkouts, None)["findings"]
+
+
+# ---------------------------------------------------------------------------
+# The comparison
+# ---------------------------------------------------------------------------
+
+
+def judged(name: str, way: str, findings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Divides the faults of an audit into true ones, by the list, and false ones."""
+    faults = [finding for finding in findings if finding["level"] == "fault"]
+    true = [fault for fault in faults if review_of(fault) is not None]
+    return {
+        "name": name,
+        "way": way,
+        "true": true,
+        "false": [fault for fault in faults if fault not in true],
+    }
+
+
+def false_faults(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of text for each false fault."""
+    return [
+        f"{row['name']} ({row['way']}): {fault['kind']} at {fault['file']}:{fault['line']}, "
+        f"{fault['text']!r}: {fault['message']}"
+        for row in rows
+        for fault in row["false"]
+    ]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/field-report.md."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], {})[row["way"]] = row
+
+    def cell(row: dict[str, Any] | None, level: str) -> str:
+        return "-" if row is None else str(len(row[level]))
+
+    return table(
+        ("model or training step", "true: recipe", "author's bf16", "step", "false"),
+        (
+            [
+                name,
+                *(cell(ways.get(way), "true") for way in ("recipe", "author", "step")),
+                str(sum(len(row["false"]) for row in ways.values())),
+            ]
+            for name, ways in by_name.items()
+        ),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Counts the audit's false faults.")
+    parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
+    args = parser.parse_args()
+    if args.markdown:
+        print(markdown(json.loads(args.markdown.read_text())["audits"]))
+        return 0
+    found = list(models(args.checkouts))
+    found += [] if args.checkouts is None else list(steps(args.checkouts))
+    rows = [judged(*audit) for audit in found]
+    lines = false_faults(rows)
+    report = {
+        "command": "false_faults.py" + " CHECKOUTS" * (args.checkouts is not None),
+        "versions": versions(),
+        "false": len(lines),
+        "audits": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false faults"]))
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Audits of other projects' code: how they are made, and that the page shows the results."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import false_faults
+import field_report
+import field_steps
+from field_report import by_line
+from field_steps import Audited, Step
+from jaxmp import audit
+from reviewed_findings import REVIEWED, Reviewed
+from script_ports import imports
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/field-report.md"
+STEPS = ROOT / "benchmarks/results/field_report_h200.json"
+FAULTS = ROOT / "benchmarks/results/false_faults.json"
+
+HERE = "tests/test_field_report.py"
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def findings_of(fn, *args):
+    return by_line(audit(fn, *args, policies="bf16").findings, ROOT)
+
+
+# ---------------------------------------------------------------------------
+# Reviewed findings
+# ---------------------------------------------------------------------------
+
+
+def attend(x):
+    return jax.nn.softmax(x @ x.T)
+
+
+def test_a_fault_that_was_not_reviewed_is_false():
+    row = false_faults.judged("ours", "step", findings_of(attend, shape(64, 64)))
+
+    assert row["true"] == [] and [fault["kind"] for fault in row["false"]] == ["half_softmax"]
+    (line,) = false_faults.false_faults([row])
+    assert line.startswith(f"ours (step): half_softmax at {HERE}:")
+    assert "return jax.nn.softmax(x @ x.T)" in line
+
+
+def test_a_reviewed_fault_is_true(monkeypatch):
+    entry = Reviewed("Softmax", ("half_softmax",), ((HERE, "jax.nn.softmax(x"),), "", "", "")
+    monkeypatch.setattr(field_report, "REVIEWED", (entry,))
+    row = false_faults.judged("ours", "step", findings_of(attend, shape(64, 64)))
+
+    assert row["false"] == [] and len(row["true"]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "half_loss"},
+        {"file": "other.py"},
+        {"text": "return jax.nn.softmax(y)"},
+    ],
+)
+def test_an_entry_covers_its_own_check_file_and_line(change):
+    entry = Reviewed("Softmax", ("half_softmax",), ((HERE, "softmax(x"),), "", "", "")
+    (finding,) = (f for f in findings_of(attend, shape(64, 64)) if f["level"] == "fault")
+
+    assert entry.covers(finding)
+    assert not entry.covers(finding | change)
+
+
+def test_notes_are_no_faults():
+    findings = findings_of(lambda x: x**2, shape(64, 64))
+
+    assert [finding["level"] for finding in findings] == ["note"]
+    assert false_faults.judged("ours", "step", findings)["false"] == []
+
+
+def test_every_entry_is_complete():
+    for entry in REVIEWED:
+        assert entry.checks and entry.lines and all(entry._replace(checks=("x",)))
+        for text in (entry.cost, entry.change):
+            assert text.endswith(".")
+
+
+# ---------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------
+
+
+def test_a_step_of_a_checkout(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "other_model.py").write_text(
+        "import absent_logger\n"
+        "import jax\n"
+        "class Hook(absent_logger.hooks.Base, dict): pass\n"
+        "def attend(x):\n"
+        "    return jax.nn.softmax(x @ x.T)\n"
+    )
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "c"]):
+        subprocess.run([*git, *command], check=True)
+
+    def make(module):
+        return Audited(module("other_model").attend, (shape(64, 64),), "bf16")
+
+    step = Step("ours", "project", ".", "other_model.py", "64", make, ("absent_logger",))
+    row = field_report.measure(step, tmp_path, None)
+
+    (fault,) = (finding for finding in row["findings"] if finding["level"] == "fault")
+    assert (fault["kind"], fault["file"], fault["line"]) == ("half_softmax", "other_model.py", 5)
+    assert row["flops"] == {"bfloat16": 2 * 64**3} and row["memory"] is None
+
+
+def test_modules_of_a_project_are_forgotten(tmp_path):
+    (tmp_path / "ours.py").write_text("value = 1\n")
+    with imports(tmp_path, ()) as module:
+        assert module("ours").value == 1
+    with pytest.raises(ModuleNotFoundError), imports(tmp_path / "other", ()) as module:
+        module("ours")
+
+
+def test_a_script_is_run_up_to_its_step():
+    def main():
+        params = jax.jit(lambda: jnp.ones((4, 4)))()
+
+        def update(x):
+            return x + 1
+
+        jax.jit(update, donate_argnums=0)(params)
+
+    fn, options, shapes = field_steps.captured(main, "update")
+    assert fn(1) == 2 and options == {"donate_argnums": 0}
+    assert [leaf.shape for leaf in shapes] == [(4, 4)]
+
+
+# ---------------------------------------------------------------------------
+# False faults that these audits showed
+# ---------------------------------------------------------------------------
+
+
+def kinds_of(fn, *args):
+    return [finding.kind for finding in audit(fn, *args, policies="bf16").faults]
+
+
+def test_ties_of_a_maximum_are_counted_without_a_fault():
+    def loss(x, w):
+        logits = x @ w
+        weights = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+        return (weights @ w).astype(jnp.float32).sum()
+
+    kinds = kinds_of(jax.grad(loss, argnums=1), shape(64, 512), shape(512, 512))
+    assert "half_reduction" not in kinds
+
+
+def test_a_count_of_true_values_is_a_fault():
+    def count(x):
+        return jnp.cumsum((x == x[:, :1]).astype(jnp.bfloat16), axis=-1)
+
+    assert kinds_of(count, shape(8, 512)) == ["half_reduction"]
+
+
+def test_inner_products_of_a_loss_are_no_matmuls():
+    def loss(x, w, targets):
+        logits = (x @ w).astype(jnp.float32)
+        picked = jnp.einsum("bv,bv->b", logits, targets)
+        return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+    targets = shape(8, 128, dtype=jnp.float32)
+    assert kinds_of(loss, shape(8, 64), shape(64, 128), targets) == []
+
+
+def test_bounded_activation_functions():
+    def loss(x):
+        return jax.nn.elu(x).astype(jnp.float32).sum()
+
+    assert kinds_of(jax.grad(loss), shape(8, 64)) == []
+
+
+@pytest.mark.parametrize(("layers", "level"), [(8, "note"), (1, "fault")])
+def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
+    def model(x, w, head):
+        for _ in range(layers):
+            x = x @ w
+        return x.astype(jnp.float32).mean(0, keepdims=True) @ head
+
+    args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
+    report = audit(model, *args, policies="bf16")
+    (finding,) = (finding for finding in report.findings if finding.kind == "fp32_matmul")
+    assert finding.level == level
+
+
+def test_noise_in_one_expression():
+    def sample(x, w, noise):
+        return (x @ w + x * noise).astype(jnp.bfloat16) @ w
+
+    noise = shape(64, 64, dtype=jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        assert kinds_of(sample, shape(64, 64), shape(64, 64), noise) == []
+
+
+@pytest.mark.parametrize(("dtype", "level"), [(jnp.bfloat16, "note"), (jnp.float16, "fault")])
+def test_first_moments_in_bfloat16(dtype, level):
+    tx = optax.adam(1e-3, mu_dtype=dtype)
+    params = {"w": shape(64, 64, dtype=jnp.float32)}
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: (x @ p["w"].astype(x.dtype)).astype(jnp.float32).sum())(params)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    report = audit(step, params, jax.eval_shape(tx.init, params), shape(8, 64))
+    (finding,) = (f for f in report.findings if f.kind == "half_optimizer_state")
+    assert finding.level == level
+
+
+# ---------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_results():
+    page, report = PAGE.read_text("utf-8"), json.loads(STEPS.read_text("utf-8"))
+
+    assert len(report["steps"]) >= 6
+    assert field_report.overview(report) in page
+    assert field_report.details(report) in page
+    assert set(report["steps"]) == set(field_steps.STEPS)
+
+
+def test_no_fault_of_the_results_is_false():
+    steps, faults = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
+
+    assert faults["false"] == 0 and false_faults.false_faults(faults["audits"]) == []
+    assert false_faults.markdown(faults["audits"]) in PAGE.read_text("utf-8")
+    for name, entry in steps["steps"].items():
+        assert false_faults.judged(name, "step", entry["findings"])["false"] == []
