@@ -261,7 +261,7 @@ def details(report: dict[str, Any]) -> str:
             kinds = dict.fromkeys(f"`{row['kind']}`" for row in rows)
             parts.append(
                 f"{number}. **{review.title}** ({', '.join(kinds)}; {', '.join(places)}, "
-                f"`{rows[0]['text']}`). {review.why}\n"
+                f"`{rows[0]['text']}`). {review.why}.\n"
                 f"   *Cost:* {review.cost}\n   *Change:* {review.change}"
             )
     return "\n\n".join(parts)

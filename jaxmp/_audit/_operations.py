@@ -366,7 +366,7 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
         file, line = drafts.line_of(here)
         place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
         # One expression, such as `mean + noise * std`, does no harm to its own parts.
-        own = drafts.line_of(here)
+        own = drafts.line_of(here) if drafts.is_own_call(reader) else None
         for promotion in earlier:
             if drafts.line_of(promotion.site) == own:
                 continue
