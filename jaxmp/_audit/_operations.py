@@ -366,9 +366,9 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
         file, line = drafts.line_of(here)
         place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
         # One expression, such as `mean + noise * std`, does no harm to its own parts.
-        own = drafts.line_of(here) if drafts.is_own_call(reader) else None
+        own = _own_line(here, drafts)
         for promotion in earlier:
-            if drafts.line_of(promotion.site) == own:
+            if own and _own_line(promotion.site, drafts) == own:
                 continue
             promotion.report(f", and it also promotes {source}{place}", drafts)
     elif any(_is_stream(var, operand, site, flow) for var in others):
@@ -378,6 +378,11 @@ def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, f
         drafts.add("silent_promotion", here, message, fix, level=NOTE)
     else:
         flow.mark(result, Promotion(here, message, _fix_promotion(here, others, source, drafts)))
+
+
+def _own_line(site: Site, drafts: Drafts) -> tuple[str, int] | None:
+    """The line of an operation that the user's own code calls; None for a layer's."""
+    return drafts.line_of(site) if drafts.is_own_call(site.equation) else None
 
 
 def _fix_promotion(site: Site, others: list[Any], source: str, drafts: Drafts) -> str:
