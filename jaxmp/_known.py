@@ -194,8 +194,8 @@ def _numpy(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
     return _elementwise(lambda equation, *operands: function(*operands))
 
 
-def _select(equation: Any, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    return np.choose(which.astype(np.intp), cases) if len(cases) > 1 else cases[0]
+def _select(equation: Any, which: np.ndarray, first: np.ndarray, *more: np.ndarray) -> np.ndarray:
+    return np.choose(which.astype(np.intp), (first, *more)) if more else first
 
 
 def _quotient(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:

@@ -256,9 +256,9 @@ def _canonical_window(value: Any, where: str) -> tuple[int, int]:
     """`127`, `"127"`, `(127, 0)`, `[127, 0]` or `"127+0"` as (left, right)."""
     parts = value.split("+") if isinstance(value, str) else value
     sizes: list[Any] = list(parts) if isinstance(parts, (tuple, list)) else [parts]
-    pair = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes]
-    integers = all(isinstance(part, int) and not isinstance(part, bool) for part in pair)
-    if not integers or len(pair) not in (1, 2) or min(pair) < 0:
+    numbers = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes]
+    pair = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if len(pair) != len(sizes) or len(pair) not in (1, 2):
         raise PolicyError(
             f"window={value!r}{where} is neither an integer nor a pair (left, right) of integers "
             "that are not negative; for example window=127 or window=(127, 0), in a policy string "
