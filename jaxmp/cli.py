@@ -225,6 +225,8 @@ def _audit(
     for file, view in views.items():
         if file is not None:
             _write(file, view())
+    if fail_on == "any" and baseline is None:
+        raise typer.Exit(0 if report.ok else 1)  # the report lists the faults
     kinds = None if fail_on == "any" else [kind for kind in fail_on.split(",") if kind != "none"]
     report.check(kinds, baseline=baseline)
 
