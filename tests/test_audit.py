@@ -699,7 +699,7 @@ def test_optimizer_state_in_bf16():
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_optimizer_state_in_train_states(framework):
-    tx = relaxed(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    tx = relaxed(optax.adam(1e-3, mu_dtype=jnp.float16))
     if framework == "nnx":
         model, optimizer, step, _ = prepare_nnx("bf16", SMALL, tx)
         args, parameters = (model, optimizer), nnx.state(model, nnx.Param)

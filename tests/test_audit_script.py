@@ -70,7 +70,7 @@ class Model(nnx.Module):
     def __call__(self, x):
         return self.b(self.a(x))
 model = Model(nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, optax.adam(1e-3, mu_dtype=jnp.bfloat16), wrt=nnx.Param)
+optimizer = nnx.Optimizer(model, optax.adam(1e-3, mu_dtype=jnp.float16), wrt=nnx.Param)
 metrics = nnx.metrics.Average("loss")
 @nnx.jit
 def train_step(model, optimizer, metrics, x):
@@ -91,7 +91,7 @@ def step(params, opt_state, x):
     grads = jax.lax.pmean(grads, "batch")
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
-tx = optax.adam(1e-3, mu_dtype="bfloat16")
+tx = optax.adam(1e-3, mu_dtype="float16")
 p_step = pmap(step, axis_name="batch", donate_argnums=0)
 copy = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * jax.local_device_count()), tree)
 params, opt_state = copy(first()), copy(tx.init(first()))

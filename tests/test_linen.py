@@ -319,6 +319,7 @@ def test_hard_coded_dtypes_are_overridden_unless_respected():
     }
 
 
+@pytest.mark.filterwarnings("ignore:0% of the matmul FLOPs:jaxmp.errors.RecipeWarning")
 def test_a_users_own_field_named_dtype_is_never_set():
     seen = []
 
@@ -349,7 +350,7 @@ def test_a_users_own_field_named_dtype_is_never_set():
         seen.clear()
         jax.eval_shape(apply_policy(model, MIXED).apply, variables, floats(2, 3))
         expected = {Tokenizer: "utf-8", MyDense: jnp.float32, Inherits: jnp.bfloat16}[type(model)]
-        assert seen == [expected]
+        assert set(seen) == {expected}
 
 
 def test_root_output_and_named_outputs_alone_leave_the_compute_dtype():
