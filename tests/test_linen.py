@@ -350,7 +350,7 @@ def test_a_users_own_field_named_dtype_is_never_set():
         seen.clear()
         jax.eval_shape(apply_policy(model, MIXED).apply, variables, floats(2, 3))
         expected = {Tokenizer: "utf-8", MyDense: jnp.float32, Inherits: jnp.bfloat16}[type(model)]
-        assert set(seen) == {expected}
+        assert seen and all(dtype == expected for dtype in seen)
 
 
 def test_root_output_and_named_outputs_alone_leave_the_compute_dtype():
