@@ -22,6 +22,10 @@ from jaxmp._jaxprs import inners
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._trees import dtype_of
 
+_FIX_MOMENTS = (
+    "Leave out mu_dtype and similar arguments, and let jaxmp keep FP32 masters:\n"
+    "    tx = recipe.optimizer(tx)"
+)
 # In the path of a leaf of an optimizer state, as optax names it.
 _FIRST_MOMENT = re.compile(r"\.mu\b")
 
@@ -207,7 +211,7 @@ def state_findings(traced: Traced) -> list[Finding]:
                 file=file,
                 line=line,
                 message=message,
-                fix=KINDS[kind].fix,
+                fix=_FIX_MOMENTS,
                 count=len(places),
             )
         )
