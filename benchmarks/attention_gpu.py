@@ -336,7 +336,7 @@ def fp8_numbers(size: Size, kernel: str):
         emulated = found
         if kernel == "cudnn":
             # As for a CPU it is emulated, wherever it runs.
-            with jaxmp._compat.context(target="cpu"):
+            with jaxmp._core._compat.context(target="cpu"):
                 emulated = results("cudnn_fp8", BF16, inputs, d_out, given)
         yield {
             "causal": causal,

@@ -31,7 +31,7 @@ from jax import lax
 from jaxmp import fp8
 from jaxmp._audit._arguments import trace
 from jaxmp._audit._compile import compile_for
-from jaxmp._hlo import Program
+from jaxmp._core._hlo import Program
 
 LINEAR = (((1,), (0,)), ((), ()))
 # Tokens, inputs, outputs: squares, and the layers of Llama 3 8B.

@@ -36,12 +36,12 @@ import optax
 
 import gpt
 import jaxmp
-from jaxmp import _compat
 from jaxmp._audit._arguments import trace
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._program import read
-from jaxmp._hlo import Computation, Instruction, Program, Step
+from jaxmp._core import _compat
+from jaxmp._core._hlo import Computation, Instruction, Program, Step
 
 TARGET = "h200"
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")

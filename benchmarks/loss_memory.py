@@ -31,8 +31,9 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 import jaxmp
-from jaxmp import _compat, losses
+from jaxmp import losses
 from jaxmp._audit._gpus import GPUS
+from jaxmp._core import _compat
 
 
 def product(hidden, kernel):

@@ -33,9 +33,9 @@ from jax.sharding import SingleDeviceSharding
 
 import byte_gpt
 import jaxmp
-from jaxmp import _compat
 from jaxmp._audit._compile import _WITHOUT_THE_CARD
 from jaxmp._audit._gpus import GPUS
+from jaxmp._core import _compat
 from optimizer_bytes import kernels
 
 WAYS = ("array", "declared", "by hand")

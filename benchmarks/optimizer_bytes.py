@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import jaxmp
-from jaxmp import _compat
+from jaxmp._core import _compat
 
 # Public facts of the card, in the text form that XLA reads.
 H200 = """

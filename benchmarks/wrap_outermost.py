@@ -33,7 +33,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._compat import current_context
+from jaxmp._core._compat import current_context
 
 LINEN_METHODS = ("apply", "init", "init_with_output", "lazy_init", "bind", "tabulate")
 LINEN_METHODS += ("module_paths",)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _compat, _trees
-from jaxmp._dtypes import FLOAT32, is_half, sum_dtype
+from jaxmp._core import _compat, _trees
+from jaxmp._core._dtypes import FLOAT32, is_half, sum_dtype
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._state import as_float, combined_by_max, is_refusal, kept_where_unused

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxmp._dtypes import FLOAT32
-from jaxmp._trees import cast_floating, dtype_of, is_inexact
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
 from jaxmp.errors import LossScaleError
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import optax
 
 from jaxmp import optim
 from jaxmp._loss_scale import LossScale
-from jaxmp._ops import OpTable
-from jaxmp._recipe_data import RecipeData, changed, recipe_data, recipe_names
-from jaxmp._recipe_text import recipe_text
-from jaxmp._rules import PolicyMap
+from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._rules import PolicyMap
+from jaxmp._recipe_files._dump import recipe_text
+from jaxmp._recipe_files._load import RecipeData, changed, recipe_data, recipe_names
 from jaxmp.errors import JaxmpError
 
 M = TypeVar("M")

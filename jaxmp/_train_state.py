@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from flax import serialization, struct
 
-from jaxmp import _gradients, _trees, optim
+from jaxmp import _gradients, optim
+from jaxmp._core import _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip

@@ -19,15 +19,15 @@ from jaxmp._audit import AuditReport
 from jaxmp._audit._compile import check_target
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._audit._sections import counted, flops_words
-from jaxmp._compat import unchecked_cuda
-from jaxmp._dtypes import is_half
+from jaxmp._core._compat import unchecked_cuda
+from jaxmp._core._dtypes import is_half
 from jaxmp._loss_scale import DynamicLossScale
-from jaxmp._ops import CATEGORIES, OpTable
-from jaxmp._policy import Policy, without_inputs
+from jaxmp._policies._op_table import CATEGORIES, OpTable
+from jaxmp._policies._policy import Policy, without_inputs
+from jaxmp._policies._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp.errors import AuditFailed, JaxmpError, RuleError, missing_dependency
-from jaxmp.fp8._recipes import as_recipe
+from jaxmp.fp8._scaling import as_recipe
 
 try:
     import rich.box

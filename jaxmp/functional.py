@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmp._dtypes import FLOAT32, FLOAT64, floating_array, is_half, wide_dtype
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, floating_array, is_half, wide_dtype
 from jaxmp.errors import JaxmpError
 
 __all__ = ["layer_norm", "rms_norm", "rotary_embedding"]

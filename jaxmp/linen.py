@@ -19,10 +19,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._flax import Stated
-from jaxmp._boundary import cast_like, cast_tree, make_plan
-from jaxmp._compat import context, current_context
-from jaxmp._linen_calls import (
+from jaxmp._audit._share import low_precision_share, warn_if_low
+from jaxmp._core._compat import context, current_context
+from jaxmp._core._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
+from jaxmp._flax._attention import Stated
+from jaxmp._flax._casts import cast_like, cast_tree, make_plan
+from jaxmp._flax._linen_interceptor import (
     WHOLE,
     Applier,
     AttentionFunction,
@@ -36,10 +38,8 @@ from jaxmp._linen_calls import (
     modules_in,
     root_of,
 )
-from jaxmp._recipe_data import as_policy_map
-from jaxmp._rules import Explanation, PolicyMap, check_module_dtypes
-from jaxmp._share import low_precision_share, warn_if_low
-from jaxmp._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
+from jaxmp._policies._rules import Explanation, PolicyMap, check_module_dtypes
+from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 
 __all__ = ["apply_policy", "attention_fn", "explain", "module_paths"]

@@ -34,8 +34,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32, FLOAT64, floating_array, wide_dtype
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, floating_array, wide_dtype
 from jaxmp.errors import JaxmpError, did_you_mean
 
 __all__ = [

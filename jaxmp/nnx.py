@@ -16,19 +16,21 @@ import optax
 from flax import linen, nnx
 from jax.core import Tracer
 
-from jaxmp import _compat, _gradients, _nnx_calls, _trees, optim
+from jaxmp import _gradients, optim
 from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._flax import Stated
-from jaxmp._dtypes import short_name
+from jaxmp._audit._share import low_precision_share
+from jaxmp._core import _compat, _trees
+from jaxmp._core._dtypes import short_name
+from jaxmp._core._trees import Path
+from jaxmp._flax import _nnx_subclass
+from jaxmp._flax._attention import Stated
+from jaxmp._flax._nnx_gradients import Gradient, Write, continued, undo
+from jaxmp._flax._nnx_subclass import AttentionFunction
+from jaxmp._flax._nnx_subclass import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._loss_scale import DynamicLossScale
-from jaxmp._nnx_calls import AttentionFunction
-from jaxmp._nnx_calls import OverwriteWithGradient as OverwriteWithGradient
-from jaxmp._nnx_gradients import Gradient, Write, continued, undo
-from jaxmp._recipe_data import as_policy_map
-from jaxmp._rules import Explanation, PolicyMap, Rule, check_module_dtypes
-from jaxmp._share import low_precision_share
-from jaxmp._trees import Path
+from jaxmp._policies._rules import Explanation, PolicyMap, Rule, check_module_dtypes
+from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning, RuleError
 from jaxmp.optim import _find, _master
 from jaxmp.optim._apply import apply_update
@@ -92,23 +94,23 @@ def apply_policy(model: M, policies: Any) -> M:
     copy = nnx.clone(model, variables=False)
     for place in _places(copy):
         if not place.inner:
-            _nnx_calls.unbind(place.module)
+            _nnx_subclass.unbind(place.module)
     bound = [place for place in _places(copy) if not place.inner]
     _store_apart(bound, policies)
     for place in bound:
         path = _deciding_path(place, policies, paths)
-        _nnx_calls.bind(place.module, policies, path, _ancestors(path, paths))
+        _nnx_subclass.bind(place.module, policies, path, _ancestors(path, paths))
     return copy
 
 
-@_nnx_calls.binds_assigned
+@_nnx_subclass.binds_assigned
 def _bind_assigned(owner: Any, name: str, value: Any) -> Any:
     """Returns what a wrapped module is assigned, its modules under the policies of the model.
 
     As in `apply_policy` they are copies that share their Variables with the originals, which may
     belong to another model. Modules that have policies already are assigned as they are.
     """
-    bound = _nnx_calls.bound_of(owner)
+    bound = _nnx_subclass.bound_of(owner)
     assert bound is not None
     above = dict(zip(_prefixes(bound.path), (bound.cls, *bound.ancestors), strict=False))
     copies: dict[int, Any] = {}
@@ -117,7 +119,7 @@ def _bind_assigned(owner: Any, name: str, value: Any) -> Any:
         return value
     places: dict[int, _Place] = {}
     for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=_is_member):
-        if isinstance(leaf, nnx.Module) and _nnx_calls.bound_of(leaf) is None:
+        if isinstance(leaf, nnx.Module) and _nnx_subclass.bound_of(leaf) is None:
             for place in _places(leaf, (*bound.path, name, *_trees.path_names(key_path))):
                 known = places.setdefault(id(place.module), place._replace(paths=[]))
                 known.paths.extend(place.paths)
@@ -126,7 +128,7 @@ def _bind_assigned(owner: Any, name: str, value: Any) -> Any:
     _check_shared(new, bound.policies, paths)
     for place in new:
         path = _deciding_path(place, bound.policies, paths)
-        _nnx_calls.bind(place.module, bound.policies, path, _ancestors(path, paths))
+        _nnx_subclass.bind(place.module, bound.policies, path, _ancestors(path, paths))
     return value
 
 
@@ -139,7 +141,7 @@ def _copy_unbound(value: Any, copies: dict[int, Any]) -> Any:
     """`value` with copies of its modules that have no policies; they share their Variables."""
 
     def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, nnx.Module) or _nnx_calls.bound_of(leaf) is not None:
+        if not isinstance(leaf, nnx.Module) or _nnx_subclass.bound_of(leaf) is not None:
             return leaf
         if id(leaf) not in copies:
             new = copies[id(leaf)] = object.__new__(type(leaf))
@@ -269,10 +271,10 @@ class _Place(NamedTuple):
 def _places(model: Any, path: Path = ()) -> list[_Place]:
     """The modules of a model at `path`, the root first, each once."""
     found: dict[int, _Place] = {}
-    root = _nnx_calls.bound_of(model)
+    root = _nnx_subclass.bound_of(model)
 
     def visit(module: Any, path: Path, open_ids: frozenset[int], inner: bool) -> None:
-        bound = _nnx_calls.bound_of(module)
+        bound = _nnx_subclass.bound_of(module)
         inner = inner or (bound is not None and (root is None or bound.policies != root.policies))
         place = found.get(id(module))
         if place is None:
@@ -330,7 +332,7 @@ def _paths(places: list[_Place]) -> dict[str, type | None]:
     paths: dict[str, type | None] = {}
     for place in places:
         for path in place.paths:
-            paths["/".join(path)] = _nnx_calls.author_class(place.module)
+            paths["/".join(path)] = _nnx_subclass.author_class(place.module)
     for place in places:
         for path in place.paths:
             owner = "/".join(path)
@@ -354,7 +356,7 @@ def _check_shared(places: list[_Place], policies: PolicyMap, paths: dict[str, ty
     owners: dict[int, list[Path]] = {}
     for place in places:
         if not place.inner:
-            cls = _nnx_calls.author_class(place.module)
+            cls = _nnx_subclass.author_class(place.module)
             resolved = {
                 "/".join(path): policies.resolve("/".join(path), cls, _ancestors(path, paths))
                 for path in place.paths
@@ -386,7 +388,7 @@ def _output_rule(
     place: _Place, path: Path, policies: PolicyMap, paths: dict[str, type | None]
 ) -> Rule | None:
     """The rule that names the output dtype of a module reached by `path`, if one does."""
-    cls = _nnx_calls.author_class(place.module)
+    cls = _nnx_subclass.author_class(place.module)
     rule = policies.deciding_rule("/".join(path), cls, _ancestors(path, paths))
     return None if rule is None or rule.output_dtype is None else rule
 

@@ -19,8 +19,8 @@ import jaxmp.linen
 import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
-from jaxmp._policy import get_policy
-from jaxmp._rules import PolicyMap, Rule
+from jaxmp._policies._policy import get_policy
+from jaxmp._policies._rules import PolicyMap, Rule
 from programs import equations
 
 MIXED = "p=f32,c=bf16,o=f32"

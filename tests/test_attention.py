@@ -25,7 +25,7 @@ from jaxmp._attention._arguments import arguments
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._attention._sharding import one_sharding
-from jaxmp._compat import context
+from jaxmp._core._compat import context
 from models import floats
 from programs import named, products, trace
 

@@ -12,9 +12,10 @@ from flax import nnx
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp import _compat, audit, cli, dot_product_attention, explain_attention
+from jaxmp import audit, cli, dot_product_attention, explain_attention
 from jaxmp._attention import MARK, _choice, _fp8, _fp8_emulation, implementation_of
-from jaxmp._compat import context
+from jaxmp._core import _compat
+from jaxmp._core._compat import context
 from jaxmp.errors import AttentionError
 from programs import named, trace
 

@@ -26,7 +26,7 @@ import jaxmp
 from byte_gpt import GPT
 from jaxmp import audit, cli
 from jaxmp._audit import KINDS
-from jaxmp._compat import cudnn_version
+from jaxmp._core._compat import cudnn_version
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 

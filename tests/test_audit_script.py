@@ -13,8 +13,9 @@ import pytest
 
 import jaxmp
 import script_audits
-from jaxmp import _compat, cli
+from jaxmp import cli
 from jaxmp._audit._script import audit_script, has_backward, updates_state
+from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
 MEASURED = "script_audits_jax_0.10.2_cpu.json"

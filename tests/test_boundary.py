@@ -12,7 +12,7 @@ from flax import nnx
 import jaxmp
 from jaxmp import linen as jl
 from jaxmp import nnx as jn
-from jaxmp._trees import saturating_cast
+from jaxmp._core._trees import saturating_cast
 
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
 BF16, FP16 = "p=f32,c=bf16,o=f32", "p=f32,c=f16,o=f32"

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp import _compat, _device
+from jaxmp._core import _compat
+from jaxmp._policies import _device
 
 X = jnp.ones((2, 4))
 

@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gpu_compiler import needs_compiler
-from jaxmp import _compat, audit, fp8
-from jaxmp._jaxprs import equations
+from jaxmp import audit, fp8
+from jaxmp._core import _compat
+from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
 
 LINEAR = (((1,), (0,)), ((), ()))

@@ -16,8 +16,9 @@ from jax import lax
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
-from jaxmp import PolicyMap, Recipe, Rule, _compat, audit, fp8, load_recipe
-from jaxmp._jaxprs import equations
+from jaxmp import PolicyMap, Recipe, Rule, audit, fp8, load_recipe
+from jaxmp._core import _compat
+from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError
 from train_lm import TRAININGS
 

@@ -12,8 +12,9 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp import PolicyMap, _compat, audit, autocast, fp8
+from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._audit._gpus import GPUS
+from jaxmp._core import _compat
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._mx import mx_quantized

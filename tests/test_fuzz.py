@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmp import _toml
-from jaxmp._dtypes import DTYPE_NAMES
-from jaxmp._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
+from jaxmp._core._dtypes import DTYPE_NAMES
+from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
+from jaxmp._policies._rules import PolicyMap, Rule
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp._recipe_data import shipped_text
-from jaxmp._recipe_schema import MASTERS, PRESETS, RULE, TABLES, TOP
-from jaxmp._rules import PolicyMap, Rule
+from jaxmp._recipe_files import _toml
+from jaxmp._recipe_files._load import shipped_text
+from jaxmp._recipe_files._schema import MASTERS, PRESETS, RULE, TABLES, TOP
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, RuleError
 
 # ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import gpt
 import jaxmp
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
-from jaxmp._hlo import Program
+from jaxmp._core._hlo import Program
 
 # The table of tokens has 6 rows of padding.
 TOY = gpt.GPT(layers=2, width=32, heads=2, vocabulary=250, max_length=16)

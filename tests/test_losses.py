@@ -20,7 +20,7 @@ import jaxmp
 import loss_memory
 from gpu_compiler import needs_compiler
 from jaxmp import losses
-from jaxmp._hlo import Program
+from jaxmp._core._hlo import Program
 from jaxmp.errors import JaxmpError
 from programs import products, trace
 
@@ -767,9 +767,10 @@ def test_data_parallel_on_h200s_adds_the_kernel_gradient_once_and_in_fp32():
     code = """
 import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxmp import _compat, losses
+from jaxmp import losses
+from jaxmp._core import _compat
 from jaxmp._audit._gpus import GPUS
-from jaxmp._hlo import Program
+from jaxmp._core._hlo import Program
 mesh = Mesh(np.array(_compat.described_gpus(GPUS["h200"].description, 8)), ("data",))
 def shape(dtype, sizes, *spec):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

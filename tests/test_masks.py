@@ -9,9 +9,9 @@ from flax import nnx
 
 import jaxmp
 from jaxmp import AttentionError, audit, load_recipe
-from jaxmp._attention._flax import policied_function
-from jaxmp._known import Known, walk
-from jaxmp._linen_calls import AttentionFunction
+from jaxmp._core._static_values import Known, walk
+from jaxmp._flax._attention import policied_function
+from jaxmp._flax._linen_interceptor import AttentionFunction
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.

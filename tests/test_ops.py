@@ -21,11 +21,11 @@ from jax.extend.core import primitives
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import cli
-from jaxmp._ops import CATEGORIES, OPS, Op, OpTable
-from jaxmp._ops._rows import ANY, JOINT
+from jaxmp._policies._op_rows import ANY, JOINT
+from jaxmp._policies._op_table import CATEGORIES, OPS, Op, OpTable
+from jaxmp._policies._rules import PolicyMap
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp._recipe_data import as_op_table
-from jaxmp._rules import PolicyMap
+from jaxmp._recipe_files._load import as_op_table
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))

@@ -328,7 +328,7 @@ def test_auto_skip_asks_for_the_compile_target():
     state = tx.init(jnp.ones(2))
     jaxpr = lambda: str(jax.make_jaxpr(tx.update)(jnp.ones(2), state))
     assert "cond[" in jaxpr()
-    with jaxmp._compat.context(target="gpu"):
+    with jaxmp._core._compat.context(target="gpu"):
         assert "cond[" not in jaxpr()
 
 

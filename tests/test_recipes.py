@@ -20,15 +20,15 @@ import pytest
 from flax import nnx
 
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from jaxmp._ops import CATEGORIES
-from jaxmp._policy import Policy, get_policy
+from jaxmp._policies._op_table import CATEGORIES
+from jaxmp._policies._policy import Policy, get_policy
+from jaxmp._policies._rules import PolicyMap, Rule
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp._recipe_data import as_policy_map
-from jaxmp._recipe_fp8 import frozen
-from jaxmp._recipe_schema import RULE, TABLES, TOP
-from jaxmp._rules import PolicyMap, Rule
+from jaxmp._recipe_files._fp8_table import frozen
+from jaxmp._recipe_files._load import as_policy_map
+from jaxmp._recipe_files._schema import RULE, TABLES, TOP
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
-from jaxmp.fp8._recipes import KINDS
+from jaxmp.fp8._scaling import KINDS
 
 ALL = ["bf16", "bf16_params", "fp16", "fp16_params", "fp32"]
 ALL += ["fp8", "fp8_delayed", "fp8_rowwise", "tf32"]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
-from jaxmp._policy import Policy
-from jaxmp._rules import PolicyMap, Rule, compile_pattern
+from jaxmp._policies._policy import Policy
+from jaxmp._policies._rules import PolicyMap, Rule, compile_pattern
 from jaxmp.errors import PolicyError, RuleError
 
 # ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp import _nnx_calls
+from jaxmp._flax import _nnx_subclass
 
 X = jnp.ones((2, 8))
 
@@ -18,7 +18,7 @@ X = jnp.ones((2, 8))
 @pytest.fixture(autouse=True)
 def fresh_warnings():
     """Lets each test see what is reported once for a class."""
-    _nnx_calls._counted.clear()
+    _nnx_subclass._counted.clear()
 
 
 # ---------------------------------------------------------------------------

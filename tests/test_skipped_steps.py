@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp import _trees
+from jaxmp._core import _trees
 from jaxmp.optim import _find
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}

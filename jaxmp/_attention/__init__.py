@@ -28,8 +28,8 @@ from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._fp8 import fp8_attention
 from jaxmp._attention._plain import xla_attention
-from jaxmp._compat import target
-from jaxmp._policy import get_policy
+from jaxmp._core._compat import target
+from jaxmp._policies._policy import get_policy
 
 _RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,

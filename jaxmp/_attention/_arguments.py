@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._dtypes import bits, wide_dtype
-from jaxmp._policy import ATTENTION, get_policy
+from jaxmp._core._dtypes import bits, wide_dtype
+from jaxmp._policies._policy import ATTENTION, get_policy
 from jaxmp.errors import AttentionError, did_you_mean
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")

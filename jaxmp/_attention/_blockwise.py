@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
-from jaxmp._compat import vary, varying_axes
-from jaxmp._dtypes import wide_dtype
+from jaxmp._core._compat import vary, varying_axes
+from jaxmp._core._dtypes import wide_dtype
 
 # Positions of a block, and how many logits may be alive at once: 64 MiB in FP32.
 _BLOCK, _LEAST, _LOGITS = 512, 64, 2**24

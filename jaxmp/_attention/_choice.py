@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._compat import (
+from jaxmp._core._compat import (
     compute_capability,
     cudnn_version,
     has_fp8_attention,
     target,
     target_capability,
 )
-from jaxmp._dtypes import bits, is_half
+from jaxmp._core._dtypes import bits, is_half
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")

@@ -11,11 +11,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._attention._declared import Declaration, check_known, declaration_of
-from jaxmp._audit._places import module_of, root_of
-from jaxmp._compat import jaxpr_body
-from jaxmp._jaxprs import Path
-from jaxmp._known import Known, walk
-from jaxmp._rules import MaskRow, PolicyMap
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import Path
+from jaxmp._core._locations import module_of, root_of
+from jaxmp._core._static_values import Known, walk
+from jaxmp._policies._rules import MaskRow, PolicyMap
 from jaxmp.errors import RecipeWarning
 
 

@@ -41,10 +41,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _compat
 from jaxmp._attention import _fp8_emulation
 from jaxmp._attention._arguments import Arguments, with_scaled_query
-from jaxmp._dtypes import FLOAT32
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp.errors import AttentionError
 from jaxmp.fp8._quantize import compute_scale, quantize
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp.fp8._quantize import saturate
 
 # Query, key and value.

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, sees
-from jaxmp._dtypes import wide_dtype
-from jaxmp._products import wide_product
+from jaxmp._core._dtypes import wide_dtype
+from jaxmp._core._wide_dot import wide_product
 
 
 def attend(

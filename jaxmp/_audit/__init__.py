@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp import _compat
 from jaxmp._audit._arguments import (
     half_results,
     held_arrays,
@@ -21,13 +20,14 @@ from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._kinds import KINDS as KINDS
 from jaxmp._audit._labels import SCALED
 from jaxmp._audit._make_report import make_report
-from jaxmp._audit._places import Place
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._report import Finding as Finding
 from jaxmp._audit._steps import mark_arguments, step_findings
-from jaxmp._compat import context, unchecked_cuda
-from jaxmp._recipe_data import recipe_data
+from jaxmp._core import _compat
+from jaxmp._core._compat import context, unchecked_cuda
+from jaxmp._core._locations import Place
+from jaxmp._recipe_files._load import recipe_data
 from jaxmp.errors import AuditError
 
 

@@ -14,13 +14,13 @@ import jax.tree_util as jtu
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._labels import FloatInput
-from jaxmp._audit._places import Lines
 from jaxmp._audit._report import Finding
-from jaxmp._compat import jaxpr_body
-from jaxmp._dtypes import FLOAT32, HALF
-from jaxmp._jaxprs import inners
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import FLOAT32, HALF
+from jaxmp._core._jaxprs import inners
+from jaxmp._core._locations import Lines
+from jaxmp._core._trees import dtype_of
 from jaxmp._loss_scale import DynamicLossScale
-from jaxmp._trees import dtype_of
 
 _FIX_MOMENTS = (
     "Leave out mu_dtype and similar arguments, and let jaxmp keep FP32 masters:\n"

@@ -37,8 +37,20 @@ from jaxmp._audit._operations import (
     judge_root,
     judge_terms,
 )
-from jaxmp._audit._places import FULL_PRECISION, Place, Places, call_site
-from jaxmp._audit._products import (
+from jaxmp._audit._sections import bytes_words
+from jaxmp._core._compat import scan_counts
+from jaxmp._core._dtypes import CASTABLE, FLOAT16, FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._core._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Path,
+    inners,
+    is_literal,
+    module_paths_of,
+    sub_jaxprs,
+)
+from jaxmp._core._locations import FULL_PRECISION, Place, Places, call_site
+from jaxmp._core._matmuls import (
     MULTIPLES,
     PRODUCTS,
     Product,
@@ -48,10 +60,6 @@ from jaxmp._audit._products import (
     padded,
     product_of,
 )
-from jaxmp._audit._sections import bytes_words
-from jaxmp._compat import scan_counts
-from jaxmp._dtypes import CASTABLE, FLOAT16, FLOAT32, FLOAT64, is_fp8, is_half
-from jaxmp._jaxprs import BACKWARD, FORWARD, Path, inners, is_literal, module_paths_of, sub_jaxprs
 from jaxmp.fp8._eligible import why_not
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from jaxmp._audit._arguments import Traced
 from jaxmp._audit._gpus import GPUS
-from jaxmp._audit._places import Lines
-from jaxmp._compat import current_mesh, described_gpus
-from jaxmp._jaxprs import equations, is_literal, with_parameters
+from jaxmp._core._compat import current_mesh, described_gpus
+from jaxmp._core._jaxprs import equations, is_literal, with_parameters
+from jaxmp._core._locations import Lines
 from jaxmp.errors import AuditError, did_you_mean, missing_dependency
 
 _CALLBACKS = frozenset(

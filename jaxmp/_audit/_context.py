@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._audit._kinds import FAULT, KINDS
-from jaxmp._audit._places import FULL_PRECISION, Lines, Place, call_site
-from jaxmp._dtypes import FLOAT32, HALF
-from jaxmp._jaxprs import Path, consumers, is_literal, module_paths_of
-from jaxmp._ops import OpTable
-from jaxmp._recipe_data import RecipeData
+from jaxmp._core._dtypes import FLOAT32, HALF
+from jaxmp._core._jaxprs import Path, consumers, is_literal, module_paths_of
+from jaxmp._core._locations import FULL_PRECISION, Lines, Place, call_site
+from jaxmp._policies._op_table import OpTable
+from jaxmp._recipe_files._load import RecipeData
 
 
 def named(words: str) -> frozenset[str]:

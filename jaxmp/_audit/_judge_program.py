@@ -9,11 +9,11 @@ from typing import Any
 from jaxmp._audit._context import Judge
 from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
-from jaxmp._audit._places import Place
 from jaxmp._audit._report import Finding
 from jaxmp._audit._sections import bytes_words
-from jaxmp._dtypes import FLOAT32, is_half
-from jaxmp._jaxprs import BACKWARD, Path
+from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._jaxprs import BACKWARD, Path
+from jaxmp._core._locations import Place
 
 # Smaller arrays, such as norms and losses, are gathered in whatever dtype they have.
 _SMALL = 4096  # bytes

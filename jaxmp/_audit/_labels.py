@@ -18,8 +18,8 @@ from jaxmp._audit._lineage import (
     is_scale,
     lineage,
 )
-from jaxmp._dtypes import FLOAT32, FLOAT64, is_fp8, is_half
-from jaxmp._jaxprs import BACKWARD, FORWARD, Inner, inners, is_literal
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Inner, inners, is_literal
 
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_HALF = "was 16 bits"

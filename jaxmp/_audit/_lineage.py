@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._audit._context import Site, dtype_of, named
-from jaxmp._dtypes import is_half
-from jaxmp._jaxprs import BACKWARD, FORWARD, is_literal
+from jaxmp._core._dtypes import is_half
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
 
 # A value that a backward pass computed, or that was computed from one.
 GRADIENT = "computed from gradients"

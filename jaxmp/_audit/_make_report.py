@@ -11,14 +11,14 @@ from jaxmp._audit._compile import Compiled
 from jaxmp._audit._context import Draft
 from jaxmp._audit._judge_program import program_findings
 from jaxmp._audit._kinds import FAULT, KINDS, NOTE
-from jaxmp._audit._places import FULL_PRECISION, module_of, root_of
-from jaxmp._audit._products import MULTIPLES
 from jaxmp._audit._program import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
-from jaxmp._inputs import inputs_text
-from jaxmp._jaxprs import Path
-from jaxmp._policy import without_inputs
-from jaxmp._rules import Rule
+from jaxmp._core._jaxprs import Path
+from jaxmp._core._locations import FULL_PRECISION, module_of, root_of
+from jaxmp._core._matmuls import MULTIPLES
+from jaxmp._policies._inputs import inputs_text
+from jaxmp._policies._policy import without_inputs
+from jaxmp._policies._rules import Rule
 
 _EMULATED = (
     "real FP8 matmuls: this is a CPU, which emulates them; it rounds to FP8 and multiplies in a"

@@ -10,10 +10,10 @@ from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, 
 from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._labels import STREAM, Flow, ForwardUse, Pending, Promotion
 from jaxmp._audit._lineage import GRADIENT, Terms
-from jaxmp._audit._places import call_site
-from jaxmp._compat import scan_counts
-from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, is_half
-from jaxmp._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
+from jaxmp._core._compat import scan_counts
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, is_half
+from jaxmp._core._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
+from jaxmp._core._locations import call_site
 
 # Primitives that hand an array on, or its absolute value, as jnp's logsumexp does.
 _LAYOUT = named(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, Compilation, GemmRow, MemoryRow
-from jaxmp._audit._places import Lines, module_of
-from jaxmp._audit._products import attention_flops
-from jaxmp._hlo import Computation, Instruction, Program, Shape, Step
-from jaxmp._jaxprs import Path, phase_of
+from jaxmp._core._hlo import Computation, Instruction, Program, Shape, Step
+from jaxmp._core._jaxprs import Path, phase_of
+from jaxmp._core._locations import Lines, module_of
+from jaxmp._core._matmuls import attention_flops
 
 # ---------------------------------------------------------------------------
 # Where an instruction comes from

@@ -25,14 +25,14 @@ import jax
 import numpy as np
 
 import jaxmp
-from jaxmp import _compat
 from jaxmp._audit import audit_call
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._context import Judge, named
-from jaxmp._audit._places import Lines, Place
-from jaxmp._audit._products import PRODUCTS
 from jaxmp._audit._report import AuditReport
-from jaxmp._jaxprs import equations, inners, is_literal
+from jaxmp._core import _compat
+from jaxmp._core._jaxprs import equations, inners, is_literal
+from jaxmp._core._locations import Lines, Place
+from jaxmp._core._matmuls import PRODUCTS
 from jaxmp.errors import AuditError, JaxmpError, did_you_mean
 
 # ---------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from jaxmp._audit._kinds import FAULT, NOTE
 from jaxmp._audit._lineage import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
 from jaxmp._audit._operations import FIX_ACCUMULATOR
 from jaxmp._audit._report import Finding
-from jaxmp._dtypes import CASTABLE, FLOAT64, is_half
-from jaxmp._recipe_data import RecipeData
+from jaxmp._core._dtypes import CASTABLE, FLOAT64, is_half
+from jaxmp._recipe_files._load import RecipeData
 
 _FLOATS = CASTABLE | {FLOAT64}
 

@@ -24,9 +24,9 @@ from jaxmp._autocast._interpreter import Interpreter
 from jaxmp._autocast._record import AutocastDecision as AutocastDecision
 from jaxmp._autocast._record import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast._record import Record
-from jaxmp._autocast._regions import FULL_PRECISION
+from jaxmp._autocast._resolve import FULL_PRECISION
 from jaxmp._autocast._trace import rules_for, trace
-from jaxmp._device import check_device
+from jaxmp._policies._device import check_device
 
 
 @contextlib.contextmanager

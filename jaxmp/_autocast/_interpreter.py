@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import as_recorded, asks_for_highest, bind, is_product
-from jaxmp._autocast._nested import INSIDE, as_recorded_dtypes
-from jaxmp._autocast._readers import ARITHMETIC, Readers
+from jaxmp._autocast._fp32_consumers import ARITHMETIC, Readers
 from jaxmp._autocast._record import IN_RULE, Record
-from jaxmp._autocast._regions import (
+from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
     IN_JVP_RULE,
     Region,
@@ -33,15 +33,15 @@ from jaxmp._autocast._values import (
     with_dtype,
     wrap,
 )
-from jaxmp._boundary import matmul_precision
-from jaxmp._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
-from jaxmp._dtypes import FLOAT32, is_half
-from jaxmp._jaxprs import equations, scope_names, sub_jaxprs
-from jaxmp._policy import Policy
-from jaxmp._products import wide_product
-from jaxmp._trees import cast
-from jaxmp.fp8._decisions import decide_product, is_recording
+from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
+from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._jaxprs import equations, scope_names, sub_jaxprs
+from jaxmp._core._trees import cast
+from jaxmp._core._wide_dot import wide_product
+from jaxmp._flax._casts import matmul_precision
+from jaxmp._policies._policy import Policy
 from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._explain import decide_product, is_recording
 
 
 class Interpreter:

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._audit._places import Lines
-from jaxmp._audit._products import PRODUCTS, product_of
 from jaxmp._autocast._equations import asks_for_highest
-from jaxmp._autocast._regions import Rules, path_of
+from jaxmp._autocast._resolve import Rules, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
-from jaxmp._dtypes import FLOAT32, bits, is_half
-from jaxmp._jaxprs import FORWARD, inners, phase_of
+from jaxmp._core._dtypes import FLOAT32, bits, is_half
+from jaxmp._core._jaxprs import FORWARD, inners, phase_of
+from jaxmp._core._locations import Lines
+from jaxmp._core._matmuls import PRODUCTS, product_of
 
 # Maximum number of rows that `str()` prints.
 _LISTED = 60

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from jaxmp._autocast._regions import Rules
-from jaxmp._compat import is_in_custom_vjp
-from jaxmp._recipe_data import as_op_table, as_policy_map
-from jaxmp._trees import canonical
+from jaxmp._autocast._resolve import Rules
+from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._core._trees import canonical
+from jaxmp._recipe_files._load import as_op_table, as_policy_map
 from jaxmp.errors import PolicyError
 
 

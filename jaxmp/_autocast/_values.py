@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast._readers import Readers
-from jaxmp._dtypes import FLOAT32, is_half
-from jaxmp._jaxprs import AUTOCAST, is_literal
-from jaxmp._trees import cast, clamped_cast, is_castable, saturating_cast
+from jaxmp._autocast._fp32_consumers import Readers
+from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._jaxprs import AUTOCAST, is_literal
+from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 
 
 class Standing(enum.IntEnum):

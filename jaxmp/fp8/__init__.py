@@ -1,22 +1,22 @@
 """FP8 matmuls: scalings, saturating casts, and dots that run on FP8 Tensor Cores."""
 
-from jaxmp.fp8._decisions import LayerDecision as LayerDecision
-from jaxmp.fp8._decisions import explain as explain
 from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
 from jaxmp.fp8._eligible import why_not as why_not
+from jaxmp.fp8._explain import LayerDecision as LayerDecision
+from jaxmp.fp8._explain import explain as explain
 from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats
 from jaxmp.fp8._quantize import compute_scale as compute_scale
 from jaxmp.fp8._quantize import dequantize as dequantize
 from jaxmp.fp8._quantize import quantization_stats as quantization_stats
 from jaxmp.fp8._quantize import quantize as quantize
-from jaxmp.fp8._recipes import BlockScaling as BlockScaling
-from jaxmp.fp8._recipes import CurrentScaling as CurrentScaling
-from jaxmp.fp8._recipes import DelayedScaling as DelayedScaling
-from jaxmp.fp8._recipes import MXScaling as MXScaling
-from jaxmp.fp8._recipes import RowwiseScaling as RowwiseScaling
-from jaxmp.fp8._recipes import as_recipe as as_recipe
+from jaxmp.fp8._scaling import BlockScaling as BlockScaling
+from jaxmp.fp8._scaling import CurrentScaling as CurrentScaling
+from jaxmp.fp8._scaling import DelayedScaling as DelayedScaling
+from jaxmp.fp8._scaling import MXScaling as MXScaling
+from jaxmp.fp8._scaling import RowwiseScaling as RowwiseScaling
+from jaxmp.fp8._scaling import as_recipe as as_recipe
 from jaxmp.fp8._state import as_float as as_float
 from jaxmp.fp8._state import as_max as as_max
 from jaxmp.fp8._state import from_flax as from_flax

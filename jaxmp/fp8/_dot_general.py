@@ -12,14 +12,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import Operand, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
-from jaxmp.fp8._recipes import (
+from jaxmp.fp8._scaling import (
     GEMMS,
     BlockScaling,
     DelayedScaling,

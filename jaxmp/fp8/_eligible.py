@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._recipes import MX_BLOCK, Scaling, as_recipe
+from jaxmp.fp8._scaling import MX_BLOCK, Scaling, as_recipe
 
 # cuBLAS requires the rows of FP8 operands to be multiples of 16 bytes (cuBLASLt, "Narrow precision
 # data types usage"). XLA would pad other sizes, in a copy of the operand.

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._operands import jitted_by_role
-from jaxmp.fp8._recipes import MX_BLOCK, MXScaling, Scaling
+from jaxmp.fp8._scaling import MX_BLOCK, MXScaling, Scaling
 
 # E8M0 stores exponents plus 127. Its 0 means 2**-127, which is subnormal in FP32, so the smallest
 # value used here is 1. 255 is NaN.

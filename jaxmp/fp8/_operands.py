@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
-from jaxmp.fp8._recipes import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
+from jaxmp.fp8._scaling import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
 
 # The active amax, from which the scale is computed, and the measured one; float32 scalars.

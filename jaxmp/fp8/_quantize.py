@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype, is_fp8
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype, is_fp8
 from jaxmp.errors import JaxmpError, RecipeError
-from jaxmp.fp8._recipes import fp8_dtype
+from jaxmp.fp8._scaling import fp8_dtype
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)

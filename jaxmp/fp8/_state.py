@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxmp import _compat
-from jaxmp._dtypes import FLOAT32
-from jaxmp._trees import leaves_with_path
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._trees import leaves_with_path
 from jaxmp.errors import JaxmpError, MissingDependencyError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
-from jaxmp.fp8._recipes import DelayedScaling, as_recipe
+from jaxmp.fp8._scaling import DelayedScaling, as_recipe
 
 State = dict[str, jax.Array]
 

@@ -9,9 +9,9 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxmp._compat import jaxpr_body, scan_counts
-from jaxmp._dtypes import is_fp8
-from jaxmp._jaxprs import FORWARD, RECOMPUTE, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._dtypes import is_fp8
+from jaxmp._core._jaxprs import FORWARD, RECOMPUTE, is_literal, phase_of, scope_names, sub_jaxprs
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._quantize import QuantizationStats, stats_of

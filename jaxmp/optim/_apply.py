@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp import _trees
+from jaxmp._core import _trees
 from jaxmp.optim._find import find
 from jaxmp.optim._master import MasterParamsState, add_update, assign, expand
 from jaxmp.optim._skip import SkipNonfiniteState

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmp import _compat, _trees
+from jaxmp._core import _compat, _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import (
     CompositionError,

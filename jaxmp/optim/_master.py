@@ -12,9 +12,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp import _recipe_data, _trees
-from jaxmp._dtypes import FLOAT32, bits, canonical_dtype, is_half, short_name
-from jaxmp._rules import PolicyMap
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_half, short_name
+from jaxmp._policies._rules import PolicyMap
+from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import _storage
 
@@ -129,7 +130,7 @@ def master_params(
             "for example master='auto'."
         )
     form = "fp32" if master == "auto" else master
-    policy_map = None if policies is None else _recipe_data.as_policy_map(policies)
+    policy_map = None if policies is None else _load.as_policy_map(policies)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:

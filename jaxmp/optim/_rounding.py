@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp import _trees
-from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import FLOAT32, is_half
 from jaxmp.errors import CompositionError
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp import _compat, _trees
-from jaxmp._dtypes import FLOAT32, sum_dtype
+from jaxmp._core import _compat, _trees
+from jaxmp._core._dtypes import FLOAT32, sum_dtype
 from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import (

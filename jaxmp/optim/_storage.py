@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _trees
-from jaxmp._dtypes import FLOAT32, is_half
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import FLOAT32, is_half
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)

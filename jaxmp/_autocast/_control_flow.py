@@ -1,0 +1,243 @@
+"""Rules for equations that contain jaxprs: control flow, calls, custom derivatives.
+
+Each rule runs one equation. It retraces the inner jaxprs for the current dtypes of the operands and
+returns the results as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+
+from jaxmp._autocast._equations import bind
+from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, Rules
+from jaxmp._autocast._values import Scope, Standing, Value, in_recorded_dtypes, to_aval, wrap
+from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._trees import cast, is_castable
+
+
+class Runner(Protocol):
+    """Interface of the interpreter that the rules use; see `Interpreter` for its methods."""
+
+    rules: Rules
+
+    def run(
+        self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
+    ) -> list[Value]: ...
+
+    def retraced(
+        self,
+        jaxpr: Any,
+        values: list[Value],
+        names: tuple[str, ...],
+        outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+    ) -> tuple[Any, list[Standing]]: ...
+
+    def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None: ...
+
+
+def _call(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
+    jaxpr, standings = runner.retraced(equation.params["jaxpr"], values, names)
+    outs = equation.primitive.bind(
+        *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
+    )
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _scan(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs a `scan`: the carry has its recorded dtypes, the other operands their current dtypes."""
+    params = equation.params
+    consts, carried = scan_counts(params)
+    carry = slice(consts, consts + carried)
+    avals = [var.aval for var in equation.invars]
+    values[carry] = [
+        Value(to_aval(scope, value, aval))
+        for value, aval in zip(values[carry], avals[carry], strict=True)
+    ]
+
+    def outputs(outs: list[Any], recorded: list[Any]) -> list[Any]:
+        return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
+
+    jaxpr, standings = runner.retraced(params["jaxpr"], values, names, outputs)
+    outs = equation.primitive.bind(*(v.array for v in values), **{**params, "jaxpr": jaxpr})
+    standings = [Standing.COMPUTED] * carried + standings[carried:]
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _while(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs a `while` loop; the loop state keeps its recorded dtypes."""
+    params = equation.params
+    cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    avals = [var.aval for var in equation.invars]
+    values[body:] = [
+        Value(to_aval(scope, value, aval))
+        for value, aval in zip(values[body:], avals[body:], strict=True)
+    ]
+    tested, _ = runner.retraced(params["cond_jaxpr"], values[:cond] + values[body:], names)
+    looped, _ = runner.retraced(params["body_jaxpr"], values[cond:], names, _cast_all)
+    changes = {"cond_jaxpr": tested, "body_jaxpr": looped}
+    outs = equation.primitive.bind(*(v.array for v in values), **{**params, **changes})
+    return [Value(out) for out in outs]
+
+
+def _cond(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
+    branches = tuple(
+        runner.retraced(branch, values[1:], names, _cast_all)[0]
+        for branch in equation.params["branches"]
+    )
+    outs = equation.primitive.bind(
+        *(v.array for v in values), **{**equation.params, "branches": branches}
+    )
+    return [Value(out) for out in outs]
+
+
+def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
+    return [
+        cast(jnp.asarray(out), aval.dtype) if is_castable(out) else out
+        for out, aval in zip(outs, recorded, strict=True)
+    ]
+
+
+def _custom_jvp(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs a `custom_jvp` function and its rule, both in the current dtypes of their operands."""
+    params = equation.params
+    if runner.rules.fp8 is not None:
+        # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
+        names = (*names, IN_CUSTOM_JVP)
+    jaxpr, standings = runner.retraced(params["call_jaxpr"], values, names)
+    avals = [var.aval for var in equation.invars]
+    out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+    rule = equation.primitive.get_bind_params(params)["subfuns"][1]
+    call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+
+    def call_jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        zeros = [
+            isinstance(tangent, SymbolicZero) or not _moves(aval)
+            for tangent, aval in zip(tangents, avals, strict=True)
+        ]
+        recorded, zeros_out = _rule_jaxpr(rule, avals, zeros, params["symbolic_zeros"])
+        args = [Value(array, v.standing) for array, v in zip(primals, values, strict=True)]
+        args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
+        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, (*names, IN_JVP_RULE))
+        moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
+        arrays = _cast_all([out.array for out in outs], [*out_avals, *moving])
+        rest = iter(arrays[len(out_avals) :])
+        tangents_out = [
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(out_avals, zeros_out, strict=True)
+        ]
+        return arrays[: len(out_avals)], tangents_out
+
+    call.defjvp(call_jvp, symbolic_zeros=params["symbolic_zeros"])
+    outs = call(*(value.array for value in values))
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+def _rule_jaxpr(
+    rule: Any, avals: list[Any], zeros: list[bool], symbolic_zeros: bool
+) -> tuple[Any, list[bool]]:
+    """Traces a `custom_jvp` rule in the recorded dtypes.
+
+    Args:
+      rule: (primals, then tangents) -> (primal results, then tangent results).
+      avals: the recorded types of the primals.
+      zeros: for each tangent, True if the rule receives a symbolic zero.
+      symbolic_zeros: True if the rule was defined with `symbolic_zeros=True`.
+
+    Returns:
+      The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
+      each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
+    """
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    zeros_out: list[bool] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        rest = iter(arrays[len(avals) :])
+        tangents = [
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(avals, zeros, strict=True)
+        ]
+        outs = rule.call_wrapped(*arrays[: len(avals)], *tangents)
+        primals_out, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
+        if not symbolic_zeros:
+            tangents_out = map(_instantiate, tangents_out)
+        tangents_out = list(tangents_out)
+        zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
+        return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
+
+    moving = [shape for shape, zero in zip(shapes, zeros, strict=True) if not zero]
+    return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
+
+
+def _moves(aval: Any) -> bool:
+    """Returns True if a value of this type can have a nonzero tangent: floating or complex."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _instantiate(out: Any) -> Any:
+    aval: Any = out.aval if isinstance(out, SymbolicZero) else None
+    return out if aval is None else jnp.zeros(aval.shape, aval.dtype)
+
+
+def as_recorded_dtypes(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    """Runs an equation in its recorded dtypes, without changes to its inner jaxprs."""
+    runner.record_opaque(equation, names)
+    return wrap(equation, bind(equation, in_recorded_dtypes(equation, scope, values)))
+
+
+def _shard_map(
+    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+) -> list[Value]:
+    params = equation.params
+    consts = jaxpr_body(params["jaxpr"])[1]
+    standings: list[Standing] = []
+
+    def shard(*arrays: Any) -> tuple[Any, ...]:
+        pairs = zip(arrays, values, strict=True)
+        args = [Value(array, value.standing) for array, value in pairs]
+        outs = runner.run(params["jaxpr"], consts, args, names)
+        standings[:] = [out.standing for out in outs]
+        return tuple(out.array for out in outs)
+
+    outs = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )(*(value.array for value in values))
+    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+
+
+INSIDE: dict[str, Callable[..., list[Value]]] = {
+    "jit": _call,
+    "pjit": _call,
+    "remat2": _call,
+    "checkpoint": _call,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": as_recorded_dtypes,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,1 @@
+"""Foundations without policies: JAX versions, dtypes, trees, jaxprs and compiled programs."""

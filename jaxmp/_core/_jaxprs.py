@@ -1,0 +1,209 @@
+"""Traversal of jaxprs: their equations, sub-jaxprs, name scopes and consumers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from jaxmp._core._compat import jaxpr_body
+
+Path = tuple[str, ...]
+
+# Transformations around a scope in a name stack: `transpose(jvp(block))`, `vmap(block)`.
+_TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
+# Scope of the casts that autocast inserts.
+AUTOCAST = "jaxmp_autocast"
+# Scopes that are not modules. JAX adds two for a rematerialised function. (It also adds
+# "ij,jk->ik" for an einsum.)
+_NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
+
+    Args:
+      jaxpr: open or closed.
+    """
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        yield equation
+        for inner in sub_jaxprs(equation):
+            yield from equations(inner)
+
+
+def sub_jaxprs(equation: Any) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation, in order."""
+    jaxprs = []
+    for value in equation.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+    return jaxprs
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Returns True for an open or closed jaxpr."""
+    return hasattr(value, "eqns") and hasattr(value, "outvars")
+
+
+def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
+    """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
+    body = jaxpr_body(jaxpr)[0]
+    result: dict[Any, list[Any]] = {}
+    for equation in body.eqns:
+        for var in equation.invars:
+            if not is_literal(var):
+                result.setdefault(var, []).append(equation)
+    for var in body.outvars:
+        if not is_literal(var):
+            result.setdefault(var, []).append(None)
+    return result
+
+
+def is_literal(var: Any) -> bool:
+    """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
+    return hasattr(var, "val")
+
+
+@functools.lru_cache(maxsize=65536)
+def scope_names(name_stack: str) -> Path:
+    """Returns the named scopes of a name stack as in the forward pass, without transformations.
+
+    Example:
+      >>> scope_names("transpose(jvp(Net))/layers/0")
+      ('Net', 'layers', '0')
+      >>> scope_names("transpose(jvp(Net))/rematted_computation/jvp(Net)/block")
+      ('Net', 'block')
+    """
+    names = tuple(name for name in _TRANSFORM.sub("", name_stack).split("/") if name)
+    names = tuple(name for name in names if name not in _NO_MODULES and "->" not in name)
+    return collapsed(names) if "transpose(" in name_stack else names
+
+
+def collapsed(names: Path) -> Path:
+    """Removes a repeated prefix, such as that of `Net/Net/block`.
+
+    Name stacks in the backward pass of a rematerialised function contain its scopes twice.
+    """
+    for length in range(len(names) // 2, 0, -1):
+        if names[:length] == names[length : 2 * length]:
+            return names[length:]
+    return names
+
+
+def module_paths_of(names: Path) -> tuple[str, ...]:
+    """Returns candidate module paths for scopes: without the first scope, and with it.
+
+    The first scope is the class of the root in Flax; a function without a root module lacks
+    this scope. Flax adds the method to a name unless it is `__call__`, such as `embed.attend`; the
+    method is removed. Names with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+    """
+    plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
+    return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
+
+
+def with_parameters(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies a function to all parameters of a jaxpr's equations, at any depth.
+
+    Args:
+      jaxpr: open or closed.
+      change: parameter -> new parameter; called for each element of a tuple or list.
+
+    Returns:
+      The new jaxpr, open or closed as `jaxpr` is.
+    """
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return with_parameters(value, change)
+        if type(value) in (tuple, list):
+            return type(value)(map(changed, value))
+        return change(value)
+
+    body, _ = jaxpr_body(jaxpr)
+    equations = [
+        equation.replace(params={key: changed(value) for key, value in equation.params.items()})
+        for equation in body.eqns
+    ]
+    new = body.replace(eqns=equations)
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+# ---------------------------------------------------------------------------
+# Sub-jaxprs with their operands and trip counts
+# ---------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    """Jaxpr inside an equation, with the corresponding variables of the equation."""
+
+    jaxpr: Any  # without its constants
+    # For each of its invars and outvars: the variable of the equation, or None if unknown.
+    operands: list[Any]
+    results: list[Any]
+    # Number of executions per execution of the equation; 1 for a while loop.
+    times: int
+
+
+def inners(equation: Any) -> list[Inner]:
+    """Returns the jaxprs of an equation, each with its operands and results."""
+    params, name = equation.params, equation.primitive.name
+    if name == "while":
+        return _inner_while(equation)
+    operands = equation.invars[1:] if name == "cond" else equation.invars
+    times = params["length"] if name == "scan" else _devices(params) if name == "shard_map" else 1
+    return [
+        Inner(
+            body, _matched(operands, body.invars), _matched(equation.outvars, body.outvars), times
+        )
+        for body in (jaxpr_body(jaxpr)[0] for jaxpr in sub_jaxprs(equation))
+    ]
+
+
+def _inner_while(equation: Any) -> list[Inner]:
+    params, invars = equation.params, equation.invars
+    tested, looped = (jaxpr_body(params[key])[0] for key in ("cond_jaxpr", "body_jaxpr"))
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    return [
+        Inner(tested, [*invars[:first], *invars[second:]], [None], 1),
+        Inner(looped, list(invars[first:]), list(equation.outvars), 1),
+    ]
+
+
+def _matched(outside: Any, inside: Any) -> list[Any]:
+    same = len(outside) == len(inside)
+    return list(outside) if same else [None] * len(inside)
+
+
+def _devices(params: Any) -> int:
+    """Returns the number of devices of a `shard_map`, whose jaxpr has the shapes of one device."""
+    count = 1
+    for axis in params.get("manual_axes", params.get("newly_manual_axes", ())):
+        count *= params["mesh"].shape[axis]
+    return count
+
+
+# ---------------------------------------------------------------------------
+# Forward, backward, recompute
+# ---------------------------------------------------------------------------
+
+FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+
+
+def phase_of(name_stack: str, outer: str = FORWARD) -> str:
+    """Returns the pass of an equation: "forward", "backward" or "recompute".
+
+    Args:
+      name_stack: the name stack of the equation.
+      outer: the pass of the equation that contains it, if its name stack does not specify one.
+
+    Example:
+      >>> phase_of("jvp(Net)/head"), phase_of("transpose(jvp(Net))/head")
+      ('forward', 'backward')
+      >>> phase_of("rematted_computation/head", outer="backward")
+      'recompute'
+    """
+    backward, recompute = name_stack.rfind("transpose("), name_stack.rfind("rematted_computation")
+    if backward == recompute == -1:
+        return outer
+    return BACKWARD if backward > recompute else RECOMPUTE

@@ -1,0 +1,231 @@
+"""Matrix products and convolutions: their sizes, FLOPs, and whether the sizes are aligned."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import bits
+from jaxmp._core._jaxprs import inners, sub_jaxprs
+
+# Multiples at which GEMM sizes are judged: 8 sixteen-bit numbers are the 16 bytes that a Tensor
+# Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
+MULTIPLES = (8, 16, 64, 128)
+
+PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "scaled_matmul_wrapper",  # jax.nn.scaled_matmul
+)
+
+
+class Product(NamedTuple):
+    """One product, as a matmul [M, K] x [K, N]."""
+
+    lhs: Any  # dtype
+    rhs: Any  # dtype
+    out: Any  # dtype
+    flops: int
+    # Role ("M", "N" or "K") -> size, of the sizes that stand last in memory in some array.
+    widths: dict[str, int]
+    # Whether anything is summed; an outer product is no matmul.
+    contracts: bool
+
+    @property
+    def is_integer(self) -> bool:
+        """Returns True for operands that are integers or bools, which no policy casts."""
+        return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
+
+
+def is_inner(equation: Any) -> bool:
+    """Returns True for inner products of vectors, which no Tensor Core takes.
+
+    They multiply and sum, as a loss does that takes the logits of its labels.
+    """
+    if equation.primitive.name != "dot_general":
+        return False
+    contracted, batch = equation.params["dimension_numbers"]
+    arrays = zip(equation.invars[:2], contracted, batch, strict=True)
+    return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
+
+
+def product_of(equation: Any) -> Product:
+    """What an equation of `PRODUCTS` multiplies."""
+    lhs, rhs = (var.aval for var in equation.invars[:2])
+    out = equation.outvars[0].aval
+    measure = _SIZES[equation.primitive.name]
+    flops, widths, contracts = measure(equation.params, lhs.shape, rhs.shape, out.shape)
+    return Product(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
+
+
+def _dot(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = params["dimension_numbers"]
+    roles_lhs = _roles(len(lhs), lhs_k, lhs_b, "M")
+    roles_rhs = _roles(len(rhs), rhs_k, rhs_b, "N")
+    inner = math.prod(lhs[axis] for axis in lhs_k)
+    free = [*(role for role in roles_lhs if role == "M"), *(r for r in roles_rhs if r == "N")]
+    arrays = [(lhs, roles_lhs), (rhs, roles_rhs)]
+    if free:
+        arrays.append((out[len(lhs_b) :], free))
+    sizes = {"K": inner, "M": _free(lhs, roles_lhs, "M"), "N": _free(rhs, roles_rhs, "N")}
+    widths = {}
+    for shape, roles in arrays:
+        if roles and roles[-1] != "B":
+            role = roles[-1]
+            widths[role] = min(sizes[role], _trailing(shape, roles))
+    vector = "N" not in roles_rhs or "M" not in roles_lhs or 1 in (sizes["M"], sizes["N"])
+    return 2 * math.prod(out) * inner, {} if vector else widths, bool(lhs_k)
+
+
+def _roles(rank: int, contracted: Any, batch: Any, free: str) -> list[str]:
+    return ["K" if axis in contracted else "B" if axis in batch else free for axis in range(rank)]
+
+
+def _free(shape: Any, roles: list[str], role: str) -> int:
+    return math.prod(size for size, other in zip(shape, roles, strict=True) if other == role)
+
+
+def _trailing(shape: Any, roles: list[str]) -> int:
+    """The size that the last axes of one role make up together in memory."""
+    size = 1
+    for length, role in zip(reversed(shape), reversed(roles), strict=True):
+        if role != roles[-1]:
+            break
+        size *= length
+    return size
+
+
+def _ragged(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    inner = math.prod(lhs[axis] for axis in dims[0][0])
+    return 2 * math.prod(out) * inner, {"K": inner, "N": out[-1]}, True
+
+
+def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    numbers = params["dimension_numbers"]
+    features_out, features_in, *window = numbers.rhs_spec
+    taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
+    if params.get("batch_group_count", 1) > 1:
+        taps //= params["batch_group_count"]
+    # Zeros that a dilated input is filled with are multiplied by nobody.
+    taps = taps / math.prod(params.get("lhs_dilation") or (1,))
+    widths = {"K": rhs[features_in], "N": rhs[features_out]}
+    grouped = params.get("feature_group_count", 1) > 1
+    return round(2 * math.prod(out) * taps), {} if grouped else widths, True
+
+
+def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+    """[B, M, K] and [B, N, K], with scales per block along K."""
+    del params
+    return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True
+
+
+_SIZES = dict(zip(PRODUCTS, (_dot, _conv, _ragged, _scaled), strict=True))
+
+
+# ---------------------------------------------------------------------------
+# Fused kernels
+# ---------------------------------------------------------------------------
+
+_FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
+
+
+def kernel_products(equation: Any) -> list[Product] | None:
+    """The products inside a fused kernel; None if its FLOPs are not known.
+
+    Known are cuDNN's attention, and Pallas kernels without loops that end by a test.
+    """
+    name = equation.primitive.name
+    found = _FUSED.match(name)
+    if found is not None:
+        return _fused_attention(equation, backward=found[2] == "bwd")
+    return _pallas(equation) if name == "pallas_call" else None
+
+
+def _fused_attention(equation: Any, *, backward: bool) -> list[Product]:
+    params = equation.params
+    query, key, value = (var.aval for var in equation.invars[:3])
+    in_order = getattr(params.get("layout", 0), "value", params.get("layout", 0)) == 0
+    heads, positions = (2, 1) if in_order else (1, 2)
+    batch, queries, keys = query.shape[0], query.shape[positions], key.shape[positions]
+    is_causal = "CAUSAL" in str(params.get("mask_type")) or bool(params.get("use_causal_mask"))
+    flops = attention_flops(
+        (batch, query.shape[heads], queries, keys),
+        (query.shape[3], value.shape[3]),
+        is_causal=is_causal,
+        window=int(params.get("sliding_window_length") or 0),
+        backward=backward,
+    )
+    widths = {"K": query.shape[3], "N": keys}
+    return [Product(query.dtype, key.dtype, equation.outvars[0].aval.dtype, flops, widths, True)]
+
+
+def attention_flops(
+    logits: tuple[int, ...],
+    sizes: tuple[int, int],
+    *,
+    is_causal: bool,
+    window: int,
+    backward: bool,
+) -> int:
+    """The FLOPs of fused attention: two products forward, five backward.
+
+    The backward pass computes the logits again. A causal mask halves the FLOPs, as the kernel skips
+    masked blocks (FlashAttention-2, arXiv:2307.08691, section 4.1); a window leaves as many keys as
+    it is long.
+
+    Args:
+      logits: `[B, N, T, S]`.
+      sizes: of a head in queries and keys, and in values.
+      is_causal: True for a causal mask.
+      window: the length of the sliding window; 0 for none.
+      backward: True for the backward pass.
+    """
+    batch, heads, queries, keys = logits
+    pairs = queries * min(keys, window) if window else queries * keys // (2 if is_causal else 1)
+    # Logits and the gradients of query and key; result and the gradients of value and weights.
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
+
+
+def _pallas(equation: Any) -> list[Product] | None:
+    mapping = equation.params.get("grid_mapping")
+    grid = getattr(mapping, "grid", ())
+    if not all(isinstance(size, int) for size in grid):
+        return None
+    steps = math.prod(grid)
+    found = _products_in(equation.params["jaxpr"])
+    return None if found is None else [one._replace(flops=one.flops * steps) for one in found]
+
+
+def _products_in(jaxpr: Any) -> list[Product] | None:
+    """The products of a kernel's body; None if a loop or branch depends on data."""
+    products: list[Product] = []
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        name = equation.primitive.name
+        if name in PRODUCTS:
+            products.append(product_of(equation))
+        elif sub_jaxprs(equation):
+            inside = [(inner.times, _products_in(inner.jaxpr)) for inner in inners(equation)]
+            if name in ("while", "cond") and any(found != [] for _, found in inside):
+                return None
+            for times, found in inside:
+                if found is None:
+                    return None
+                products += [one._replace(flops=one.flops * times) for one in found]
+    return products
+
+
+def multiple_of(dtype: Any) -> int:
+    """The multiple that sizes should have at least: 16 bytes, 4 numbers in FP32 (TF32)."""
+    return max(1, 128 // bits(dtype))
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple of `multiple` from `size` on."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,291 @@
+"""Values of a traced program that follow from its shapes and constants alone, such as masks.
+
+`Known` takes the equations of a program in their order and remembers those whose operands are all
+known. A value is computed, by NumPy, only when it is asked for. What is repeated along an axis, as
+after `broadcast_in_dim`, stays one row of memory: its stride is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._jaxprs import Inner, Path, inners, is_literal, scope_names, sub_jaxprs
+
+# A value of more bytes is not computed: a float32 mask of 16,384 x 16,384 elements is.
+_LARGEST = 2**30
+
+
+class _Node:
+    """An equation whose operands are known, and its results once they are computed."""
+
+    __slots__ = ("equation", "operands", "results")
+
+    def __init__(self, equation: Any, operands: list[Any]) -> None:
+        self.equation, self.operands = equation, operands
+        self.results: list[np.ndarray] | None = None
+
+
+class Known:
+    """The known values of a program's variables.
+
+    Example:
+      >>> jaxpr = jax.make_jaxpr(lambda x: jnp.tril(jnp.ones_like(x)))(jnp.ones((2, 2)))
+      >>> known = Known()
+      >>> for equation, _ in walk(jaxpr, known):
+      ...     pass
+      >>> known.value(jaxpr.jaxpr.outvars[0])
+      array([[1., 0.],
+             [1., 1.]], dtype=float32)
+    """
+
+    def __init__(self) -> None:
+        # Variable -> an array, or the node that computes it and the number of the result.
+        self._values: dict[Any, Any] = {}
+
+    def bind(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Gives variables their values; None: it is not known."""
+        for var, value in zip(variables, values, strict=True):
+            self._set(var, value)
+
+    def bind_constants(self, jaxpr: Any) -> None:
+        """Gives the constants of a closed jaxpr their values."""
+        body, consts = jaxpr_body(jaxpr)
+        if consts:
+            self.bind(body.constvars, map(_array, consts))
+
+    def step(self, equation: Any) -> None:
+        """Takes an equation without jaxprs inside."""
+        operands = [self._get(var) for var in equation.invars]
+        is_known = equation.primitive.name in _OPERATIONS and all(x is not None for x in operands)
+        node = _Node(equation, operands) if is_known else None
+        for index, var in enumerate(equation.outvars):
+            self._set(var, None if node is None else (node, index))
+
+    def enter(self, equation: Any, inner: Inner) -> None:
+        """Binds the variables of a jaxpr inside an equation, before its equations are taken."""
+        body = inner.jaxpr
+        values = [None if var is None else self._get(var) for var in inner.operands]
+        name = equation.primitive.name
+        if name == "scan":
+            consts, carried = scan_counts(equation.params)
+            loop = consts + carried
+            for index in range(consts, loop):
+                if body.outvars[index - consts] is not body.invars[index]:
+                    values[index] = None
+            values[loop:] = map(self._row, values[loop:])
+        elif name == "while":
+            values = [None] * len(values)
+        for var, outer, value in zip(body.invars, inner.operands, values, strict=True):
+            # A `shard_map` sees a part of an array.
+            same = outer is not None and (
+                name == "scan" or getattr(outer.aval, "shape", None) == var.aval.shape
+            )
+            self._set(var, value if same else None)
+
+    def leave(self, equation: Any, inner: Inner) -> None:
+        """Binds the results of an equation after those of the jaxpr inside it."""
+        is_loop = equation.primitive.name in ("scan", "while", "cond", "shard_map")
+        for var, result in zip(inner.jaxpr.outvars, inner.results, strict=True):
+            if result is not None:
+                self._set(result, None if is_loop else self._get(var))
+
+    def forget(self, variables: Iterable[Any]) -> None:
+        """Takes the values of variables for unknown from here on."""
+        for var in variables:
+            self._set(var, None)
+
+    def value(self, var: Any) -> np.ndarray | None:
+        """The value of a variable; None if it depends on an input, or is too large to compute."""
+        return _evaluated(self._get(var))
+
+    def _get(self, var: Any) -> Any:
+        return np.asarray(var.val) if is_literal(var) else self._values.get(var)
+
+    def _set(self, var: Any, value: Any) -> None:
+        if value is None:
+            self._values.pop(var, None)
+        else:
+            self._values[var] = value
+
+    def _row(self, value: Any) -> Any:
+        """What each step of a loop sees of a value, if it is the same in all steps."""
+        array = _evaluated(value)
+        if array is None or not len(array) or (array.strides[0] and len(array) > 1):
+            return None
+        return array[0]
+
+
+def walk(jaxpr: Any, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
+    """Yields each equation of a jaxpr with its name scopes, and those inside it after it.
+
+    While an equation is being yielded, `known` has the values of its operands.
+
+    Args:
+      jaxpr: open or closed.
+      known: the values of its variables; it takes every equation.
+      names: the scopes of the equation that holds the jaxpr.
+    """
+    known.bind_constants(jaxpr)
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        scopes = (*names, *scope_names(str(equation.source_info.name_stack)))
+        yield equation, scopes
+        if not sub_jaxprs(equation):
+            known.step(equation)
+            continue
+        for inner in inners(equation):
+            known.enter(equation, inner)
+            yield from walk(inner.jaxpr, known, scopes)
+            known.leave(equation, inner)
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """An array that is not a tracer or a key, in NumPy's form."""
+    try:
+        return np.asarray(value)
+    except Exception:
+        return None
+
+
+# ---------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------
+
+
+def _evaluated(value: Any) -> np.ndarray | None:
+    if not isinstance(value, tuple):
+        return value
+    node, index = value
+    if node.results is None:
+        node.results = _results(node)
+    return node.results[index] if node.results else None
+
+
+def _results(node: _Node) -> list[np.ndarray]:
+    """The results of an equation; an empty list if they cannot be computed."""
+    operands = [_evaluated(operand) for operand in node.operands]
+    if any(operand is None for operand in operands):
+        return []
+    result = _OPERATIONS[node.equation.primitive.name](node.equation, *operands)
+    return [] if result is None else [result]
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
+    """Computes once what is repeated along an axis in all operands."""
+
+    def operation(equation: Any, *operands: np.ndarray) -> np.ndarray | None:
+        aval = equation.outvars[0].aval
+        whole = [np.broadcast_to(operand, aval.shape) for operand in operands]
+        repeated = [all(array.strides[axis] == 0 for array in whole) for axis in range(aval.ndim)]
+        index = tuple(slice(1) if repeats else slice(None) for repeats in repeated)
+        small = [array[index] for array in whole]
+        if small[0].size * aval.dtype.itemsize > _LARGEST:
+            return None
+        result = np.asarray(function(equation, *small)).astype(aval.dtype, copy=False)
+        return np.broadcast_to(result, aval.shape)
+
+    return operation
+
+
+def _numpy(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
+    return _elementwise(lambda equation, *operands: function(*operands))
+
+
+def _select(equation: Any, which: np.ndarray, first: np.ndarray, *more: np.ndarray) -> np.ndarray:
+    return np.choose(which.astype(np.intp), (first, *more)) if more else first
+
+
+def _quotient(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """`lax.div`, which rounds integers towards zero."""
+    if lhs.dtype.kind not in "iu":
+        return lhs / rhs
+    return np.trunc(lhs / np.where(rhs == 0, 1, rhs)).astype(lhs.dtype)
+
+
+def _iota(equation: Any) -> np.ndarray:
+    params = equation.params
+    shape, axis = tuple(params["shape"]), params["dimension"]
+    ones = [1] * len(shape)
+    ones[axis] = shape[axis]
+    steps = np.arange(shape[axis]).astype(params["dtype"])
+    return np.broadcast_to(steps.reshape(ones), shape)
+
+
+def _broadcast(equation: Any, operand: np.ndarray) -> np.ndarray:
+    params = equation.params
+    ones = [1] * len(params["shape"])
+    for axis, size in zip(params["broadcast_dimensions"], operand.shape, strict=True):
+        ones[axis] = size
+    return np.broadcast_to(operand.reshape(ones), params["shape"])
+
+
+def _reshape(equation: Any, operand: np.ndarray) -> np.ndarray | None:
+    """Also `squeeze` and `expand_dims`, which never copy."""
+    if operand.size * operand.itemsize > _LARGEST and equation.primitive.name == "reshape":
+        return None
+    return operand.reshape(equation.outvars[0].aval.shape)
+
+
+def _transpose(equation: Any, operand: np.ndarray) -> np.ndarray:
+    return operand.transpose(equation.params["permutation"])
+
+
+def _slice(equation: Any, operand: np.ndarray) -> np.ndarray:
+    params = equation.params
+    strides = params["strides"] or (1,) * operand.ndim
+    limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return operand[tuple(slice(*limit) for limit in limits)]
+
+
+def _dynamic_slice(equation: Any, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    sizes = equation.params["slice_sizes"]
+    index = []
+    for start, size, whole in zip(starts, sizes, operand.shape, strict=True):
+        first = min(max(int(start), 0), whole - size)
+        index.append(slice(first, first + size))
+    return operand[tuple(index)]
+
+
+def _same(equation: Any, operand: np.ndarray) -> np.ndarray:
+    return operand
+
+
+# Primitive -> (equation, operands) -> its result; None if it would be too large.
+_OPERATIONS: dict[str, Callable[..., np.ndarray | None]] = {
+    "eq": _numpy(np.equal),
+    "ne": _numpy(np.not_equal),
+    "lt": _numpy(np.less),
+    "le": _numpy(np.less_equal),
+    "gt": _numpy(np.greater),
+    "ge": _numpy(np.greater_equal),
+    "and": _numpy(np.bitwise_and),
+    "or": _numpy(np.bitwise_or),
+    "xor": _numpy(np.bitwise_xor),
+    "not": _numpy(np.invert),
+    "add": _numpy(np.add),
+    "sub": _numpy(np.subtract),
+    "mul": _numpy(np.multiply),
+    "div": _numpy(_quotient),
+    "rem": _numpy(np.fmod),
+    "max": _numpy(np.maximum),
+    "min": _numpy(np.minimum),
+    "neg": _numpy(np.negative),
+    "abs": _numpy(np.abs),
+    "sign": _numpy(np.sign),
+    "convert_element_type": _numpy(lambda operand: operand),
+    "clamp": _numpy(lambda least, operand, largest: np.clip(operand, least, largest)),
+    "is_finite": _numpy(np.isfinite),
+    "select_n": _elementwise(_select),
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "transpose": _transpose,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "pvary", "sharding_constraint"), _same),
+}

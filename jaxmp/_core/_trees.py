@@ -1,0 +1,314 @@
+"""Walking pytrees: paths, casts, finiteness, selection. The only tree walker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
+
+Path = tuple[str, ...]
+
+# ---------------------------------------------------------------------------
+# Paths
+# ---------------------------------------------------------------------------
+
+# Boxes (`nn.Partitioned`, `nnx.Variable`) add one of these below the parameter's name.
+_BOX_FIELDS = frozenset({"value", "raw_value"})
+
+
+def path_names(key_path: tuple[Any, ...]) -> Path:
+    """A JAX key path as names; the field that a box adds at the end is left out."""
+    names = [_key_name(key) for key in key_path]
+    while (
+        len(names) > 1
+        and isinstance(key_path[len(names) - 1], jax.tree_util.GetAttrKey)
+        and names[-1] in _BOX_FIELDS
+    ):
+        names.pop()
+    return tuple(names)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def parameter_path(names: Path) -> str:
+    """`("block", "dense", "kernel")` -> `"block/dense:kernel"`."""
+    return f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function gets the path's names first."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, *leaves: fn(path_names(key_path), *leaves), tree, *rest
+    )
+
+
+def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+    """`[(names, leaf), ...]` in flattening order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_names(key_path), leaf) for key_path, leaf in flat]
+
+
+# ---------------------------------------------------------------------------
+# Leaves
+# ---------------------------------------------------------------------------
+
+
+def dtype_of(leaf: Any) -> np.dtype | None:
+    """The NumPy dtype of an array-like leaf; None for keys, strings, None, Python numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return dtype
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    return np.dtype(dtype)
+
+
+def is_castable(leaf: Any, cast_float64: bool = False) -> bool:
+    """Whether a policy's cast touches `leaf`: an array in float16, bfloat16 or float32."""
+    dtype = dtype_of(leaf)
+    # NumPy takes None for float64 in a comparison.
+    return dtype is not None and (dtype in CASTABLE or (cast_float64 and dtype == FLOAT64))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is a typed PRNG key array."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
+    dtype = dtype_of(leaf)
+    return dtype is not None and (
+        dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
+    )
+
+
+def canonical(leaf: Any) -> Any:
+    """Returns an argument in the dtype that `jit` gives it: NumPy's float64 is float32 without x64.
+
+    Example:
+      >>> canonical(np.ones(2)).dtype
+      dtype('float32')
+    """
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if leaf.dtype.kind in "iufc" else None
+    return leaf if dtype is None else cast(leaf, dtype)
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """Casts one array, NumPy array or `ShapeDtypeStruct`; the same object if nothing changes."""
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.astype(dtype)
+    return lax.convert_element_type(leaf, dtype)
+
+
+def saturating_cast(leaf: Any, dtype: Any) -> Any:
+    """Casts one array as `cast` does, except that a finite number never becomes infinite.
+
+    Infinities and NaN are kept. Numbers beyond the range of `dtype` become its largest finite
+    number. The derivative is that of a plain cast, so that overflowing cotangents stay visible.
+
+    Example:
+      >>> saturating_cast(jnp.float32([-1e9, -jnp.inf]), jnp.float16).tolist()
+      [-65504.0, -inf]
+    """
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if is_shape or jnp.finfo(leaf.dtype).max <= jnp.finfo(dtype).max:
+        return cast(leaf, dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        wide, largest = _widened(leaf, dtype)
+        return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)[()]
+    return _saturate(leaf, np.dtype(dtype))
+
+
+def clamped_cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """The value of `saturating_cast`, with the derivative of the operations it is made of."""
+    wide, largest = _widened(array, dtype)
+    clamped = lax.clamp(-largest, wide, largest)
+    return cast(lax.select(lax.is_finite(wide), clamped, wide), dtype)
+
+
+def _widened(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """An array in a dtype that holds the largest number of `dtype` exactly, and that number."""
+    wide = cast(array, FLOAT32) if is_half(array.dtype) else array
+    return wide, wide.dtype.type(jnp.finfo(dtype).max)
+
+
+_saturate: Any = jax.custom_jvp(clamped_cast, nondiff_argnums=(1,))
+
+
+@_saturate.defjvp
+def _saturate_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (tangent,) = tangents
+    return _saturate(*primals, dtype), lax.convert_element_type(tangent, dtype)
+
+
+# ---------------------------------------------------------------------------
+# Trees
+# ---------------------------------------------------------------------------
+
+
+def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
+    """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
+
+    Ints, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
+    numbers are handed through untouched; float64 is too, unless `cast_float64`.
+
+    Args:
+      tree: any pytree.
+      dtype: the floating dtype to cast to.
+      cast_float64: whether float64 leaves are cast as well.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, jnp.bfloat16)["n"].dtype
+      dtype('int32')
+    """
+    return jax.tree.map(
+        lambda leaf: cast(leaf, dtype) if is_castable(leaf, cast_float64) else leaf, tree
+    )
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every floating or complex element of `tree` is finite.
+
+    Returns:
+      A bool scalar; True for a tree without floating leaves.
+    """
+    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
+
+
+def first_nonfinite(tree: Any) -> jax.Array:
+    """Index among the leaves of `tree` of the first with an element that is not finite.
+
+    Returns:
+      An int32 scalar; the number of leaves if all are finite. It takes a few operations more than
+      `all_finite`, whatever the number of leaves.
+    """
+    leaves = jax.tree.leaves(tree)
+    flags = {index: _is_finite(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
+    none = jnp.int32(len(leaves))
+    if not flags:
+        return none
+    stacked = lax.concatenate([lax.reshape(flag, (1,)) for flag in flags.values()], 0)
+    indices = jnp.array(list(flags), jnp.int32)
+    return lax.reduce_min(lax.select(stacked, lax.full_like(indices, len(leaves)), indices), (0,))
+
+
+def _is_finite(leaf: Any) -> jax.Array:
+    parts = [
+        lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
+        for part in _real_parts(jnp.asarray(leaf))
+    ]
+    return functools.reduce(lax.bitwise_and, parts)
+
+
+def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
+    if jnp.iscomplexobj(array):
+        return lax.real(array), lax.imag(array)
+    return (array,)
+
+
+def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+    """`on_true` where the bool scalar `pred` holds, leaf by leaf, without arithmetic.
+
+    Typed PRNG keys are taken from `on_true`: random state moves on even when a step is skipped.
+    """
+    return jax.tree.map(lambda new, old: _select_leaf(pred, new, old), on_true, on_false)
+
+
+def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+    return new if is_key(new) else select_leaf(pred, new, old)
+
+
+def select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the bool scalar `pred` holds, PRNG keys included."""
+    return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
+
+
+def owned(tree: Any, *others: Any) -> Any:
+    """`tree` with copies of the arrays that stand in `others`, of scalars, and of repetitions.
+
+    A donated state takes its arrays with it: what somebody else holds must not be among them.
+    """
+    taken = {id(leaf) for leaf in jax.tree.leaves(others)}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in taken or leaf.size <= 1:
+            leaf = jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, tree)
+
+
+# ---------------------------------------------------------------------------
+# Collections
+# ---------------------------------------------------------------------------
+
+PARAMS = "params"
+# FP8 scales and amax histories travel here: their "gradient" is their new value (Flax's name).
+OVERWRITE = "_overwrite_with_gradient"
+
+
+def has_collections(tree: Any) -> bool:
+    """Whether `tree` is a dict of Flax collections with parameters among them."""
+    return isinstance(tree, Mapping) and PARAMS in tree
+
+
+def strip_collection(names: Path) -> Path:
+    """The path inside the `params` collection; rules never name the collection."""
+    return names[1:] if len(names) > 1 and names[0] == PARAMS else names
+
+
+def rule_names(tree: Any, names: Path) -> Path:
+    """The path of a leaf of `tree` as rules write it.
+
+    That is without the `params` collection, and without the `fast` and `slow` of
+    `optax.LookaheadParams`, which hold two copies of the same parameters.
+    """
+    if isinstance(tree, optax.LookaheadParams):
+        return rule_names(getattr(tree, names[0]), names[1:])
+    return strip_collection(names) if has_collections(tree) else names
+
+
+def split_overwritten(tree: Any) -> tuple[Any, Any]:
+    """Parameters, and the state that is overwritten by its gradient (None: there is none).
+
+    A dict with `params` and `_overwrite_with_gradient` at its top is split into the content of the
+    one and of the other; any other tree is all parameters.
+    """
+    if isinstance(tree, Mapping) and OVERWRITE in tree and PARAMS in tree:
+        return tree[PARAMS], tree[OVERWRITE]
+    return tree, None
+
+
+def join_overwritten(params: Any, overwritten: Any, like: Any) -> Any:
+    """Undoes `split_overwritten`; other collections come from `like`."""
+    if overwritten is None:
+        return params
+    return type(like)({**like, PARAMS: params, OVERWRITE: overwritten})

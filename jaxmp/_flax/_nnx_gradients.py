@@ -1,0 +1,601 @@
+"""Gradients of functions of Flax NNX objects, and records of the values that they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmp import _gradients
+from jaxmp._core import _trees
+from jaxmp._flax._nnx_subclass import OverwriteWithGradient
+from jaxmp.errors import JaxmpError
+
+# The tag of the update context that maps objects inside the gradient to those outside.
+_TAG = "jaxmp"
+
+
+# ---------------------------------------------------------------------------
+# Locations and writes
+# ---------------------------------------------------------------------------
+
+
+class Slot:
+    """Location of a value in a Flax object: a Variable, or an array attribute."""
+
+    def __init__(self, root: Any, path: tuple[Any, ...], leaf: Any) -> None:
+        self.variable = leaf if isinstance(leaf, nnx.Variable) else None
+        # A weak reference, because the object may contain the optimizer that stores its writes.
+        self._root = None if self.variable is not None else weakref.ref(root)
+        self._path = path
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slot):
+            return NotImplemented
+        if self.variable is not None or other.variable is not None:
+            return self.variable is other.variable
+        return self._root == other._root and self._path == other._path
+
+    def __hash__(self) -> int:
+        return id(self.variable) if self.variable is not None else hash(self._path)
+
+    def get(self) -> Any:
+        """Returns the value at the location, or None if the location no longer exists."""
+        if self.variable is not None:
+            return self.variable.get_raw_value()
+        root = None if self._root is None else self._root()
+        return next((v for path, v in nnx.iter_graph(root) if path == self._path), None)
+
+    def set(self, value: Any) -> None:
+        if self.variable is not None:
+            self.variable.set_raw_value(value)
+            return
+        nested = value
+        for name in reversed(self._path):
+            nested = {name: nested}
+        nnx.update(None if self._root is None else self._root(), nested)
+
+
+@dataclasses.dataclass
+class Write:
+    """Record of one write of a forward pass.
+
+    slot: the location.
+    before, after: the values at the location before and after the call.
+    """
+
+    slot: Slot
+    before: Any
+    after: Any
+
+    @property
+    def is_restorable(self) -> bool:
+        """True if a skipped step undoes this write.
+
+        False for RNG state, intermediates, FP8 state, and changes of structure, shape or dtype.
+        """
+        excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
+        return not isinstance(self.slot.variable, excluded) and _described(
+            self.before
+        ) == _described(self.after)
+
+
+def _described(value: Any) -> Any:
+    leaves, structure = jax.tree.flatten(value)
+    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+
+
+def same(value: Any, other: Any) -> bool:
+    """Returns True if two values consist of the same array objects."""
+    leaves, other_leaves = jax.tree.leaves(value), jax.tree.leaves(other)
+    return len(leaves) == len(other_leaves) and all(
+        a is b for a, b in zip(leaves, other_leaves, strict=True)
+    )
+
+
+def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
+    """Restores the value at a location before `write`, unless the step was applied.
+
+    Args:
+      write: a write of the call whose step is applied or skipped.
+      others: pending writes of other optimizers. Later writes were computed from the value of
+        `write`, so they are undone as well. An earlier write is updated to the restored value.
+      applied: bool scalar.
+    """
+    others = [other for other in others if other.slot == write.slot]
+    old, new = write.after, _trees.select(applied, write.after, write.before)
+    for other in others:
+        if same(other.after, write.before):
+            other.after = new
+    while (later := next((o for o in others if same(o.before, old)), None)) is not None:
+        others.remove(later)
+        later.before = new
+        old, new = later.after, _trees.select(applied, later.after, write.before)
+        later.after = new
+    if same(write.slot.get(), old):
+        write.slot.set(new)
+
+
+def continued(write: Write, earlier: Write) -> Write:
+    """Returns `write`, extended to an earlier call whose gradients were not applied.
+
+    A skipped step then restores the value that the earlier call wrote, unless it is not finite:
+    gradients can be accumulated over several calls, and a skipped step must not leave a NaN.
+    """
+    if not same(earlier.after, write.before):
+        return write
+    finite = _trees.all_finite(earlier.after)
+    before = _trees.select(finite, earlier.after, earlier.before)
+    return Write(write.slot, before, write.after)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Ref:
+    """Marker for the position of a Flax object in a tree of arguments or results."""
+
+    index: int
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
+
+
+def _without_objects(tree: Any, objects: list[Any]) -> Any:
+    """Replaces each Flax object in `tree` by a `_Ref`, and appends the object to `objects`."""
+
+    def take(leaf: Any) -> Any:
+        if not is_object(leaf):
+            return leaf
+        objects.append(leaf)
+        return _Ref(len(objects) - 1)
+
+    return jax.tree.map(take, tree, is_leaf=is_object)
+
+
+def _with_objects(tree: Any, objects: Sequence[Any]) -> Any:
+    return jax.tree.map(
+        lambda leaf: objects[leaf.index] if isinstance(leaf, _Ref) else leaf, tree, is_leaf=_is_ref
+    )
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, _Ref)
+
+
+def _refs(tree: Any) -> list[int]:
+    return [leaf.index for leaf in jax.tree.leaves(tree, is_leaf=_is_ref) if _is_ref(leaf)]
+
+
+def _by_position(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Converts keyword arguments to positional ones, to which argument numbers can refer."""
+    if not kwargs:
+        return args, kwargs
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        # No signature, or an invalid call, for which the function itself raises.
+        return args, kwargs
+    return bound.args, bound.kwargs
+
+
+def _counted(name: str, numbers: Any, count: int) -> tuple[int, ...]:
+    """Returns argument numbers with negative ones counted from the end."""
+    for number in _gradients.as_tuple(numbers):
+        if name != "batch_argnums" and not -count <= number < count:
+            raise JaxmpError(
+                f"{name} names argument {number}, but the function was called with {count} "
+                "positional argument(s)."
+            )
+    return tuple(n % count if -count <= n < 0 else n for n in _gradients.as_tuple(numbers))
+
+
+# ---------------------------------------------------------------------------
+# The gradient
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """`value_and_grad` of a function that takes Flax objects.
+
+    fn: function with Flax objects in any arguments, also inside lists, tuples and dicts.
+    argnums: argument numbers, or `nnx.DiffState`.
+    has_aux: `fn` also returns auxiliary data.
+    wrt: filter of the Variables to differentiate, for each number in `argnums`.
+    """
+
+    fn: Callable[..., Any]
+    argnums: Any
+    has_aux: bool
+    wrt: Any
+
+    def __post_init__(self) -> None:
+        module = getattr(self.fn, "__self__", None)
+        if isinstance(module, nnx.Module):
+            name = getattr(self.fn, "__name__", "method")
+            raise JaxmpError(
+                f"value_and_grad was given {name!r}, a bound method of a {type(module).__name__}, "
+                "whose parameters would be constants. Pass the module as an argument: "
+                f"value_and_grad(lambda model, *args: model.{name}(*args))(model, ...)."
+            )
+        _gradients.check_argnums(self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the arguments to differentiate."""
+        return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in self._selected)
+
+    @property
+    def _selected(self) -> tuple[Any, ...]:
+        return _gradients.as_tuple(self.argnums)
+
+    def filters(self, count: int) -> dict[int, Any]:
+        """Returns the filter of the Variables of each argument to differentiate."""
+        filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in self._selected)
+        return dict(zip(_counted("argnums", self.numbers, count), filters, strict=True))
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[Any, list[Write]]:
+        """Returns the result of `value_and_grad`, and all writes of `fn` to Flax objects."""
+        args, kwargs = _by_position(self.fn, args, kwargs)
+        with nnx.update_context(_TAG):
+            return _Call(self, args, kwargs, options).run()
+
+
+class _Call:
+    """One call of a `Gradient`.
+
+    Objects are split into arrays, and merged again inside and outside of the differentiated
+    function.
+    """
+
+    def __init__(
+        self, gradient: Gradient, args: tuple[Any, ...], kwargs: Any, options: dict[str, Any]
+    ) -> None:
+        self.gradient = gradient
+        self.filters = gradient.filters(len(args))
+        self.microbatches = options.get("microbatches", 1)
+        numbers = {
+            name: _counted(name, options.get(name, default), len(args))
+            for name, default in (("batch_argnums", 1), ("rng_argnums", None))
+        }
+        self.options = {**options, **numbers}
+        self.objects: list[Any] = []
+        self.args: tuple[Any, ...] = tuple(_without_objects(arg, self.objects) for arg in args)
+        self.kwargs = _without_objects(kwargs, self.objects)
+        with nnx.split_context(_TAG) as context:
+            self.graphdef, flat = context.flatten(tuple(self.objects))
+        # The caller's Variables and arrays, each once; paths start with the index of the object.
+        self.paths: tuple[Any, ...] = tuple(flat.paths)
+        self.leaves: list[Any] = list(flat.leaves)
+        self.index = {path: i for i, path in enumerate(self.paths)}
+        self.values = [_value(leaf) for leaf in self.leaves]
+        self._classify()
+
+    def _classify(self) -> None:
+        """Sorts leaves into differentiated, overwritten, carried between microbatches, constant."""
+        owner = {k: i for i, arg in enumerate(self.args) for k in _refs(arg)}
+        predicates = {i: nnx.filterlib.to_predicate(f) for i, f in self.filters.items()}
+
+        def is_differentiated(path: tuple[Any, ...], leaf: Any) -> bool:
+            predicate = predicates.get(owner.get(path[0], -1))
+            if predicate is None:
+                return False
+            # A Variable that is itself an argument is differentiated whatever its type, as in Flax.
+            is_argument = len(path) == 1
+            return is_argument or _is_overwritten(leaf) or bool(predicate(path[1:], leaf))
+
+        self._check_aliases(is_differentiated)
+        self.differentiated: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
+        self.overwritten: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
+        self.carried: list[int] = []
+        for i, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
+            if is_differentiated(path, leaf):
+                group = self.overwritten if _is_overwritten(leaf) else self.differentiated
+                group[path[0]].append(i)
+            elif self.microbatches > 1 and _is_carried(leaf):
+                self.carried.append(i)
+        self.is_carried = frozenset(self.carried)
+
+    def _check_aliases(self, is_differentiated: Callable[..., bool]) -> None:
+        if len(self.objects) < 2:
+            return
+        seen: dict[int, tuple[bool, tuple[Any, ...]]] = {}
+        for k, node in enumerate(self.objects):
+            for path, leaf in nnx.iter_graph(node):
+                if isinstance(leaf, nnx.Variable):
+                    decision = is_differentiated((k, *path), leaf), path
+                    other = seen.setdefault(id(leaf), decision)
+                    if other[0] != decision[0]:
+                        inside, outside = (other, decision) if other[0] else (decision, other)
+                        raise JaxmpError(
+                            f"The {type(leaf).__name__} at {_text(inside[1])} of an argument that "
+                            f"is differentiated is also at {_text(outside[1])} of one that is not, "
+                            "or that has another filter. Differentiate both: "
+                            "value_and_grad(fn, argnums=(0, 1)); or pass a copy as the constant: "
+                            "nnx.clone(module)."
+                        )
+
+    # Inside the differentiated function.
+
+    def _pure_args(self) -> list[Any]:
+        """Returns the arguments as trees of arrays; objects to differentiate as Variable values."""
+        out = []
+        for i, arg in enumerate(self.args):
+            if i not in self.filters:
+                out.append(arg)
+                continue
+            states = [self._state(k, self.differentiated[k]) for k in range(len(self.objects))]
+            params = _with_objects(arg, list(map(nnx.as_pure, states)))
+            overwritten = {
+                str(k): nnx.as_pure(self._state(k, self.overwritten[k]))
+                for k in _refs(arg)
+                if self.overwritten[k]
+            }
+            if overwritten:
+                params = {_trees.PARAMS: params, _trees.OVERWRITE: overwritten}
+            out.append(params)
+        return out
+
+    def _state(self, k: int, indices: list[int]) -> Any:
+        """Returns the Variables of object `k` at `indices`: an `nnx.State` or the object itself."""
+        if isinstance(self.objects[k], nnx.Variable):
+            return self.leaves[indices[0]] if indices else nnx.State({})
+        return nnx.from_flat_state([(self.paths[i][1:], self.leaves[i]) for i in indices])
+
+    def _indices(self, k: int, state: Any) -> Iterator[tuple[int, Any]]:
+        """Yields each Variable of a state from `_state`, with its index in `leaves`."""
+        if isinstance(self.objects[k], nnx.Variable):
+            yield self.index[(k,)], state
+            return
+        for path, leaf in nnx.to_flat_state(state):
+            yield self.index[(k, *path)], leaf
+
+    def _inner_leaves(self, pure_args: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
+        """Creates Variables around the arrays with which the function is differentiated."""
+        inner: list[Any] = list(map(_renewed, self.leaves, self.values))
+        for i, value in zip(self.carried, carried, strict=True):
+            inner[i] = _renewed(self.leaves[i], value)
+        for i in self.filters:
+            params, overwritten = _trees.split_overwritten(pure_args[i])
+            treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
+            refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
+            for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True):
+                if not _is_ref(ref):
+                    continue
+                groups = [(self.differentiated[ref.index], value)]
+                if overwritten is not None and str(ref.index) in overwritten:
+                    groups.append((self.overwritten[ref.index], overwritten[str(ref.index)]))
+                for indices, pure in groups:
+                    if indices:
+                        state = _in_variables(self._state(ref.index, indices), pure)
+                        for j, leaf in self._indices(ref.index, state):
+                            inner[j] = leaf
+        return inner
+
+    def _inner_args(self, pure_args: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+        out = []
+        for i, (arg, pure) in enumerate(zip(self.args, pure_args, strict=True)):
+            if i not in self.filters:
+                out.append(_with_objects(pure, objects))
+                continue
+            params, _ = _trees.split_overwritten(pure)
+            treedef = jax.tree.structure(arg, is_leaf=_is_ref)
+            refs = jax.tree.leaves(arg, is_leaf=_is_ref)
+            out.append(
+                treedef.unflatten(
+                    objects[ref.index] if _is_ref(ref) else value
+                    for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
+                )
+            )
+        return out
+
+    def _pure(self, *args: Any) -> Any:
+        """Evaluates the function on arrays; returns `(loss, (carried, (new values, aux)))`."""
+        *pure_args, carried = args
+        inner = self._inner_leaves(pure_args, carried)
+        put = [_value(leaf) for leaf in inner]
+        with nnx.merge_context(_TAG, inner=True) as context:
+            objects = context.unflatten(self.graphdef, inner)
+        inner_args = self._inner_args(pure_args, objects)
+        out = self.gradient.fn(*inner_args, **_with_objects(self.kwargs, objects))
+        loss, aux = self._split_aux(out)
+        aux_objects: list[Any] = []
+        aux = _without_objects(aux, aux_objects)
+        with nnx.split_context(_TAG) as context:
+            graphdef, flat = context.flatten((objects, tuple(aux_objects)))
+        known: dict[Any, int] = {
+            id(leaf) if isinstance(leaf, nnx.Variable) else (0, *path): i
+            for i, (path, leaf) in enumerate(zip(self.paths, inner, strict=True))
+        }
+        plan = _Plan(graphdef)
+        present: dict[int, Any] = {}
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            i = known.get(id(leaf) if isinstance(leaf, nnx.Variable) else path)
+            if i is not None:
+                present[i] = leaf
+            changed = i is None or not same(_value(leaf), put[i])
+            plan.add(path, leaf, i, changed, self)
+        self.plan = plan
+        values, plan.values = plan.values, []
+        return loss, ([_value(present.get(i, inner[i])) for i in self.carried], (values, aux))
+
+    def _split_aux(self, out: Any) -> tuple[Any, Any]:
+        if not self.gradient.has_aux:
+            return out, None
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise JaxmpError(
+                "With has_aux=True the function must return (loss, aux); it returned a "
+                f"{type(out).__name__}. Return a pair, or leave has_aux=True out."
+            )
+        return out
+
+    # Outside the differentiated function.
+
+    def run(self) -> tuple[Any, list[Write]]:
+        run = _gradients.value_and_grad(
+            self._pure,
+            argnums=tuple(self.filters),
+            mutable_argnum=len(self.args),
+            **self.options,
+        )
+        carried = [self.values[i] for i in self.carried]
+        (loss, (carried, (values, aux))), grads = run(*self._pure_args(), carried)
+        aux_objects = self._merge_outside(carried, values)
+        grads = tuple(self._grads(i, grad) for i, grad in zip(self.filters, grads, strict=True))
+        if not isinstance(self.gradient.argnums, (tuple, list)):
+            (grads,) = grads
+        loss = (loss, _with_objects(aux, aux_objects)) if self.gradient.has_aux else loss
+        return (loss, grads), self._writes()
+
+    def _merge_outside(self, carried: Sequence[Any], values: list[Any]) -> Any:
+        """Updates the objects and creates new ones; returns the objects in `aux`."""
+        by_index = dict(zip(self.carried, carried, strict=True))
+        with nnx.merge_context(_TAG, inner=False) as context:
+            leaves = self.plan.outer_leaves(self.leaves, by_index, iter(values))
+            _, aux_objects = context.unflatten(self.plan.graphdef, leaves)
+        return aux_objects
+
+    def _grads(self, i: int, grads: Any) -> Any:
+        """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
+        params, overwritten = _trees.split_overwritten(grads)
+        treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
+        refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
+
+        def of_object(k: int, pure: Any) -> Any:
+            states = [_in_variables(self._state(k, self.differentiated[k]), pure)]
+            if overwritten is not None and str(k) in overwritten:
+                state = self._state(k, self.overwritten[k])
+                states.append(_in_variables(state, overwritten[str(k)]))
+            if isinstance(self.objects[k], nnx.Variable):
+                return states[-1]
+            return nnx.merge_state(*states) if len(states) > 1 else states[0]
+
+        return treedef.unflatten(
+            of_object(ref.index, value) if _is_ref(ref) else value
+            for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
+        )
+
+    def _writes(self) -> list[Write]:
+        writes = []
+        for i in sorted(self.plan.written):
+            slot = Slot(self.objects[self.paths[i][0]], self.paths[i][1:], self.leaves[i])
+            writes.append(Write(slot, self.values[i], slot.get()))
+        return writes
+
+
+class _Plan:
+    """Record, made while tracing, of the sources of the objects' leaves after the call.
+
+    graphdef: graph of all objects, including those in the auxiliary data.
+    written: indices of the leaves that the function changed.
+    values: the new values, while the function is traced.
+    """
+
+    def __init__(self, graphdef: Any) -> None:
+        self.graphdef = graphdef
+        self.written: set[int] = set()
+        self.values: list[Any] = []
+        self._sources: list[tuple[str, Any, Any]] = []
+
+    def add(
+        self, path: tuple[Any, ...], leaf: Any, index: int | None, changed: bool, call: _Call
+    ) -> None:
+        """Adds one leaf of the objects after the call; `index` is None for a new leaf."""
+        structure = jax.tree.structure(leaf)
+        if index is not None and changed:
+            self.written.add(index)
+        if not changed:
+            source = "unchanged"
+        elif index in call.is_carried:
+            source = "carried"
+            if _described(_value(leaf)) != _described(call.values[index]):
+                raise JaxmpError(
+                    f"With microbatches={call.microbatches} the function changes the shape or the "
+                    f"dtype of {_text(path[2:])}, from {_brief(call.values[index])} to "
+                    f"{_brief(_value(leaf))}, so it cannot pass from one microbatch to the next. "
+                    "Create it with the shape and the dtype that the function writes."
+                )
+        else:
+            in_aux = path[0] == 1
+            if call.microbatches > 1 and index is None and not in_aux and not _is_sown(leaf):
+                raise JaxmpError(
+                    f"With microbatches={call.microbatches} the function adds a "
+                    f"{type(leaf).__name__} at {_text(path[2:])}, which cannot pass from one "
+                    "microbatch to the next. Create it before the first step, or return it as "
+                    "auxiliary data (has_aux=True)."
+                )
+            # An existing Variable gets the value of the last microbatch, a new one all values.
+            source = "last" if call.microbatches > 1 and index is not None else "new"
+            self.values.append(_value(leaf))
+        self._sources.append((source, index, structure))
+
+    def outer_leaves(
+        self, leaves: Sequence[Any], carried: dict[int, Any], values: Iterator[Any]
+    ) -> list[Any]:
+        out = []
+        for source, index, structure in self._sources:
+            if source == "unchanged":
+                value = _value(leaves[index])
+            elif source == "carried":
+                value = carried[index]
+            elif source == "last":
+                value = jax.tree.map(lambda stacked: stacked[-1], next(values))
+            else:
+                value = next(values)
+            out.append(structure.unflatten(jax.tree.leaves(value)))
+        return out
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _renewed(leaf: Any, value: Any) -> Any:
+    """Returns a Variable like `leaf` that belongs to the current trace; an array stays an array."""
+    if not isinstance(leaf, nnx.Variable):
+        return value
+    return jax.tree.structure(leaf).unflatten(jax.tree.leaves(value))
+
+
+def _in_variables(like: Any, values: Any) -> Any:
+    return jax.tree.structure(like).unflatten(jax.tree.leaves(values))
+
+
+def _is_overwritten(leaf: Any) -> bool:
+    return isinstance(leaf, OverwriteWithGradient)
+
+
+def _is_sown(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Intermediate)
+
+
+def _is_carried(leaf: Any) -> bool:
+    """Returns True for arrays, except sown ones, that each microbatch passes to the next."""
+    arrays = jax.tree.leaves(_value(leaf))
+    return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    return repr("/".join(map(str, path)))
+
+
+def _brief(value: Any) -> str:
+    leaves = jax.tree.leaves(value)
+    return ", ".join(
+        f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x) for x in leaves
+    )

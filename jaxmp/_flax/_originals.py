@@ -1,0 +1,452 @@
+"""Recovers the uncast inputs of a 16-bit module for the FP32 modules inside it.
+
+A module that computes in 16 bits casts its inputs. If it passes such an input to an inner module
+that computes in FP32, the inner module receives the uncast value. There are two cases:
+
+* A value that is passed unchanged is the same Python object as the cast input.
+* A value that was reshaped, broadcast or indexed is a new array. Then the call of the outer module
+  is traced a second time, up to the inner module. If the equations from the input to the value only
+  move elements, they are applied to the uncast input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxmp._core._compat import is_moved, jaxpr_body, underlying
+from jaxmp._core._dtypes import bits, is_half
+from jaxmp._core._jaxprs import is_literal, sub_jaxprs
+from jaxmp._flax._casts import Plan
+from jaxmp._policies._inputs import Kept
+
+# Equations whose result consists of elements of all operands.
+_JOINS = frozenset({"concatenate", "stack"})
+# Equations whose result consists of elements of the first operand; the others are indices.
+_LAYOUT = _JOINS | frozenset(
+    {
+        *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "copy"),
+        *("slice", "dynamic_slice", "gather", "split", "unstack", "tile", "stop_gradient"),
+    }
+)
+# Equations on integers and booleans that compute indices.
+_INDICES = _LAYOUT | {
+    *("add", "sub", "mul", "neg", "max", "min", "rem", "clamp", "sign", "iota"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
+}
+_CALLS = frozenset({"jit", "pjit"})
+
+# ---------------------------------------------------------------------------
+# Calls that cast some of their inputs
+# ---------------------------------------------------------------------------
+
+
+class Rerun(NamedTuple):
+    """Call of a module that can be traced again without side effects."""
+
+    # The module's arrays, which are arguments of the second trace.
+    state: list[Any]
+    # (arrays of the arguments, arrays of the module) -> anything; calls a copy of the module.
+    call: Callable[[list[Any], list[Any]], Any]
+
+
+class Boundary:
+    """Call of a module that cast some of its inputs.
+
+    Args:
+      uncast: arrays of the arguments before the cast.
+      cast: the same arrays after the cast.
+      rerun: returns the call in a form that can be traced again.
+    """
+
+    def __init__(self, uncast: list[Any], cast: list[Any], rerun: Callable[[], Rerun]) -> None:
+        self.uncast, self.cast, self.rerun = uncast, cast, rerun
+        # Id of a cast array -> (the array, its original). Storing the array prevents the reuse of
+        # its id.
+        self.originals = {id(c): (c, u) for u, c in zip(uncast, cast, strict=True) if c is not u}
+        # (path, method) of an inner module that may receive an original -> its calls so far.
+        self.calls: dict[Any, int] = {}
+        # Traces of all such calls; None before the full trace.
+        self.traces: dict[Any, _Trace] | None = None
+        # True after the first trace.
+        self.probed = False
+
+
+class _Trace(NamedTuple):
+    """Trace of an outer module's call; its results are the inputs of an inner module."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    outvars: list[Any]
+
+
+class _Probe:
+    """Record of the inputs of inner modules during a second trace."""
+
+    def __init__(self, key: Any) -> None:
+        # The inner call that ends the trace; None to trace to the end and record all inner calls.
+        self.key = key
+        self.calls: dict[Any, int] = {}
+        self.received: dict[Any, list[Any]] = {}
+
+
+class _Reached(BaseException):
+    """Ends a trace. It is not an `Exception`, so the handlers of a model do not catch it."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.boundaries: list[Boundary] = []
+        self.probe: _Probe | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noted(boundary: Boundary | None) -> Iterator[None]:
+    """Registers `boundary` during a `with` block that runs its call; no effect for None."""
+    if boundary is None:
+        yield
+        return
+    _thread.boundaries.append(boundary)
+    try:
+        yield
+    finally:
+        _thread.boundaries.pop()
+
+
+def boundary_of(
+    incoming: Any, cast: Any, is_leaf: Any, rerun: Callable[[Any, list[int], Any], Rerun]
+) -> Boundary | None:
+    """Returns the `Boundary` of a call; None if no input was cast, or during a second trace.
+
+    Args:
+      incoming: `(args, kwargs)` before the cast.
+      cast: `(args, kwargs)` after the cast.
+      is_leaf: returns True for values that are not pytrees of arrays.
+      rerun: (leaves, positions of arrays among them, tree structure) -> the call, for a second
+        trace.
+    """
+    if _thread.probe is not None:
+        return None
+    before = jax.tree.leaves(incoming, is_leaf=is_leaf)
+    after, structure = jax.tree.flatten(cast, is_leaf=is_leaf)
+    if all(map(_is_same, before, after)):
+        return None
+    arrays = [i for i, leaf in enumerate(after) if isinstance(leaf, (jax.Array, np.ndarray))]
+    return Boundary(
+        [before[i] for i in arrays],
+        [after[i] for i in arrays],
+        lambda: rerun(after, arrays, structure),
+    )
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return before is after
+
+
+# ---------------------------------------------------------------------------
+# Calls that receive originals
+# ---------------------------------------------------------------------------
+
+
+def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any) -> Any:
+    """Replaces inputs that an enclosing module cast with their uncast originals.
+
+    Args:
+      plan: the resolved policy of the module. All inputs are replaced if it computes in more than
+        16 bits; otherwise only those in `keep_inputs`.
+      path, method: the module's path and the name of the called method.
+      args, kwargs: the arguments of the call.
+      is_leaf: returns True for values that are not pytrees of arrays.
+
+    Returns:
+      The new `(args, kwargs)`.
+    """
+    if not _thread.boundaries and _thread.probe is None:
+        return args, kwargs
+    kept = plan.kept(method)
+    if bits(plan.policy.compute_dtype) > 16:
+        kept = Kept(frozenset(range(len(args))), frozenset(kwargs))
+    elif not (kept.positions or kept.names):
+        return args, kwargs
+    wanted = (
+        [value if i in kept.positions else None for i, value in enumerate(args)],
+        {name: value if name in kept.names else None for name, value in kwargs.items()},
+    )
+    leaves, structure = jax.tree.flatten(wanted, is_leaf=is_leaf)
+    leaves = _replaced((path, method), leaves)
+    wide_args, wide_kwargs = structure.unflatten(leaves)
+    return tuple(
+        wide if i in kept.positions else value
+        for i, (wide, value) in enumerate(zip(wide_args, args, strict=True))
+    ), {name: wide_kwargs[name] if name in kept.names else value for name, value in kwargs.items()}
+
+
+def _replaced(callee: Any, leaves: list[Any]) -> list[Any]:
+    halves = [i for i, leaf in enumerate(leaves) if _is_half(leaf)]
+    probe = _thread.probe
+    if probe is not None:
+        key = _counted(probe.calls, callee)
+        probe.received[key] = [leaves[i] for i in halves]
+        if key == probe.key:
+            raise _Reached
+        return leaves
+    keys = [_counted(boundary.calls, callee) for boundary in _thread.boundaries]
+    originals = {i: _unchanged(leaves[i], len(keys)) for i in halves}
+    for level in reversed(range(len(keys))):
+        missing = [i for i in halves if originals[i] is None]
+        boundary = _thread.boundaries[level]
+        if any(_may_come_from(leaves[i], boundary) for i in missing):
+            trace = _traced(boundary, keys[level], len(halves))
+            for position, i in enumerate(halves):
+                if trace is not None and i in missing:
+                    originals[i] = _moved(trace, position, leaves[i], level)
+    return [leaf if originals.get(i) is None else originals[i] for i, leaf in enumerate(leaves)]
+
+
+def _is_half(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray)) and is_half(leaf.dtype)
+
+
+def _counted(calls: dict[Any, int], callee: Any) -> Any:
+    calls[callee] = calls.get(callee, 0) + 1
+    return callee, calls[callee]
+
+
+def _unchanged(leaf: Any, level: int) -> Any:
+    """Returns the original of a value that was passed on unchanged; None if it was not.
+
+    Args:
+      leaf: the value.
+      level: number of boundaries to search, counted from the outermost.
+    """
+    original = None
+    for boundary in reversed(_thread.boundaries[:level]):
+        cast, uncast = boundary.originals.get(id(leaf), (None, None))
+        if cast is leaf:
+            original = leaf = uncast
+    return original
+
+
+def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
+    """Returns False if a value cannot consist of elements of a boundary's cast inputs; cheap."""
+    casts = [underlying(cast) for cast, _ in boundary.originals.values()]
+    value = underlying(leaf)
+    if isinstance(value, Tracer):
+        return is_moved(value, casts, _LAYOUT | _CALLS)
+    concrete = [cast for cast in casts if not isinstance(cast, Tracer)]
+    if not all(getattr(array, "is_fully_addressable", True) for array in (value, *concrete)):
+        return False
+    # Each element must have one of the bit patterns (at most 65536) that occur in the inputs.
+    occurs = np.zeros(2**16, bool)
+    for cast in concrete:
+        if cast.dtype == value.dtype:
+            occurs[np.asarray(cast).view(np.uint16)] = True
+    return bool(occurs[np.asarray(value).view(np.uint16)].all())
+
+
+# ---------------------------------------------------------------------------
+# The second trace
+# ---------------------------------------------------------------------------
+
+
+def _traced(boundary: Boundary, key: Any, count: int) -> _Trace | None:
+    """Traces what a module receives as equations of the inputs; None if that is not possible."""
+    if boundary.probed and boundary.traces is None:
+        # A second inner call needs originals: one full trace serves it and all later calls.
+        boundary.traces = _probe(boundary, None)
+    boundary.probed = True
+    trace = (boundary.traces or {}).get(key) or _probe(boundary, key).get(key)
+    return trace if trace is not None and len(trace.outvars) == count else None
+
+
+def _probe(boundary: Boundary, key: Any) -> dict[Any, _Trace]:
+    probe = _Probe(key)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in boundary.cast]
+    try:
+        rerun = boundary.rerun()
+        state = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in rerun.state]
+
+        def call(inputs: list[Any], state: list[Any]) -> list[list[Any]]:
+            outer = _thread.boundaries, _thread.probe
+            _thread.boundaries, _thread.probe = [], probe
+            try:
+                rerun.call(inputs, state)
+            except _Reached:
+                pass
+            finally:
+                _thread.boundaries, _thread.probe = outer
+            return [probe.received.get(k, []) for k in _recorded(probe)]
+
+        closed, shape = jax.make_jaxpr(call, return_shape=True)(shapes, state)
+    except Exception:
+        # For example, control flow of the model depends on values. Then only values that are passed
+        # on unchanged are recovered.
+        return {}
+    jaxpr, consts = jaxpr_body(closed)
+    outvars = iter(jaxpr.outvars)
+    return {
+        k: _Trace(jaxpr, consts, list(itertools.islice(outvars, len(results))))
+        for k, results in zip(_recorded(probe), shape, strict=True)
+    }
+
+
+def _recorded(probe: _Probe) -> list[Any]:
+    return list(probe.received) if probe.key is None else [probe.key]
+
+
+# ---------------------------------------------------------------------------
+# Moving the elements of the original
+# ---------------------------------------------------------------------------
+
+
+class _ComputedError(Exception):
+    """Raised if a value is the result of arithmetic, not only of data movement."""
+
+
+class _Value(NamedTuple):
+    """Array that is computed on demand, and its dtype."""
+
+    make: Callable[[], Any]
+    dtype: Any
+
+
+class _Reader:
+    """Evaluator that recomputes a variable of a jaxpr from uncast inputs.
+
+    It follows the equations from the variable back to the inputs. Only data movement is allowed.
+
+    Args:
+      jaxpr: without its constants.
+      original: input variable -> its uncast value; raises `_ComputedError` if it was not cast.
+      index: input or constant variable -> its value, for indices.
+    """
+
+    def __init__(
+        self, jaxpr: Any, original: Callable[[Any], _Value], index: Callable[[Any], Any]
+    ) -> None:
+        self.equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.original, self.index = original, index
+
+    def wide(self, var: Any) -> _Value:
+        """Returns the uncast value of a floating variable.
+
+        Raises:
+          _ComputedError: if it is not the result of data movement alone, on inputs of one dtype.
+        """
+        if is_literal(var):
+            raise _ComputedError
+        equation = self.equations.get(var)
+        if equation is None:
+            return self.original(var)
+        position, name = equation.outvars.index(var), equation.primitive.name
+        if name in _CALLS:
+            inner, result = self._inside(equation, position)
+            return inner.wide(result)
+        if name not in _LAYOUT:
+            raise _ComputedError
+        count = len(equation.invars) if name in _JOINS else 1
+        moved = [self.wide(operand) for operand in equation.invars[:count]]
+        indices = [self.integer(operand) for operand in equation.invars[count:]]
+        if len({value.dtype for value in moved}) > 1:
+            raise _ComputedError
+        return _Value(
+            lambda: _bound(equation, position, [*(v.make() for v in moved), *indices]),
+            moved[0].dtype,
+        )
+
+    def integer(self, var: Any) -> Any:
+        """Returns the value of an index variable, computed from integers.
+
+        Raises:
+          _ComputedError: if it depends on floating values or on unlisted operations.
+        """
+        if var.aval.dtype.kind not in "iub":
+            raise _ComputedError
+        if is_literal(var):
+            return var.val
+        equation = self.equations.get(var)
+        if equation is None:
+            return self.index(var)
+        position, name = equation.outvars.index(var), equation.primitive.name
+        if name in _CALLS:
+            inner, result = self._inside(equation, position)
+            return inner.integer(result)
+        if name not in _INDICES:
+            raise _ComputedError
+        return _bound(equation, position, [self.integer(operand) for operand in equation.invars])
+
+    def _inside(self, equation: Any, position: int) -> tuple[_Reader, Any]:
+        body, consts = jaxpr_body(sub_jaxprs(equation)[0])
+        outside = dict(zip(body.invars, equation.invars, strict=True))
+        known = dict(zip(body.constvars, consts, strict=True))
+
+        def index(var: Any) -> Any:
+            return known[var] if var in known else self.integer(outside[var])
+
+        def original(var: Any) -> _Value:
+            if var in known:
+                raise _ComputedError
+            return self.wide(outside[var])
+
+        return _Reader(body, original, index), body.outvars[position]
+
+
+def _bound(equation: Any, position: int, operands: list[Any]) -> Any:
+    out = equation.primitive.bind(*operands, **equation.params)
+    return out[position] if equation.primitive.multiple_results else out
+
+
+def _moved(trace: _Trace, position: int, leaf: Any, level: int) -> Any:
+    """Returns the original of a value, with the same data movement applied.
+
+    Args:
+      trace: of the outer module's call.
+      position: of the value among the results of the trace.
+      leaf: the value.
+      level: index of the outer module's boundary.
+
+    Returns:
+      An array of the shape of `leaf`; None if the value was computed, or is not narrower than the
+      original.
+    """
+    boundary = _thread.boundaries[level]
+    # strict=False: the arrays of the module follow the inputs.
+    pairs = zip(boundary.cast, boundary.uncast, strict=True)
+    inputs = dict(zip(trace.jaxpr.invars, pairs, strict=False))
+    known = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
+
+    def original(var: Any) -> _Value:
+        cast, uncast = inputs.get(var, (None, None))
+        if cast is uncast:
+            raise _ComputedError
+        # An enclosing boundary may have cast this value as well.
+        outer = _unchanged(uncast, level)
+        value = uncast if outer is None else outer
+        return _Value(lambda: value, value.dtype)
+
+    def index(var: Any) -> Any:
+        if var in known:
+            return known[var]
+        cast, _ = inputs.get(var, (None, None))
+        if cast is None:
+            raise _ComputedError
+        return cast
+
+    try:
+        value = _Reader(trace.jaxpr, original, index).wide(trace.outvars[position])
+    except _ComputedError:
+        return None
+    if bits(value.dtype) <= bits(leaf.dtype):
+        return None
+    moved = value.make()
+    return moved if moved.shape == leaf.shape else None

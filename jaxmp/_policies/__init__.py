@@ -1,0 +1,1 @@
+"""Policies, the rules that assign them to modules, and the op table of autocast."""

@@ -1,0 +1,196 @@
+"""Op table: the operations that run in the compute dtype of a policy, and those that stay in FP32.
+
+`OPS` contains the default rows, and an `OpTable` adds the edits of a run. Autocast and the audit
+both use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxmp._policies._op_rows import CATEGORIES as CATEGORIES
+from jaxmp._policies._op_rows import OPS as OPS
+from jaxmp._policies._op_rows import Op as Op
+from jaxmp.errors import OpError, nearest
+
+# Common names of operations -> the JAX primitives that implement them.
+_ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("dot_general",),
+    "dot": ("dot_general",),
+    "einsum": ("dot_general",),
+    "linear": ("dot_general",),
+    "conv": ("conv_general_dilated",),
+    "ragged_dot": ("ragged_dot_general",),
+    "softmax": ("exp", "reduce_sum", "div"),
+    "log_softmax": ("exp", "reduce_sum", "log"),
+    "logsumexp": ("exp", "reduce_sum", "log"),
+    "layer_norm": ("reduce_sum", "square", "rsqrt"),
+    "norm": ("reduce_sum", "square", "sqrt"),
+    "sum": ("reduce_sum",),
+    "mean": ("reduce_sum", "div"),
+    "prod": ("reduce_prod",),
+    "sigmoid": ("logistic",),
+    "silu": ("logistic", "mul"),
+    "gelu": ("tanh", "integer_pow", "erf"),
+    "relu": ("max",),
+    "where": ("select_n",),
+    "reciprocal": ("div",),
+    "clip": ("max", "min"),
+    "pmean": ("psum", "div"),
+    "psum_scatter": ("reduce_scatter",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTable:
+    """Category of each operation: the default rows with edits. Frozen and hashable.
+
+    Args:
+      edits: operation -> category, as a mapping or as pairs. Entries equal to the default are
+        dropped, so that tables with the same effect compare equal.
+      added: rows for user-defined primitives.
+
+    Raises:
+      OpError: if an operation is unknown, or cannot have the category.
+
+    torch.autocast also has lists of operations, which cannot be edited; those of TensorFlow's
+    auto_mixed_precision are edited by environment variables. The rows of jaxmp differ from both,
+    and each contains a reason.
+
+    Example:
+      >>> table = OpTable({"exp": "low"})
+      >>> table.category("exp"), table.category("dot_general"), table.category("my_kernel")
+      ('low', 'low', 'opaque')
+      >>> table.differs()
+      {'exp': 'low'}
+      >>> table.replace({"exp": "fp32"}) == OpTable()
+      True
+    """
+
+    edits: Any = ()
+    added: tuple[Op, ...] = ()
+    _rows: Mapping[str, Op] = dataclasses.field(init=False, repr=False, compare=False)
+    _category: Mapping[str, str] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows = _with_added(self.added)
+        edits = dict(self.edits)
+        for name, category in edits.items():
+            _row(rows, name).check(category)
+        kept = {name: edits[name] for name in sorted(edits) if edits[name] != rows[name].category}
+        object.__setattr__(self, "edits", tuple(kept.items()))
+        object.__setattr__(self, "added", tuple(self.added))
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_category", {n: op.category for n, op in rows.items()} | kept)
+
+    def category(self, name: str) -> str:
+        """Returns the category of a primitive; "opaque" without a row."""
+        return self._category.get(name, "opaque")
+
+    def op(self, name: str) -> Op:
+        """Returns the default row or the added row of an operation.
+
+        Raises:
+          OpError: if it is not in the table; the message lists similar names.
+        """
+        return _row(self._rows, name)
+
+    def replace(self, edits: Mapping[str, str] | OpTable) -> OpTable:
+        """Returns a table with further edits.
+
+        Args:
+          edits: operation -> category, or a table, whose edits and added rows are adopted.
+
+        Raises:
+          OpError: if an operation is unknown, or cannot have the category.
+        """
+        if isinstance(edits, OpTable):
+            known = {op.name for op in self.added if op in edits.added}
+            added = self.added + tuple(op for op in edits.added if op.name not in known)
+            return OpTable({**dict(self.edits), **dict(edits.edits)}, added)
+        if not isinstance(edits, Mapping):
+            raise OpError(
+                f"{edits!r} is no table of operations: give a mapping from operation to category, "
+                "or an OpTable. For example OpTable().replace({'exp': 'low'})."
+            )
+        return OpTable({**dict(self.edits), **edits}, self.added)
+
+    def differs(self) -> dict[str, str]:
+        """Returns operation -> category for edits, sorted by name, followed by added rows."""
+        return dict(self.edits) | {op.name: self._category[op.name] for op in self.added}
+
+    def names(self, category: str) -> tuple[str, ...]:
+        """Returns the sorted names of the operations in a category.
+
+        Example:
+          >>> OpTable().names("low")
+          ('conv_general_dilated', 'dot_general', 'ragged_dot_general')
+        """
+        return tuple(sorted(name for name, other in self._category.items() if other == category))
+
+    def __iter__(self) -> Iterator[Op]:
+        """Iterates over the default and the added rows, sorted by name."""
+        return iter(sorted(self._rows.values(), key=lambda op: op.name))
+
+    def __reduce__(self) -> tuple[type[OpTable], tuple[Any, ...]]:
+        return OpTable, (self.edits, self.added)
+
+    def __repr__(self) -> str:
+        added = f", added={self.added!r}" if self.added else ""
+        return f"OpTable({dict(self.edits)!r}{added})" if self.edits or added else "OpTable()"
+
+
+def _with_added(added: tuple[Op, ...]) -> Mapping[str, Op]:
+    rows = dict(OPS)
+    for op in added:
+        if op.name in rows:
+            raise OpError(
+                f"{op.name!r} has a row already: {rows[op.name].category}, because "
+                f"{rows[op.name].reason}. Edit it, such as OpTable({{'exp': 'low'}}), or give "
+                "the primitive of your own another name."
+            )
+        rows[op.name] = op
+    return rows
+
+
+def _row(rows: Mapping[str, Op], name: Any) -> Op:
+    if name in rows:
+        return rows[name]
+    parts, close = _meant(str(name), rows)
+    shown = ", ".join(map(repr, close))
+    hint = (
+        f" A jaxpr has {shown} in its place." if parts else f" Nearest: {shown}." if close else ""
+    )
+    row = f"OpTable(added=[Op({str(name)!r}, 'low', 'why')])"
+    own = "" if parts else f" A primitive of your own needs a row: {row}."
+    fix = next((row for row in close if len(rows[row].allowed) > 1), "exp")
+    error = OpError(
+        f"{name!r} is no operation of the table.{hint} Write names as a jaxpr prints them, such as "
+        f"OpTable({{{fix!r}: {rows[fix].example!r}}}).{own}"
+    )
+    error.fix = fix
+    raise error
+
+
+def _meant(name: str, rows: Mapping[str, Op]) -> tuple[bool, tuple[str, ...]]:
+    """Suggests rows for an unknown name.
+
+    Returns:
+      True if `name` resembles a common name such as "softmax"; and the names of the suggested rows.
+    """
+    same = [row for row in rows if _plain(row) == _plain(name)]
+    if same:
+        return False, tuple(same)
+    close = nearest(name, [*_ALSO_CALLED, *rows])
+    if close and close[0] in _ALSO_CALLED:
+        return True, _ALSO_CALLED[close[0]]
+    inside = [row for row in rows if len(_plain(name)) > 2 and _plain(name) in _plain(row)]
+    known = [row for row in (*close, *inside) if row in rows]
+    return False, tuple(dict.fromkeys(known))[:3]
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())

@@ -1,0 +1,1 @@
+"""Recipe files: TOML to plain data and back."""

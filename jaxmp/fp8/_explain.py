@@ -1,0 +1,163 @@
+"""Decides which linear layers run in FP8, and records the decisions for `explain`."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmp._core import _compat
+from jaxmp.errors import CompositionError
+from jaxmp.fp8._eligible import why_not
+from jaxmp.fp8._scaling import Scaling
+
+
+class LayerDecision(NamedTuple):
+    """FP8 decision for one linear layer; an empty `why_not` means that the layer runs in FP8."""
+
+    # Path of the layer's module; under `autocast`, the name scopes of the matmul.
+    path: str
+    # Input and output features of the layer; 0 if they cannot be determined.
+    k: int
+    n: int
+    # Reason why the layer does not run in FP8; "" if it does.
+    why_not: str
+
+
+_record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.ContextVar(
+    "jaxmp_fp8_record", default=None
+)
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+) -> tuple[LayerDecision, ...]:
+    """Lists the linear layers with `matmul = "fp8"`, and the decision for each of them.
+
+    The function is traced with `jax.eval_shape`; nothing is computed. Layers that a rule excludes
+    from FP8 are not listed.
+
+    Args:
+      fn: function that calls a Flax model with policies applied, or the result of `jaxmp.autocast`.
+        Pass the function itself, not its `jax.jit`: JAX may return a cached trace of a jitted
+        function, and decisions are recorded only while a function is traced.
+      *args, **kwargs: arguments of `fn`: arrays, or their shapes as `jax.ShapeDtypeStruct`.
+      target: "gpu" to decide as for an NVIDIA GPU, or "cpu". None: the default backend.
+
+    Returns:
+      One `LayerDecision` per layer, in the order of the calls. Under `autocast`, one per traced
+      matmul, identified by its name scopes.
+
+    Raises:
+      CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
+
+    Example:
+      >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
+      >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
+      >>> explain(model.apply, variables, jnp.ones((2, 32)))[0].why_not
+      'N = 10 is no multiple of 16'
+    """
+    rows: list[LayerDecision] = []
+    token = _record.set(rows)
+    try:
+        # A new function object for each call, because JAX caches traces by function identity.
+        fresh = lambda *args, **kwargs: fn(*args, **kwargs)
+        if target is None:
+            jax.eval_shape(fresh, *args, **kwargs)
+        else:
+            with _compat.context(target=target):
+                jax.eval_shape(fresh, *args, **kwargs)
+    finally:
+        _record.reset(token)
+    return tuple(rows)
+
+
+def is_recording() -> bool:
+    """Returns True while `explain` traces a function."""
+    return _record.get() is not None
+
+
+def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
+    """Decides if a layer runs in FP8, and records the decision for `explain`.
+
+    Args:
+      scaling: the FP8 scaling of the policies.
+      path: path of the layer's module, or the name scopes of a matmul.
+      k, n: input and output features of the layer; 0 if they cannot be determined.
+      why: reason to exclude the layer whatever its sizes are; "" if there is none.
+
+    Returns:
+      True if the layer runs in FP8.
+
+    Raises:
+      CompositionError: on a GPU without FP8 matmuls, unless the scaling sets `emulate=True`.
+    """
+    target = _compat.target()
+    if target == "gpu" and not scaling.emulate:
+        _check_device(path)
+    why = why or why_not(max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target)
+    rows = _record.get()
+    if rows is not None:
+        rows.append(LayerDecision(path, k, n, why))
+    return not why
+
+
+def decide_product(
+    scaling: Scaling,
+    path: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    params: Mapping[str, Any],
+    kernel: int,
+    why: str = "",
+) -> bool:
+    """Decides if a `dot_general` equation of a traced function runs in FP8, and records it.
+
+    Args:
+      scaling: the FP8 scaling of the policies.
+      path: the name scopes of the equation.
+      shapes: shapes of the two operands.
+      params: parameters of the equation.
+      kernel: 0 or 1, the operand that is treated as the kernel.
+      why: reason to exclude the dot whatever its sizes are; "" if there is none.
+
+    Returns:
+      True if the dot runs in FP8.
+
+    Raises:
+      CompositionError: as in `decide`.
+    """
+    contract, batch = params["dimension_numbers"]
+    sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
+    k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
+    n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
+    if batch[kernel]:
+        why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
+    if params.get("out_sharding") is not None:
+        why = why or "its author gave it an out_sharding"
+    return decide(scaling, path, k, n, why)
+
+
+def _check_device(path: str) -> None:
+    """Raises if the GPU, local or cross-compiled for, has no FP8 matmuls.
+
+    FP8 matmuls require compute capability 8.9.
+    """
+    context = _compat.current_context()
+    if context.target is None:
+        device = jax.devices()[0]
+        parts = str(getattr(device, "compute_capability", "") or "").split(".")
+        capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+        gpu = device.device_kind
+    else:
+        capability, gpu = context.capability or (), "the card that is compiled for"
+    if len(capability) == 2 and capability < (8, 9):
+        major, minor = capability
+        raise CompositionError(
+            f'matmul = "fp8" for {path!r}: {gpu} (compute capability {major}.{minor}) has no FP8 '
+            'products, which begin with 8.9. Use the recipe without it, such as "bf16"; to round '
+            "as FP8 does and multiply in 16 bits, write\n"
+            "    [fp8]\n    emulate = true"
+        )

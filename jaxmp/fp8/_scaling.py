@@ -1,0 +1,371 @@
+"""FP8 scalings: frozen settings that specify how the dots of a linear layer are quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from jaxmp._core._dtypes import canonical_dtype, is_fp8
+from jaxmp.errors import JaxmpError, PolicyError, RecipeError, did_you_mean
+
+# The three dots of a linear layer, and the operands of each.
+GEMMS = {
+    "fprop": ("input", "kernel"),
+    "dgrad": ("output_grad", "kernel"),
+    "wgrad": ("input", "output_grad"),
+}
+# Setting of a dot that is computed in the dtype of its operands.
+HIGH = "high"
+
+# Formats of NVIDIA's FP8 Tensor Cores (compute capability 8.9 and above; OCP 8-bit floating point
+# specification).
+_FORMATS = ("float8_e4m3fn", "float8_e5m2")
+
+_E4M3 = ("e4m3fn", "e4m3fn")
+
+# Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
+MX_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Base class of the scalings, with their common settings; use a subclass."""
+
+    # "current", "delayed", ...: the value of `scaling` in a recipe file.
+    kind: ClassVar[str] = ""
+
+    fprop: Any = _E4M3
+    dgrad: Any = ("e5m2", "e4m3fn")
+    wgrad: Any = ("e4m3fn", "e5m2")
+    margin: int = 0
+    power_of_two: bool = False
+    fast_accumulation: tuple[str, ...] = ("fprop",)
+    min_width: int | str = "auto"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)
+        for gemm in GEMMS:
+            set_field(gemm, _formats(self, gemm))
+        check_count(self, "margin", low=0, high=64)
+        width = self.min_width
+        if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
+            raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
+        for name in ("power_of_two", "emulate"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(self, name, "True or False", "True")
+        set_field("fast_accumulation", _gemm_names(self, "fast_accumulation"))
+
+    @property
+    def is_stateful(self) -> bool:
+        """True if scales come from earlier steps, which requires a state."""
+        return False
+
+    def formats(self, gemm: str) -> tuple[Any, Any] | None:
+        """Returns the FP8 dtypes of the operands of a dot.
+
+        Args:
+          gemm: "fprop", "dgrad" or "wgrad".
+
+        Returns:
+          A pair of dtypes in the order of `GEMMS[gemm]`; None if the dot does not use FP8.
+        """
+        names = getattr(self, gemm)
+        return None if names == HIGH else (canonical_dtype(names[0]), canonical_dtype(names[1]))
+
+
+def _bad(recipe: Scaling, name: str, allowed: str, example: str) -> RecipeError:
+    kind = type(recipe).__name__
+    return RecipeError(
+        f"{kind}({name}={getattr(recipe, name)!r}): {name} must be {allowed}; for example "
+        f"{kind}({name}={example})."
+    )
+
+
+def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
+    """Checks that a setting is an integer from `low` to `high`.
+
+    Raises:
+      RecipeError: with the scaling, the setting and its range.
+    """
+    value = getattr(recipe, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _bad(recipe, name, f"an integer from {low} to {high}", str(min(max(low, 1), high)))
+
+
+def _formats(recipe: Scaling, gemm: str) -> Any:
+    """Returns the formats of a dot as short names such as `("e4m3fn", "e5m2")`, or `HIGH`."""
+    setting = getattr(recipe, gemm)
+    operands = " and ".join(GEMMS[gemm])
+    allowed = (
+        f"the formats of {operands}, of 'e4m3fn' and 'e5m2', not both 'e5m2' (cuBLAS has no such "
+        f"product), or {HIGH!r}"
+    )
+    error = _bad(recipe, gemm, allowed, "('e4m3fn', 'e4m3fn')")
+    if isinstance(setting, str) and setting == HIGH:
+        return HIGH
+    pair = (
+        (setting, setting) if isinstance(setting, str) or not _is_pair(setting) else tuple(setting)
+    )
+    try:
+        dtypes = [canonical_dtype(name) for name in pair]
+    except PolicyError as unknown:
+        raise error from unknown
+    if any(dtype.name not in _FORMATS for dtype in dtypes):
+        raise error
+    if all(dtype.name == "float8_e5m2" for dtype in dtypes):
+        raise error
+    return tuple(dtype.name.removeprefix("float8_") for dtype in dtypes)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _gemm_names(recipe: Scaling, name: str) -> tuple[str, ...]:
+    setting = getattr(recipe, name)
+    names = (setting,) if isinstance(setting, str) else setting
+    if not isinstance(names, (tuple, list)) or any(item not in tuple(GEMMS) for item in names):
+        raise _bad(recipe, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
+    return tuple(gemm for gemm in GEMMS if gemm in names)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Scaling):
+    """Stateless per-tensor scaling: each scale comes from the tensor that it quantizes.
+
+    Args:
+      fprop: formats of input and kernel in the forward dot: a pair of "e4m3fn" and "e5m2", one name
+        for both, or "high" for a dot in the dtype of the operands.
+      dgrad: formats of output gradient and kernel in the dot that computes the input's gradient.
+      wgrad: formats of input and output gradient in the dot that computes the kernel's gradient.
+      margin: scales are divided by `2**margin`.
+      power_of_two: round scales down to powers of two, so that scaling is exact.
+      fast_accumulation: dots that may accumulate with the reduced precision of the Tensor Cores;
+        the others accumulate in FP32. Default: the forward dot only, as in Transformer Engine
+        (`use_split_accumulator`) and torchao.
+      min_width: minimum number of input features and of output features of a layer that runs in
+        FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
+        described in `why_not`.
+      emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
+
+    Raises:
+      RecipeError: with the setting, its allowed values and a valid call.
+
+    Example:
+      >>> CurrentScaling(wgrad="high").wgrad
+      'high'
+      >>> CurrentScaling(dgrad="e4m3fn").dgrad
+      ('e4m3fn', 'e4m3fn')
+    """
+
+    kind: ClassVar[str] = "current"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Scaling):
+    """Per-tensor scaling with the amaxes of earlier steps, which are stored in a state.
+
+    The first step has no earlier amax and scales like `CurrentScaling`. The rules are those of
+    Transformer Engine's `DelayedScaling`, except that a non-finite amax never enters the history.
+
+    Args:
+      amax_history_len: number of steps in the history.
+      amax_compute: "max" of the history, or its "most_recent" entry.
+      interval: number of steps between updates of the scales. The history is updated at each step.
+      calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
+        so that the cast never waits for an amax.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
+
+    Raises:
+      RecipeError: with the setting, its allowed values and a valid call.
+
+    Example:
+      >>> DelayedScaling(amax_history_len=16, amax_compute="most_recent").is_stateful
+      True
+    """
+
+    kind: ClassVar[str] = "delayed"
+
+    amax_history_len: int = 1024
+    amax_compute: str = "max"
+    interval: int = 1
+    calibrate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.calibrate, bool):
+            raise _bad(self, "calibrate", "True or False", "True")
+        check_count(self, "amax_history_len", low=1, high=2**20)
+        check_count(self, "interval", low=1, high=2**20)
+        if self.amax_compute not in ("max", "most_recent"):
+            raise _bad(self, "amax_compute", "'max' or 'most_recent'", "'max'")
+
+    @property
+    def is_stateful(self) -> bool:
+        return True
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowwiseScaling(Scaling):
+    """Scaling with one scale per row of the first and per column of the second operand of a dot.
+
+    Input, kernel and output gradient are quantized twice, once for each direction in which they are
+    contracted, from the same high-precision tensor. Formats and powers of two are those of
+    torchao's "rowwise" recipe: E4M3 throughout.
+
+    Args:
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
+
+    Raises:
+      RecipeError: with the setting, its allowed values and a valid call.
+
+    Example:
+      >>> RowwiseScaling().wgrad
+      ('e4m3fn', 'e4m3fn')
+    """
+
+    kind: ClassVar[str] = "rowwise"
+
+    dgrad: Any = _E4M3
+    wgrad: Any = _E4M3
+    power_of_two: bool = True
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScaling(Scaling):
+    """Scaling with one scale per 1 x 128 elements of activations and per 128 x 128 of kernels.
+
+    Output gradients are scaled like activations. These are the settings of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3.2): E4M3 throughout. XLA has no matmul with such scales, so the
+    operands are rounded to FP8 and multiplied in their own dtype. This scaling therefore serves to
+    study numerics; on an accelerator it requires `emulate=True`.
+
+    Args:
+      block: length of the long sides of a block, in elements.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
+        `CurrentScaling`.
+
+    Raises:
+      RecipeError: with the setting, its allowed values and a valid call.
+
+    Example:
+      >>> BlockScaling(emulate=True).block
+      128
+    """
+
+    kind: ClassVar[str] = "block"
+
+    dgrad: Any = _E4M3
+    wgrad: Any = _E4M3
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "block", low=1, high=2**16)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXScaling(Scaling):
+    """MXFP8 scaling for Blackwell GPUs: one power of two per 32 elements along the contracted axes.
+
+    The format is that of the OCP Microscaling Formats specification 1.0 with scales in E8M0. The
+    settings are those of Transformer Engine's `MXFP8BlockScaling`: E4M3 throughout. Each operand is
+    quantized once for each direction in which it is contracted, from the same high-precision
+    tensor. The dots are those of `jax.nn.scaled_matmul`, which runs on GPUs of compute capability
+    10.0 and above; older GPUs and TPUs raise an error without `emulate=True`. A CPU multiplies the
+    same values in bfloat16 if both operands are bfloat16, and otherwise in float32 or float64.
+
+    Args:
+      rounding: how the scale of a block follows from its amax. "up": the smallest power of two with
+        which the block does not saturate, as in JAX, cuDNN and Transformer Engine. "down": the rule
+        of the specification (section 6.3), `2**(floor(log2(amax)) - 8)` for E4M3, with which values
+        from 448 to 512 times the scale saturate.
+      fprop, dgrad, wgrad, min_width, emulate: as in `CurrentScaling`.
+      margin, power_of_two: must be 0 and True, the only values that the format allows.
+      fast_accumulation: has no effect.
+
+    Raises:
+      RecipeError: with the setting, its allowed values and a valid call.
+
+    Example:
+      >>> MXScaling().fprop, MXScaling(rounding="down").rounding
+      (('e4m3fn', 'e4m3fn'), 'down')
+    """
+
+    kind: ClassVar[str] = "mx"
+
+    dgrad: Any = _E4M3
+    wgrad: Any = _E4M3
+    power_of_two: bool = True
+    rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("up", "down"):
+            raise _bad(self, "rounding", "'up' or 'down'", "'up'")
+        check_count(self, "margin", low=0, high=0)
+        if not self.power_of_two:
+            raise _bad(self, "power_of_two", "True: scales are in E8M0", "True")
+
+
+KINDS: dict[str, type[Scaling]] = {
+    cls.kind: cls
+    for cls in (CurrentScaling, DelayedScaling, RowwiseScaling, BlockScaling, MXScaling)
+}
+
+
+def as_recipe(recipe: Any) -> Scaling:
+    """Converts the name of an FP8 scaling to the scaling; a scaling is returned unchanged.
+
+    Args:
+      recipe: a scaling; "current", "delayed", "rowwise", "block" or "mx"; None: the default,
+        `CurrentScaling()`.
+
+    Raises:
+      RecipeError: if `recipe` is not a scaling; the message quotes it.
+
+    Example:
+      >>> as_recipe("delayed") == DelayedScaling()
+      True
+    """
+    if recipe is None:
+        return CurrentScaling()
+    if type(recipe) in KINDS.values():
+        return recipe
+    if isinstance(recipe, str) and recipe in KINDS:
+        return KINDS[recipe]()
+    hint = did_you_mean(recipe, KINDS) if isinstance(recipe, str) else ""
+    if isinstance(recipe, type) and recipe in KINDS.values():
+        hint = f" Make an instance: fp8.{recipe.__name__}()."
+    raise RecipeError(
+        f"{recipe!r} is no FP8 recipe.{hint} Allowed: {', '.join(map(repr, KINDS))}, or an object "
+        "such as fp8.CurrentScaling()."
+    )
+
+
+def fp8_dtype(dtype: Any) -> Any:
+    """Returns the canonical dtype of an 8-bit float that has a sign and a mantissa.
+
+    Raises:
+      PolicyError: for any other dtype.
+    """
+    try:
+        canonical = canonical_dtype(dtype)
+    except JaxmpError as error:
+        raise PolicyError(f"{error} FP8 formats are e4m3fn and e5m2 and their kin.") from None
+    if not is_fp8(canonical) or canonical.name == "float8_e8m0fnu":
+        raise PolicyError(
+            f"{canonical.name} is not an FP8 format to quantise to. Allowed: float8_e4m3fn, "
+            "float8_e5m2 and their kin; for example quantize(x, scale, jnp.float8_e4m3fn)."
+        )
+    return canonical
