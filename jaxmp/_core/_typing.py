@@ -1,0 +1,14 @@
+"""Type aliases of the public API that need no class of jaxmp."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+from jax.typing import ArrayLike as ArrayLike
+from jax.typing import DTypeLike as DTypeLike
+
+Array: TypeAlias = jax.Array
+# A nested structure of containers that JAX knows, with arrays or other leaves. Python cannot state
+# that a type parameter of a container is any registered pytree, so this is `Any` to a type checker.
+PyTree: TypeAlias = Any
