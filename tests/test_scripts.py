@@ -305,6 +305,10 @@ def test_a_difference_is_close_within_two_standard_errors_or_half_a_percent():
     assert not script_ports.compare([1.1, 2.1, 3.1], [1.0, 2.0, 3.0]).close
 
 
+# PPO samples its actions; a second set of ten seeds checks a difference that the first set showed.
+SEEDS = {"PPO": 10, ("PPO", "fp16"): 20, ("PPO", "author_fp16"): 20}
+
+
 def test_the_page_shows_the_scripts_as_measured():
     report = json.loads(MEASURED.read_text())
     assert compatibility.scripts_table(report) in (ROOT / "docs/compatibility.md").read_text()
@@ -312,4 +316,4 @@ def test_the_page_shows_the_scripts_as_measured():
         assert set(entry["variants"]) == set(PORTS[name].variants)
         for variant, measured in entry["variants"].items():
             assert measured["edits"] == PORTS[name].digest(variant)
-            assert len(measured["losses"]) == (10 if name == "PPO" else 5)
+            assert len(measured["losses"]) == SEEDS.get((name, variant), SEEDS.get(name, 5))
