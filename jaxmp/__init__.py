@@ -42,6 +42,7 @@ from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._recipe_files._load import RecipeLike as RecipeLike
 from jaxmp.errors import AttentionError as AttentionError
 from jaxmp.errors import AuditError as AuditError
 from jaxmp.errors import AuditFailed as AuditFailed

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import typing
 from pathlib import Path
 
 import flax
@@ -64,15 +65,20 @@ def test_the_runner_can_fail():
     assert "Expected" in run_examples(test)
 
 
+def is_function(value):
+    """Returns True for functions, and False for classes and aliases of types, which are callable."""
+    return callable(value) and not isinstance(value, type) and typing.get_origin(value) is None
+
+
 def public_functions():
     for name in sorted(dir(jaxmp)):
         value = getattr(jaxmp, name)
-        if not name.startswith("_") and callable(value) and not isinstance(value, type):
+        if not name.startswith("_") and is_function(value):
             yield name, value
     for module in (jaxmp.optim, jaxmp.linen, jaxmp.nnx, jaxmp.losses, jaxmp.functional):
         for name in sorted(getattr(module, "__all__", dir(module))):
             value = getattr(module, name)
-            if not name.startswith("_") and callable(value) and not isinstance(value, type):
+            if not name.startswith("_") and is_function(value):
                 yield f"{module.__name__}.{name}", value
 
 

@@ -10,13 +10,20 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype
+from jaxmp._core._typing import DTypeLike
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import ATTENTION_FIELDS, canonical_fields, get_policy, without_inputs
+from jaxmp._policies._policy import (
+    ATTENTION_FIELDS,
+    Policy,
+    canonical_fields,
+    get_policy,
+    without_inputs,
+)
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._rules import PolicyMap, Rule, named_dtypes, reads_policies
 from jaxmp._recipe_files import _toml
@@ -30,6 +37,15 @@ from jaxmp._recipe_files._loss_scale_table import (
 from jaxmp._recipe_files._schema import TABLES, TOP, Setting, example, module_dtype, read_contents
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
 from jaxmp.fp8._scaling import as_recipe
+
+if TYPE_CHECKING:
+    from jaxmp._recipe import Recipe
+
+# Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
+# string, dtype or dict that specifies them.
+RecipeLike: TypeAlias = Union[
+    "Recipe", PolicyMap, Policy, Mapping[str, Any], str, os.PathLike[str], DTypeLike
+]
 
 _FLOAT16 = np.dtype("float16")
 
