@@ -13,12 +13,10 @@ benchmarks/results/attention_gpu-DEVICE.json.
   from jaxmp and from `jax.nn.dot_product_attention(implementation="cudnn")`.
 - speed: `jaxmp.dot_product_attention` and that function called directly, in turns on the same
   arrays: TFLOP/s as median, least and greatest of the rounds, and their ratio, round by round.
-- fp8 numbers: errors of FP8 attention, and of its emulation in plain JAX, against FP32.
-- fp8 speed: FP8 attention, scaling of its operands included, beside attention in bfloat16.
 
 A forward pass counts 4 B N T T H operations, a backward pass 2.5 times as many, causal attention
-half. Exits with 1 if a number is too far off, a gradient is not finite, jaxmp took another kernel
-than cuDNN's, or the FP8 kernel errs by 3 dB more than what emulates it.
+half. Exits with 1 if a number is too far off, a gradient is not finite, or jaxmp took another kernel
+than cuDNN's.
 """
 
 import dataclasses
@@ -76,11 +74,9 @@ class Size:
     rounds: int = 9
     seconds: float = 0.1  # of a round, about
     matmul: int = 8192
-    fp8_heads: tuple[int, int, int] = (64, 8, 128)  # no other size than 128 has a backward kernel
-    fp8_causal: tuple[bool, ...] = (True, False)
 
 
-TOY = Size(((4, 2, 16),), (64,), 128, 64, (64,), 2, 0.005, 128, (2, 1, 128), (True,))
+TOY = Size(((4, 2, 16),), (64,), 128, 64, (64,), 2, 0.005, 128)
 
 
 def main(
@@ -119,15 +115,11 @@ def main(
         "numbers": [],
         "masks": [],
         "speed": [],
-        "fp8_numbers": [],
-        "fp8_speed": [],
     }
     for section, rows in (
         ("numbers", numbers(size, implementation)),
         ("masks", masks(size, kernel)),
         ("speed", speed(size, kernel)),
-        ("fp8_numbers", fp8_numbers(size, kernel)),
-        ("fp8_speed", fp8_speed(size)),
     ):
         for row in rows:
             report[section].append(row)
@@ -141,7 +133,6 @@ def main(
     print("\n".join(wrong) or "numbers and masks: all as they should be")
     if kernel == "cudnn":
         print(verdict(report["speed"]))
-        print(fp8_verdict(report["fp8_speed"]))
     else:
         print("a rehearsal: its speeds say nothing")
     raise typer.Exit(bool(wrong))
@@ -319,94 +310,6 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
     }
 
 
-# ---------------------------------------------------------------------------
-# FP8
-# ---------------------------------------------------------------------------
-
-
-def fp8_numbers(size: Size, kernel: str):
-    """Yields errors in dB of the FP8 kernel and of its emulation, causal and full."""
-    length = -(-size.small // 128) * 128
-    inputs = random_operands(2, length, size.fp8_heads)
-    d_out = jax.random.normal(jax.random.key(2), inputs[0].shape, BF16)
-    for causal in size.fp8_causal:
-        given = {"is_causal": causal}
-        exact = results("xla", FP32, inputs, d_out, given)
-        found = results("cudnn_fp8", BF16, inputs, d_out, given)
-        emulated = found
-        if kernel == "cudnn":
-            # As for a CPU it is emulated, wherever it runs.
-            with jaxmp._core._compat.context(target="cpu"):
-                emulated = results("cudnn_fp8", BF16, inputs, d_out, given)
-        yield {
-            "causal": causal,
-            "length": length,
-            "error_db": decibels(found, exact),
-            "emulated_error_db": decibels(emulated, exact),
-        }
-
-
-def decibels(found: Any, exact: Any) -> dict[str, float]:
-    """Power of the error over that of what is exact."""
-    return {
-        part: float(10 * jnp.log10(jnp.square(one - other).mean() / jnp.square(other).mean()))
-        for part, one, other in zip(("out", "query", "key", "value"), found, exact, strict=True)
-    }
-
-
-def fp8_speed(size: Size):
-    """Yields TFLOP/s of attention in FP8 and in bfloat16, wherever jaxmp offers FP8."""
-    lengths = sorted({-(-length // 128) * 128 for length in size.lengths})
-    for causal in size.fp8_causal:
-        for length in lengths:
-            shape = jax.ShapeDtypeStruct((1, length, *size.fp8_heads[::2]), BF16)
-            try:
-                jaxmp.explain_attention(
-                    shape, shape, shape, is_causal=causal, implementation="cudnn_fp8"
-                )
-            except jaxmp.JaxmpError as error:
-                yield {"causal": causal, "length": length, "refused": str(error)}
-                continue
-            for passes in PASSES:
-                yield fp8_speed_row(size, causal, length, passes)
-
-
-def fp8_speed_row(size: Size, causal: bool, length: int, passes: str) -> Any:
-    """One cell of the table."""
-    batch = max(1, size.tokens // length)
-    operands = random_operands(batch, length, size.fp8_heads)
-    d_out = jax.random.normal(jax.random.key(2), operands[0].shape, BF16)
-    calls = {}
-    for name in ("cudnn_fp8", "auto"):
-        attention = functools.partial(
-            jaxmp.dot_product_attention, is_causal=causal, implementation=name
-        )
-        calls[name] = compiled_call(attention, passes, operands, d_out)
-    seconds = paired(calls, size.rounds, size.seconds)
-    heads = size.fp8_heads
-    work = 4 * batch * heads[0] * length**2 * heads[2] * PASSES[passes] / (2 if causal else 1)
-    gains = [b / f for f, b in zip(seconds["cudnn_fp8"], seconds["auto"], strict=True)]
-    return {
-        "heads": list(heads),
-        "causal": causal,
-        "length": length,
-        "batch": batch,
-        "pass": passes,
-        "fp8_tflops": spread([work / s / 1e12 for s in seconds["cudnn_fp8"]]),
-        "bf16_tflops": spread([work / s / 1e12 for s in seconds["auto"]]),
-        "gain": spread(gains),
-    }
-
-
-def fp8_verdict(rows: list[Any]) -> str:
-    """Where FP8 gains, forwards and backwards, and where it loses."""
-    both = [row for row in rows if row.get("pass") == "forward+backward"]
-    cell = lambda row: (
-        f"{'causal' if row['causal'] else 'full'} {row['length']}: {row['gain']['median']:.2f}"
-    )
-    return "fp8 over bfloat16, forwards and backwards: " + (", ".join(map(cell, both)) or "none")
-
-
 def paired(calls: dict[str, Any], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Seconds of a call, in each round; in every second round the last call is timed first."""
     repeats = 1
@@ -472,12 +375,6 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
     for row in report["masks"]:
         if row["way"] == "jaxmp" and not row["finite"]:
             found.append(f"mask {row['mask']}, T {row['length']}: gradients are not finite")
-    for row in report.get("fp8_numbers", ()):  # older reports have none
-        for part, error in row["error_db"].items():
-            allowed = row["emulated_error_db"][part] + 3
-            if not error <= allowed:
-                words = f"causal {row['causal']}: {part} errs by {error:.1f} dB"
-                found.append(f"fp8, {words}, allowed {allowed:.1f}")
     for row in report["speed"]:
         if kernel == "cudnn" and row["ran"] != kernel:
             found.append(f"T {row['length']}: {row['ran']} ran, not {kernel}")

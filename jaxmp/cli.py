@@ -306,8 +306,6 @@ _ATTENTION = {
     "cudnn": "cuDNN's fused kernel, or an error",
     "blockwise": "block by block, in memory linear in the length",
     "xla": "two products and a softmax, with the logits of all pairs in memory",
-    "cudnn_fp8": "cuDNN's FP8 kernel, emulated on a CPU; an error where it cannot serve, and for"
-    " causal attention over more than 4096 positions, where it loses",
 }
 _MASK = {
     "array": "array: attention layers read the mask that the model passes",

@@ -1,6 +1,6 @@
 """Dot-product attention: cuDNN's fused kernel where it fits, the same numbers elsewhere.
 
-`_arguments` checks, `_choice` chooses and says why, `_cudnn`, `_blockwise`, `_plain` and `_fp8`
+`_arguments` checks, `_choice` chooses and says why, `_cudnn`, `_blockwise` and `_plain`
 compute, `_flax` stands where Flax's attention function would.
 """
 
@@ -26,7 +26,6 @@ from jaxmp._attention._choice import AttentionChoice as AttentionChoice
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
-from jaxmp._attention._fp8 import fp8_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core._compat import target
 from jaxmp._policies._policy import get_policy
@@ -35,7 +34,6 @@ _RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,
     "blockwise": blockwise_attention,
     "xla": xla_attention,
-    "cudnn_fp8": fp8_attention,
 }
 
 
@@ -123,9 +121,8 @@ def dot_product_attention(
         number stands for both. With `is_causal`, right is 0.
       implementation: None or "auto" takes cuDNN's fused kernel where it can serve, else "xla",
         which holds the logits of all pairs, while they are small, else "blockwise", whose memory
-        grows linearly with T and S. "cudnn", "blockwise" or "xla" asks for one. "cudnn_fp8" asks
-        for cuDNN's FP8 kernel, which "auto" never takes; see below.
-      return_residual: return the log-sum-exp of each query's logits too. "cudnn_fp8" cannot.
+        grows linearly with T and S. "cudnn", "blockwise" or "xla" asks for one.
+      return_residual: return the log-sum-exp of each query's logits too.
       dropout_rate: probability that a weight is dropped.
       dropout_rng: key of the dropout; which weights it drops differs between implementations.
       policy: anything `get_policy` takes: the operands are cast to its compute dtype, the result to
@@ -155,17 +152,6 @@ def dot_product_attention(
     asks for the compute dtype. "cudnn" and "blockwise" have a gradient of their own and no
     forward-mode derivative; "xla" has all. Sources: FlashAttention-2, arXiv:2307.08691; grouped
     queries, arXiv:2305.13245.
-
-    "cudnn_fp8" rounds query, key, value, weights, result and all gradients to E4M3, each with one
-    scale for the array, found just in time. It wants an H100 or later, heads of 128, lengths that
-    are multiples of 128, and no mask but `is_causal`. It is faster than bfloat16 for full attention
-    (1.12 to 1.25 times, forwards and backwards, at 2,048 to 32,768 positions), a little for short
-    causal texts (1.13 at 2,048, 1.08 at 4,096), and **slower for long ones** (0.90 at 8,192, 0.75
-    at 32,768), which it therefore refuses beyond 4,096. The figures are NVIDIA's, for cuDNN 9.19.1
-    on an H200 (cudnn-frontend, sdpa_benchmark_training/results/h200_919_only_cudnn); its operands
-    came in FP8, so scaling them, and a second run of the backward kernel where a scale was off,
-    come on top. If an operand is not finite the result is NaN throughout; if a gradient would
-    saturate even so, all three are. On a CPU the kernel is emulated.
     """
     query_array = as_array(query)
     implementation = check_implementation(implementation)

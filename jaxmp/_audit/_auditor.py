@@ -429,7 +429,7 @@ class Auditor:
         """jaxmp's own attention, where it is not cuDNN's kernel."""
         name = site.equation.params["name"]
         implementation, argument = implementation_of(name)
-        if implementation == "cudnn" or (implementation == "cudnn_fp8" and not argument):
+        if implementation == "cudnn":
             return
         choice = choice_of(name, [var.aval for var in site.equation.invars])
         message, fix = attention_words(implementation, argument, choice)

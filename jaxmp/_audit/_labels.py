@@ -387,7 +387,6 @@ def why_unfused(logits: Site) -> str:
 _KEPT = {
     "xla": "holds the logits of all pairs in memory",
     "blockwise": "goes through its blocks in a loop",
-    "cudnn_fp8": "emulates cuDNN's FP8 kernel and holds the logits of all pairs in memory",
 }
 
 
@@ -397,7 +396,7 @@ def attention_words(
     """What to say of jaxmp's own attention, and the fix.
 
     Args:
-      implementation: "xla", "blockwise" or, where it is emulated, "cudnn_fp8".
+      implementation: "xla" or "blockwise".
       argument: what keeps cuDNN's kernel from serving the call; "" if nothing does.
       choice: why this implementation, where that is known.
     """

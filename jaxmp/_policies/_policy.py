@@ -18,7 +18,7 @@ from jaxmp.errors import PolicyError, did_you_mean
 T = TypeVar("T")
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
-ATTENTION = ("auto", "cudnn", "blockwise", "xla", "cudnn_fp8")
+ATTENTION = ("auto", "cudnn", "blockwise", "xla")
 # What a declaration may state of an attention mask; "array": it is not declared.
 MASKS = ("array", "causal", "padding", "causal+padding", "full")
 # The settings of attention layers: fields of a Policy, keys of a rule and of [attention].
@@ -84,7 +84,7 @@ class Policy:
         Flax multiply in FP8, whatever the compute dtype, where their sizes allow.
       implementation: how Flax's attention layers attend, as in `dot_product_attention`: "auto"
         takes cuDNN's fused kernel where it fits, in 16 bits, and leaves FP32 layers to Flax;
-        "cudnn", "blockwise" and "xla" ask for one in any dtype, "cudnn_fp8" for cuDNN's FP8 kernel.
+        "cudnn", "blockwise" and "xla" ask for one in any dtype.
       mask: the structure of the mask that the model passes to Flax's attention layers. A declared
         structure replaces the array, so that fused kernels skip what it hides: "causal" (position
         t sees keys 0 to t), "padding" (hides the positions behind the end of each sequence),
