@@ -15,8 +15,8 @@ benchmarks/results/attention_gpu-DEVICE.json.
   arrays: TFLOP/s as median, least and greatest of the rounds, and their ratio, round by round.
 
 A forward pass counts 4 B N T T H operations, a backward pass 2.5 times as many, causal attention
-half. Exits with 1 if a number is too far off, a gradient is not finite, or jaxmp took another kernel
-than cuDNN's.
+half. Exits with 1 if a number is too far off, a gradient is not finite, or jaxmp took another
+kernel than cuDNN's.
 """
 
 import dataclasses

@@ -32,7 +32,6 @@ SCALINGS = {
     "delayed": fp8.DelayedScaling(),
     "current, high-precision wgrad": fp8.CurrentScaling(wgrad="high"),
     "rowwise": fp8.RowwiseScaling(),
-    "block": fp8.BlockScaling(),
 }
 
 

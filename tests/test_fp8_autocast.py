@@ -97,8 +97,8 @@ def test_signal_to_noise():
         assert least <= 10 * np.log10(np.sum(exact**2) / noise) <= 30
 
 
-@pytest.mark.parametrize("scaling", [fp8.RowwiseScaling(), fp8.BlockScaling()])
-def test_the_scaling_is_that_of_the_policies(scaling):
+def test_the_scaling_is_that_of_the_policies():
+    scaling = fp8.RowwiseScaling()
     fn = lambda x, w: x @ w
     ours = jax.jit(autocast(fn, PolicyMap(POLICY, fp8=scaling)))(X, W1)
     x, w = X.astype(jnp.bfloat16), W1.astype(jnp.bfloat16)

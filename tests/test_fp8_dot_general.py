@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gpu_compiler import needs_compiler
 from jaxmp import audit, fp8
-from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
 
@@ -23,7 +22,6 @@ RECIPES = {
     "current-power": fp8.CurrentScaling(power_of_two=True),
     "delayed": fp8.DelayedScaling(amax_history_len=4),
     "rowwise": fp8.RowwiseScaling(),
-    "block": fp8.BlockScaling(),
 }
 # Variants of what is tested anyway take as long to compile: they wait for the slow tests.
 _FIRST = ("current", "delayed", "rowwise")
@@ -73,9 +71,8 @@ def signal_to_noise(exact, got):
         *((recipe, "float32") for recipe in RECIPES.values()),
         (RECIPES["current"], "bfloat16"),
         pytest.param(RECIPES["current"], "float16", marks=pytest.mark.slow),
-        pytest.param(RECIPES["block"], "bfloat16", marks=pytest.mark.slow),
     ],
-    ids=[*RECIPES, "current-bf16", "current-f16", "block-bf16"],
+    ids=[*RECIPES, "current-bf16", "current-f16"],
 )
 def test_signal_to_noise_of_normal_data(recipe, dtype):
     """Rounding to E4M3 leaves 31.5 dB of one operand (half a unit of 4 bits, uniform), to E5M2
@@ -103,7 +100,7 @@ _HARD = {
 
 
 @pytest.mark.parametrize("data", _HARD)
-@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+@pytest.mark.parametrize("name", ["current", "rowwise"])
 def test_data_that_per_tensor_scales_are_said_to_suffer_from(data, name):
     """E4M3 is a floating-point format: numbers 2**-14 of the largest keep all their bits."""
     x = jnp.asarray(_HARD[data](), jnp.float32)
@@ -132,7 +129,7 @@ def test_products_are_those_of_the_rounded_operands(name):
 
 
 @pytest.mark.parametrize(
-    "recipe", [*map(RECIPES.get, ("current", "delayed", "rowwise", "block")), fp8.MXScaling()]
+    "recipe", [*map(RECIPES.get, ("current", "delayed", "rowwise")), fp8.MXScaling()]
 )
 def test_second_derivatives_are_refused(recipe):
     x, w = normal(0, 32, 32), normal(1, 32, 16)
@@ -202,7 +199,6 @@ EXACT = {
     "current": fp8.CurrentScaling(power_of_two=True),
     "delayed": fp8.DelayedScaling(power_of_two=True, amax_history_len=2),
     "rowwise": fp8.RowwiseScaling(dgrad=("e5m2", "e4m3fn")),
-    "block": fp8.BlockScaling(power_of_two=True, block=4),
 }
 
 
@@ -227,7 +223,7 @@ def test_small_integers_are_multiplied_exactly(shape):
     )
     exact = lambda x, w: lax.dot_general(x, w, positive)
     g = integers(jax.eval_shape(exact, x, w).shape)
-    # Delayed scaling shares its layouts with current scaling, block scaling is but slow to compile.
+    # Delayed scaling shares its layouts with current scaling.
     names = EXACT if shape in ("crossed", "batch inside") else ("current", "rowwise")
 
     @jax.jit
@@ -242,9 +238,8 @@ def test_small_integers_are_multiplied_exactly(shape):
             np.testing.assert_array_equal(array, right)
 
 
-@pytest.mark.parametrize("name", ["current", "block"])
-def test_the_kernel_may_stand_on_the_left(name):
-    recipe = EXACT[name]
+def test_the_kernel_may_stand_on_the_left():
+    recipe = EXACT["current"]
     x, w = normal(0, 32, 16), normal(1, 16, 48)
     left = fp8.dot_general(recipe, kernel="lhs")(
         w, x, (((0,), (1,)), ((), ())), state=state_of(recipe)
@@ -426,9 +421,7 @@ def test_no_quantisation_twice_under_remat(policy, count):
     assert casts(gradient, normal(0, 32, 16), normal(1, 16, 48)) == count
 
 
-@pytest.mark.parametrize(
-    "name", ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "block"))]
-)
+@pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_vmap_is_a_loop_over_examples(name):
     recipe = RECIPES[name]
     x, w, g = normal(0, 3, 32, 16), normal(1, 16, 48), normal(2, 3, 32, 48)
@@ -494,7 +487,6 @@ def test_under_shard_map():
         (lambda: fp8.DelayedScaling(interval=0), "interval must be"),
         (lambda: fp8.DelayedScaling(amax_compute="mean"), "'max' or 'most_recent'"),
         (lambda: fp8.DelayedScaling(calibrate=1), "calibrate must be"),
-        (lambda: fp8.BlockScaling(block=0), "block must be"),
         (lambda: fp8.RowwiseScaling(min_width="wide"), "min_width must be 'auto' or an integer"),
         (lambda: fp8.dot_general("curent"), "Did you mean 'current'?"),
         (lambda: fp8.dot_general(fp8.CurrentScaling), r"Make an instance: fp8.CurrentScaling\(\)"),
@@ -553,7 +545,7 @@ def test_bad_calls(call, message):
         call(fp8.dot_general(), jnp.ones((16, 16)))
 
 
-@pytest.mark.parametrize("kind", ["current", "rowwise", "block", "mx"])
+@pytest.mark.parametrize("kind", ["current", "rowwise", "mx"])
 @pytest.mark.parametrize("sizes", [(0, 32, 16), (4, 0, 16), (4, 32, 0)])
 def test_operands_of_no_size(kind, sizes):
     m, k, n = sizes
@@ -563,14 +555,6 @@ def test_operands_of_no_size(kind, sizes):
     grads = jax.grad(loss, (0, 1))(x, w)
     assert [grad.shape for grad in grads] == [x.shape, w.shape]
     np.testing.assert_array_equal(product(x, w, LINEAR), jnp.dot(x, w))
-
-
-def test_block_scaling_is_refused_where_nothing_multiplies_so():
-    x = jnp.ones((16, 16))
-    with _compat.context(target="gpu"):
-        with pytest.raises(CompositionError, match=r"fp8.BlockScaling\(emulate=True\)"):
-            linear(fp8.BlockScaling(), x, x)
-        assert linear(fp8.BlockScaling(emulate=True), x, x)[0, 0] == 16
 
 
 # ---------------------------------------------------------------------------

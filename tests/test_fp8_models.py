@@ -324,7 +324,6 @@ def load(tmp_path, text):
             'scaling = "delayed"\namax_history_len = 16\namax_compute = "most_recent"',
             fp8.DelayedScaling(amax_history_len=16, amax_compute="most_recent"),
         ),
-        ('scaling = "block"\nblock = 64\nemulate = true', fp8.BlockScaling(block=64, emulate=True)),
     ],
 )
 def test_recipe_files(tmp_path, lines, scaling):

@@ -180,7 +180,6 @@ _FP8 = {
     "amax_compute": _choice("max", "most_recent"),
     "interval": _COUNT._replace(example="1"),
     "calibrate": _BOOLEAN,
-    "block": _COUNT._replace(example="128"),
     "rounding": _choice("up", "down"),
 }
 
@@ -256,7 +255,7 @@ def _companions(key: str) -> list[str]:
         return ['scaling = "mx"']
     if key == "window":
         return ['mask = "causal"']
-    return ['scaling = "block"'] if key == "block" else []
+    return []
 
 
 def _example_rule(key: str, setting: str) -> list[str]:

@@ -11,7 +11,6 @@ from jaxmp.fp8._quantize import compute_scale as compute_scale
 from jaxmp.fp8._quantize import dequantize as dequantize
 from jaxmp.fp8._quantize import quantization_stats as quantization_stats
 from jaxmp.fp8._quantize import quantize as quantize
-from jaxmp.fp8._scaling import BlockScaling as BlockScaling
 from jaxmp.fp8._scaling import CurrentScaling as CurrentScaling
 from jaxmp.fp8._scaling import DelayedScaling as DelayedScaling
 from jaxmp.fp8._scaling import MXScaling as MXScaling

@@ -21,7 +21,6 @@ from jaxmp.fp8._operands import Operand, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import (
     GEMMS,
-    BlockScaling,
     DelayedScaling,
     MXScaling,
     Scaling,
@@ -68,8 +67,8 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
     backward pass multiply the quantized gradient of the result by the quantized kernel (gradient
     of the input) and by the quantized input (gradient of the kernel). With per-tensor scales, a
     tensor that two dots use in the same format is quantized once. Residuals are saved in FP8, or
-    in the operands' dtype with `BlockScaling` and for dots that the scaling leaves "high".
-    Differentiation treats the rounding as the identity.
+    in the operands' dtype for dots that the scaling leaves "high". Differentiation treats the
+    rounding as the identity.
 
     Operands are always quantized. On a device without FP8 matmuls, XLA multiplies the quantized
     values in a wider dtype. XLA pads sizes that are not multiples of 16. A per-tensor scale covers
@@ -98,9 +97,8 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       RecipeError: if `recipe` is not an FP8 scaling.
       JaxmpError: if `kernel` is neither "rhs" nor "lhs". The returned function raises it if
         operands, dimension numbers, other arguments or the state are invalid.
-      CompositionError: by the returned function, without `emulate=True`, for `BlockScaling` on an
-        accelerator and for `MXScaling` on an accelerator without MX matmuls; also if its gradient
-        is differentiated.
+      CompositionError: by the returned function, for `MXScaling` without `emulate=True` on an
+        accelerator without MX matmuls; also if its gradient is differentiated.
 
     Example:
       >>> x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.full((16, 64), 0.5, jnp.bfloat16)
@@ -174,12 +172,6 @@ def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) 
         raise JaxmpError(
             f"{type(recipe).__name__} has no state: leave `state` out, or use fp8.DelayedScaling()."
         )
-    if isinstance(recipe, BlockScaling) and not recipe.emulate and _compat.target() != "cpu":
-        raise CompositionError(
-            "BlockScaling: XLA has no product with one scale per block, so on this device it would "
-            "run in the operands' own dtype, and no faster. Use fp8.RowwiseScaling() or "
-            "fp8.CurrentScaling(); to study its rounding, fp8.BlockScaling(emulate=True)."
-        )
     if isinstance(recipe, MXScaling):
         check_device(recipe)
 
@@ -214,7 +206,6 @@ def _operand(
         dtype,
         x,
         axes=dims.contract[side],
-        other_axes=dims.free(side),
         seen=seen,
         role=role,
     )
@@ -315,12 +306,7 @@ def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
     """Checks if two dots can share the quantized `role`, although they contract different axes."""
     if call.format(gemm, role) != call.format(other, role):
         return False
-    return (
-        call.format(gemm, role) is None
-        or call.recipe.kind in ("current", "delayed")
-        # Kernels have square blocks, which serve both directions.
-        or (call.recipe.kind == "block" and role == "kernel")
-    )
+    return call.format(gemm, role) is None or call.recipe.kind in ("current", "delayed")
 
 
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:

@@ -18,7 +18,7 @@ def why_not(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
     K and N must be multiples of 16, or with `MXScaling` of its block size 32. On an accelerator, a
     layer must also be wide enough for FP8 to save more time than the quantization costs. By default
     (`min_width="auto"`) the limits are those of torchao's `auto_filter_for_recipe`, chosen for an
-    H100. With per-tensor scales and `BlockScaling`, layers with K <= 4096 and N <= 1024 are too
+    H100. With per-tensor scales, layers with K <= 4096 and N <= 1024 are too
     narrow. With rowwise scales, these are layers with N <= 2048, with K <= 1024, or with N <= 4096
     and K <= 2048. No limits were published for `MXScaling`, which uses those of rowwise scales,
     because both quantize each operand twice. An integer `min_width` is a minimum of both K and N.

@@ -14,8 +14,8 @@ from jax.custom_batching import custom_vmap
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp.fp8._quantize import compute_scale, dequantize, quantize, saturate
-from jaxmp.fp8._scaling import BlockScaling, DelayedScaling, RowwiseScaling, Scaling
+from jaxmp.fp8._quantize import compute_scale, saturate
+from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
 
 # The active amax, from which the scale is computed, and the measured one; float32 scalars.
@@ -25,7 +25,7 @@ Seen = tuple[jax.Array, jax.Array]
 class Operand(NamedTuple):
     """Operand of a dot, and the factor that undoes its scale in the result."""
 
-    # FP8. In dots without FP8 and with block scaling, the operand's dtype.
+    # FP8. In dots without FP8, the operand's dtype.
     values: jax.Array
     # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
     # finite. None: the values are not scaled.
@@ -159,7 +159,6 @@ def quantized(
     axes: tuple[int, ...],
     seen: tuple[Any, Any],
     role: str,
-    other_axes: tuple[int, ...],
 ) -> Operand:
     """Quantizes an operand for one dot.
 
@@ -169,41 +168,12 @@ def quantized(
       x: high-precision operand of any shape.
       axes: axes that the dot contracts.
       seen: for delayed scaling, the amaxes from `observed`; otherwise `(None, None)`.
-      role: "input", "kernel" or "output_grad". Block scaling uses square blocks for kernels.
-      other_axes: axes that are neither contracted nor batch axes.
+      role: "input", "kernel" or "output_grad".
     """
     if dtype is None:
         return Operand(x, None)
-    if isinstance(recipe, BlockScaling):
-        sides = axes[-1:] + (other_axes[-1:] if role == "kernel" else ())
-        sides = tuple(sorted(sides))
-        return Operand(_ROUND_BLOCKS[role](x, recipe=recipe, dtype=dtype, sides=sides), None)
     along = axes if isinstance(recipe, RowwiseScaling) else None
     return Operand(*_QUANTIZE[role](x, *seen, recipe=recipe, dtype=dtype, axes=along))
-
-
-def _round_blocks(
-    x: jax.Array, recipe: BlockScaling, dtype: Any, sides: tuple[int, ...]
-) -> jax.Array:
-    """Rounds `x` to FP8 with one scale per block, and returns it in the dtype of `x`."""
-    size = recipe.block
-    blocks = {axis: -(-x.shape[axis] // size) for axis in sides}
-    padding = [(0, blocks[a] * size - n if a in blocks else 0) for a, n in enumerate(x.shape)]
-    padded = jnp.pad(x, padding)
-    split, inner = [], []
-    for axis, n in enumerate(padded.shape):
-        if axis in blocks:
-            inner.append(len(split) + 1)
-            split += [blocks[axis], size]
-        else:
-            split.append(n)
-    tiles = padded.reshape(split)
-    scale = compute_scale(amax(tiles, tuple(inner)), dtype, recipe.margin, recipe.power_of_two)
-    rounded = dequantize(quantize(tiles, scale, dtype), scale, x.dtype)
-    return lax.slice(rounded.reshape(padded.shape), (0,) * x.ndim, x.shape)
-
-
-_ROUND_BLOCKS = jitted_by_role(_round_blocks, "recipe", "dtype", "sides")
 
 
 def multiply(

@@ -241,40 +241,6 @@ class RowwiseScaling(Scaling):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockScaling(Scaling):
-    """Scaling with one scale per 1 x 128 elements of activations and per 128 x 128 of kernels.
-
-    Output gradients are scaled like activations. These are the settings of DeepSeek-V3
-    (arXiv:2412.19437, section 3.3.2): E4M3 throughout. XLA has no matmul with such scales, so the
-    operands are rounded to FP8 and multiplied in their own dtype. This scaling therefore serves to
-    study numerics; on an accelerator it requires `emulate=True`.
-
-    Args:
-      block: length of the long sides of a block, in elements.
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
-        `CurrentScaling`.
-
-    Raises:
-      RecipeError: with the setting, its allowed values and a valid call.
-
-    Example:
-      >>> BlockScaling(emulate=True).block
-      128
-    """
-
-    kind: ClassVar[str] = "block"
-
-    dgrad: Any = _E4M3
-    wgrad: Any = _E4M3
-    block: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "block", low=1, high=2**16)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MXScaling(Scaling):
     """MXFP8 scaling for Blackwell GPUs: one power of two per 32 elements along the contracted axes.
 
@@ -319,8 +285,7 @@ class MXScaling(Scaling):
 
 
 KINDS: dict[str, type[Scaling]] = {
-    cls.kind: cls
-    for cls in (CurrentScaling, DelayedScaling, RowwiseScaling, BlockScaling, MXScaling)
+    cls.kind: cls for cls in (CurrentScaling, DelayedScaling, RowwiseScaling, MXScaling)
 }
 
 
@@ -328,7 +293,7 @@ def as_recipe(recipe: Any) -> Scaling:
     """Converts the name of an FP8 scaling to the scaling; a scaling is returned unchanged.
 
     Args:
-      recipe: a scaling; "current", "delayed", "rowwise", "block" or "mx"; None: the default,
+      recipe: a scaling; "current", "delayed", "rowwise" or "mx"; None: the default,
         `CurrentScaling()`.
 
     Raises:
