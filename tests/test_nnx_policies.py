@@ -284,6 +284,49 @@ def test_an_assigned_parameter_is_read_in_the_compute_dtype():
     assert bits_of(pickle.loads(pickle.dumps(model))(floats(2, 3))) == bits_of(model(floats(2, 3)))
 
 
+class Lazy(nnx.Module):
+    """A model that creates its parameter in the first call."""
+
+    kernel = None
+
+    def __init__(self):
+        self.rngs = nnx.Rngs(0)
+
+    def __call__(self, x):
+        if self.kernel is None:
+            self.kernel = nnx.Param(self.rngs.normal((x.shape[-1], 3)))
+        return x @ self.kernel
+
+
+def test_a_parameter_that_a_compiled_call_creates_is_cast_and_stays():
+    model, other = apply_policy(Lazy(), "bfloat16"), apply_policy(Lazy(), "bfloat16")
+    nnx.jit(lambda model, x: model(x))(model, floats(2, 4))
+    assert model.kernel.shape == (4, 3) and model.kernel.dtype == jnp.float32
+    (dot,) = products(program(model, floats(2, 4)))
+    assert dtypes(dot)[:2] == BF16
+    # An instance without the parameter has the attribute of its class.
+    assert type(other) is type(model) and other.kernel is None
+    copies = [copy.deepcopy(other), pickle.loads(pickle.dumps(other)), nnx.clone(other)]
+    assert all(type(new) is type(model) and new.kernel is None for new in copies)
+    other.kernel = nnx.data([nnx.Param(floats(4, 3))])
+    assert list(nnx.to_pure_dict(nnx.state(other))) == ["kernel", "rngs"]
+
+
+def test_a_bridge_is_initialized_inside_of_a_transformation():
+    class Bridged(nnx.Module):
+        def __init__(self):
+            linen = jaxmp.linen.apply_policy(nn.Dense(3), "fp32")
+            self.inner, self.rngs = nnx.bridge.ToNNX(linen, rngs=rngs()), rngs()
+
+        def __call__(self, x):
+            run = nnx.vmap(lambda inner, x: inner(x), in_axes=(0, None), axis_size=5)
+            return nnx.split_rngs(splits=5)(run)(self.inner, x)
+
+    model = apply_policy(Bridged(), "fp32")
+    nnx.bridge.lazy_init(model, floats(2, 4))
+    assert model.inner.kernel.shape == (5, 4, 3)
+
+
 class Switched(nnx.Module):
     """A model that replaces a layer through a property."""
 

@@ -196,7 +196,7 @@ def bind(module: Any, policies: PolicyMap, path: Path, ancestors: tuple[type, ..
         object.__setattr__(module, name, value)
     _set_state(module, changes)
     setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author))
-    object.__setattr__(module, "__class__", policied_class(cls, _viewed_names(module, plan.facts)))
+    object.__setattr__(module, "__class__", wrapped_class(cls, cast_on_read(module, plan.facts)))
 
 
 def unbind(module: Any) -> None:
@@ -431,14 +431,14 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------
 
 
-def _viewed_names(module: Any, facts: Facts) -> frozenset[str]:
-    """Attributes that hold parameters, which user code, of this module or another, may read."""
+def cast_on_read(module: Any, facts: Facts) -> frozenset[str]:
+    """Returns the names of the attributes of a module that are cast when they are read."""
     if facts.attention:
         return frozenset({"cached_key", "cached_value"})
-    return frozenset(name for name, value in vars(module).items() if _is_viewed(value))
+    return frozenset(name for name, value in vars(module).items() if _is_cast_on_read(value))
 
 
-def _is_viewed(value: Any) -> bool:
+def _is_cast_on_read(value: Any) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=_is_param_or_module)
     return any(isinstance(leaf, nnx.Param) or _is_stateful(leaf) for leaf in leaves)
 
@@ -447,25 +447,40 @@ def _is_param_or_module(value: Any) -> bool:
     return isinstance(value, (nnx.Variable, nnx.Module))
 
 
-class _View:
-    """An attribute that its module, while it runs under its policy, reads in another form.
+class CastOnRead:
+    """Attribute that user code reads in the compute dtype while its module runs.
 
-    Parameters are read in the compute dtype. A product that needs a state is read with that of its
-    module, which is another module in each trace.
+    Parameters are read in the compute dtype. A dot that requires a state is read with the state of
+    its module, which is a different module in each trace. Other values, and the attributes of a
+    module that does not run, are returned as they are stored.
+
+    Args:
+      owner: the wrapped class that has this attribute.
+      name: of the attribute.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __getattribute__(self, attribute: str) -> Any:
+        # Flax does not record an attribute that has a setter as data or static. Python takes the
+        # setter from the class, so it calls `__set__`, which Flax does not find.
+        if attribute == "__set__":
+            raise AttributeError(attribute)
+        return object.__getattribute__(self, attribute)
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
-            return self
-        try:
-            value = vars(module)[self.name]
-        except KeyError:
-            raise AttributeError(
-                f"{type(module).__name__!r} object has no attribute {self.name!r}"
-            ) from None
+            return getattr(super(self.owner, owner), self.name, self)
+        if self.name not in vars(module):
+            # Another instance of the class has a parameter of this name.
+            try:
+                return getattr(super(self.owner, module), self.name)
+            except AttributeError:
+                raise AttributeError(
+                    f"{type(module).__name__!r} object has no attribute {self.name!r}"
+                ) from None
+        value = vars(module)[self.name]
         bound = bound_of(module)
         if bound is None or not bound.follows or current_context().policies != bound.policies:
             return value
@@ -546,25 +561,35 @@ def _source_of(view: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------
-# Policied classes
+# Wrapped classes
 # ---------------------------------------------------------------------------
 
-_classes: dict[tuple[type, frozenset[str]], type] = {}
+_classes: dict[type, type] = {}
 _classes_lock = threading.Lock()
 
 
-def policied_class(cls: type, viewed: frozenset[str]) -> type:
-    """The one subclass of `cls` whose methods run under the policy of their module."""
+def wrapped_class(cls: type, names: frozenset[str]) -> type:
+    """Returns the subclass of `cls` whose methods run under the policy of their module.
+
+    There is one such subclass, so a module that gets its parameters inside a transformation has
+    the same class inside and outside of it. The attributes of all its instances accumulate in it.
+
+    Args:
+      cls: the class that the author of the model wrote.
+      names: attributes of an instance that are cast when they are read.
+    """
     with _classes_lock:
-        found = _classes.get((cls, viewed))
-        if found is None:
-            found = _classes[cls, viewed] = _make_class(cls, viewed)
-        return found
+        wrapped = _classes.get(cls)
+        if wrapped is None:
+            wrapped = _classes[cls] = _make_class(cls)
+        for name in sorted(names):
+            if name not in vars(wrapped):
+                setattr(wrapped, name, CastOnRead(wrapped, name))
+        return wrapped
 
 
-def _make_class(cls: Any, viewed: frozenset[str]) -> type:
-    members: dict[str, Any] = {name: _View(name) for name in sorted(viewed)}
-    members |= {name: _under_policy(name, member) for name, member in _methods(cls).items()}
+def _make_class(cls: Any) -> type:
+    members = {name: _under_policy(name, member) for name, member in _methods(cls).items()}
     if issubclass(cls, nnx.MultiHeadAttention):
         members["init_cache"] = _make_init_cache(cls.init_cache)
     members |= {
@@ -652,9 +677,8 @@ def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, 
             vars(self).clear()
             vars(self).update(before)
             raise
-        viewed = _viewed_names(self, bound.plan.facts)
-        if name in viewed and type(inspect.getattr_static(type(self), name, None)) is not _View:
-            object.__setattr__(self, "__class__", policied_class(bound.cls, viewed))
+        if name in cast_on_read(self, bound.plan.facts):
+            wrapped_class(bound.cls, frozenset({name}))
 
     return __setattr__
 
@@ -664,12 +688,13 @@ _HOLDERS = (nnx.Module, nnx.Param, dataclasses.Field, list, tuple, dict)
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:
-    viewed = frozenset(name for name, member in vars(type(self)).items() if type(member) is _View)
-    return _rebuild, (type(self)._jaxmp_class, viewed), self.__getstate__()
+    members = vars(type(self)).items()
+    names = frozenset(name for name, member in members if isinstance(member, CastOnRead))
+    return _rebuild, (type(self)._jaxmp_class, names), self.__getstate__()
 
 
-def _rebuild(cls: type, viewed: frozenset[str]) -> Any:
-    return object.__new__(policied_class(cls, viewed))
+def _rebuild(cls: type, names: frozenset[str]) -> Any:
+    return object.__new__(wrapped_class(cls, names))
 
 
 # ---------------------------------------------------------------------------
