@@ -73,10 +73,10 @@ def by_line(findings: Iterable[jaxmp.Finding], *roots: Path) -> list[dict[str, A
     for finding in findings:
         place = relative(finding.file, roots), finding.line
         row = rows.setdefault(
-            (finding.level, finding.kind, *place),
+            (finding.severity, finding.check, *place),
             {
-                "level": finding.level,
-                "kind": finding.kind,
+                "severity": finding.severity,
+                "check": finding.check,
                 "file": place[0],
                 "line": place[1],
                 "text": source_line(finding.file, finding.line),
@@ -227,8 +227,8 @@ def overview(report: dict[str, Any]) -> str:
 
 def true_findings(entry: dict[str, Any]) -> list[Reviewed]:
     """The reviewed entries that the findings of a step belong to, in the order of the list."""
-    faults = [row for row in entry["findings"] if row["level"] == "fault"]
-    return [e for e in REVIEWED if any(e.covers(row) for row in faults)]
+    errors = [row for row in entry["findings"] if row["severity"] == "error"]
+    return [e for e in REVIEWED if any(e.covers(row) for row in errors)]
 
 
 def details(report: dict[str, Any]) -> str:
@@ -249,16 +249,16 @@ def details(report: dict[str, Any]) -> str:
         )
         true = true_findings(entry)
         if not true:
-            parts.append("No fault.")
+            parts.append("No error.")
         lines = defaultdict(list)
         for row in entry["findings"]:
             review = review_of(row)
-            if review is not None and row["level"] == "fault":
+            if review is not None and row["severity"] == "error":
                 lines[review].append(row)
         for number, review in enumerate(true, start=1):
             rows = lines[review]
             places = dict.fromkeys(f"`{row['file']}:{row['line']}`" for row in rows)
-            kinds = dict.fromkeys(f"`{row['kind']}`" for row in rows)
+            kinds = dict.fromkeys(f"`{row['check']}`" for row in rows)
             parts.append(
                 f"{number}. **{review.title}** ({', '.join(kinds)}; {', '.join(places)}, "
                 f"`{rows[0]['text']}`). {review.why}.\n"

@@ -39,7 +39,7 @@ import jaxmp
 from jaxmp._audit._arguments import trace
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._gpus import GPUS
-from jaxmp._audit._program import read
+from jaxmp._audit._hlo_stats import read
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Computation, Instruction, Program, Step
 

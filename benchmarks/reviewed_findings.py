@@ -15,7 +15,7 @@ class Reviewed(NamedTuple):
     """A true finding.
 
     title: what happens, in a few words.
-    checks: the checks that find it, such as "half_softmax".
+    checks: the checks that find it, such as "softmax_16bit".
     lines: `(end of the file's path, part of the line's text)`; "" is any line of the file.
     why: what the source shows.
     cost: of leaving it.
@@ -31,7 +31,7 @@ class Reviewed(NamedTuple):
 
     def covers(self, finding: dict[str, Any]) -> bool:
         """Returns True if a finding, as `field_report.by_line` gives it, is this one."""
-        return finding["kind"] in self.checks and any(
+        return finding["check"] in self.checks and any(
             finding["file"].endswith(file) and text in finding["text"] for file, text in self.lines
         )
 
@@ -70,7 +70,7 @@ STEPS = (
     ),
     Reviewed(
         "The loss is computed in 16 bits",
-        ("half_loss", "silent_promotion"),
+        ("loss_16bit", "implicit_promotion"),
         (
             ("examples/lm1b/train.py", "nn.log_softmax(logits)"),
             ("examples/wmt/train.py", "nn.log_softmax(logits)"),
@@ -85,7 +85,7 @@ STEPS = (
     ),
     Reviewed(
         "The softmax of attention is computed in 16 bits",
-        ("half_softmax",),
+        ("softmax_16bit",),
         (
             ("examples/lm1b/models.py", "nn.MultiHeadDotProductAttention("),
             ("examples/wmt/models.py", "nn.MultiHeadDotProductAttention("),
@@ -99,7 +99,7 @@ STEPS = (
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
-        ("half_softmax",),
+        ("softmax_16bit",),
         (("examples/gemma/modules.py", "probs = jax.nn.softmax(padded_logits"),),
         "The line casts the weights to `key_proj.dtype` after the softmax, as if this had been in "
         "FP32; the logits come from an einsum of bfloat16 operands and are bfloat16",
@@ -108,7 +108,7 @@ STEPS = (
     ),
     Reviewed(
         "Parameters and Adam's moments are bfloat16, without FP32 masters",
-        ("missing_master", "half_optimizer_state"),
+        ("missing_master", "optimizer_state_16bit"),
         (("tunix/sft/peft_trainer.py", "optimizer.update(model, "),),
         "With a model in bfloat16, as `dtype=jnp.bfloat16` loads it, `nnx.Optimizer` updates the "
         "bfloat16 values directly, and a comment of the trainer says that moments follow "
@@ -123,7 +123,7 @@ STEPS = (
     ),
     Reviewed(
         "Blockwise attention keeps its running sums in bfloat16",
-        ("half_softmax", "half_reduction", "half_exp"),
+        ("softmax_16bit", "reduction_16bit", "exp_16bit"),
         (("levanter/models/flash_attention.py", ""),),
         "`o`, `sumexp_i`, `max_i`, `dQ`, `dK` and `dV` are made in `q.dtype`, and one block after "
         "another is added to them in the loops. FlashAttention (arXiv:2205.14135) keeps these in "
@@ -146,7 +146,7 @@ STEPS = (
     ),
     Reviewed(
         "Statistics of LayerNorm are rounded to bfloat16",
-        ("half_norm",),
+        ("norm_16bit",),
         (
             ("levanter/models/gpt2.py", "self.ln_1(x)"),
             ("levanter/models/gpt2.py", "self.ln_2(x)"),
@@ -172,7 +172,7 @@ STEPS = (
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
-        ("half_softmax",),
+        ("softmax_16bit",),
         (
             ("maxtext/layers/attention_op.py", "jnp.exp(logits - local_max)"),
             ("maxtext/layers/attention_op.py", "jnp.sum(local_exps_combined"),
@@ -223,7 +223,7 @@ MODELS = (
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
-        ("half_softmax",),
+        ("softmax_16bit",),
         _ATTENTION,
         "Flax's function takes the softmax in its `dtype` argument",
         _SOFTMAX_COST,
@@ -231,7 +231,7 @@ MODELS = (
     ),
     Reviewed(
         "The class token widens the activations",
-        ("silent_promotion",),
+        ("implicit_promotion",),
         (("vit/modeling_flax_vit.py", "jnp.concatenate((cls_tokens, embeddings)"),),
         "`cls_token` is an FP32 parameter, and the patch embeddings beside it are bfloat16",
         "The residual stream of the whole encoder is FP32 and takes twice the bytes.",
@@ -239,7 +239,7 @@ MODELS = (
     ),
     Reviewed(
         "The norm of a convolution's kernel is taken in bfloat16",
-        ("half_norm",),
+        ("norm_16bit",),
         (("wav2vec2/modeling_flax_wav2vec2.py", "jnp.linalg.norm(self.weight_v"),),
         "Weight normalisation runs on the cast parameters",
         "The scale of each kernel has 8 bits.",
@@ -255,7 +255,7 @@ MODELS = (
     ),
     Reviewed(
         "Sums and exponentials of the state decay are taken in bfloat16",
-        ("half_reduction", "half_exp"),
+        ("reduction_16bit", "exp_16bit"),
         (("mamba2_jax/modeling.py", ""),),
         "`softplus`, `cumsum` and `exp` of the step sizes follow the dtype of the input",
         "Errors of the logarithmic decay are exponentiated: a sum of 30 is rounded to a multiple "
@@ -272,7 +272,7 @@ MODELS = (
     ),
     Reviewed(
         "Sums over edges and degrees are taken in bfloat16",
-        ("half_reduction", "half_exp", "half_norm"),
+        ("reduction_16bit", "exp_16bit", "norm_16bit"),
         (
             ("jraphx/nn/norm/batch_norm.py", "jnp.sqrt(var + self.eps)"),
             ("jraphx/nn/norm/layer_norm.py", "jnp.sqrt(var + self.eps)"),
@@ -294,7 +294,7 @@ MODELS = (
     ),
     Reviewed(
         "Random samples are drawn from bfloat16 logits",
-        ("half_exp",),
+        ("exp_16bit",),
         (("examples/seq2seq/models.py", "jax.random.categorical("),),
         "The noise that `jax.random.categorical` adds has the dtype of the logits",
         "Gumbel noise of 8 bits: rare tokens are drawn too often or never.",
@@ -302,7 +302,7 @@ MODELS = (
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
-        ("half_softmax",),
+        ("softmax_16bit",),
         (("examples/sst2/models.py", "nn.softmax(scores"),),
         "The scores come from a bfloat16 layer",
         _SOFTMAX_COST,
@@ -310,7 +310,7 @@ MODELS = (
     ),
     Reviewed(
         "Deviations of a latent distribution are taken in bfloat16",
-        ("half_exp",),
+        ("exp_16bit",),
         (
             ("examples/vae/models.py", "jnp.exp(0.5 * logvar)"),
             ("examples/nnx_toy_examples/05_vae.py", "jnp.exp(self.linear_std(x))"),

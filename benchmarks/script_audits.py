@@ -98,7 +98,7 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
         if report.exists():
             found = jaxmp.AuditReport.from_json(report.read_text("utf-8"))
             row["function"] = done.stdout.splitlines()[0].removeprefix("Function ")
-            row["flops"], row["faults"] = found.flops, found.counts()
+            row["flops"], row["errors"] = found.flops, found.counts()
             row["low_precision_share"] = round(found.low_precision_share, 4)
         return row
 

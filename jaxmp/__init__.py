@@ -45,7 +45,7 @@ from jaxmp._recipe import load_recipe as load_recipe
 from jaxmp._recipe_files._load import RecipeLike as RecipeLike
 from jaxmp.errors import AttentionError as AttentionError
 from jaxmp.errors import AuditError as AuditError
-from jaxmp.errors import AuditFailed as AuditFailed
+from jaxmp.errors import AuditFailedError as AuditFailedError
 from jaxmp.errors import CompositionError as CompositionError
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.errors import LossScaleError as LossScaleError

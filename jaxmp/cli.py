@@ -26,7 +26,7 @@ from jaxmp._policies._op_table import CATEGORIES, OpTable
 from jaxmp._policies._policy import Policy, without_inputs
 from jaxmp._policies._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp.errors import AuditFailed, JaxmpError, RuleError, missing_dependency
+from jaxmp.errors import AuditFailedError, JaxmpError, RuleError, missing_dependency
 from jaxmp.fp8._scaling import as_recipe
 
 try:
@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
     except JaxmpError as error:
         _print_error(error)
-        raise SystemExit(1 if isinstance(error, (_UnmatchedRule, AuditFailed)) else 2) from None
+        raise SystemExit(
+            1 if isinstance(error, (_UnmatchedRule, AuditFailedError)) else 2
+        ) from None
 
 
 class _UnmatchedRule(RuleError):
@@ -181,13 +183,14 @@ def _audit(
         typer.Option(help="Compile for a100, h100, h200 or b200 too; the card need not be there."),
     ] = None,
     fail_on: Annotated[
-        str, typer.Option(help="Kinds of findings that fail, by commas; any: every fault; none.")
+        str, typer.Option(help="Checks that fail, by commas; any: every error; none.")
     ] = "any",
     baseline: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON; fail on more faults than it has.")
+        str | None, typer.Option(metavar="FILE", help="JSON; fail on more errors than it has.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Print notes, modules, casts, alignment and rules too.")
+        bool,
+        typer.Option("--full", help="Print warnings, modules, casts, alignment and rules too."),
     ] = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page.")] = None,
     markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
@@ -226,9 +229,9 @@ def _audit(
         if file is not None:
             _write(file, view())
     if fail_on == "any" and baseline is None:
-        raise typer.Exit(0 if report.ok else 1)  # the report lists the faults
-    kinds = None if fail_on == "any" else [kind for kind in fail_on.split(",") if kind != "none"]
-    report.check(kinds, baseline=baseline)
+        raise typer.Exit(0 if report.ok else 1)  # the report lists the errors
+    checks = None if fail_on == "any" else [name for name in fail_on.split(",") if name != "none"]
+    report.check(checks, baseline=baseline)
 
 
 def _refuse(arguments: list[str]) -> NoReturn:
@@ -269,9 +272,9 @@ def _print_functions(result: ScriptAudit, listing: bool) -> None:
         row = result.audited
         others = len(result.functions) - 1
         more = f"; --list prints {counted(others, 'other function')}" if others else ""
-        place = f" ({row.place})" if row.place else ""
+        location = f" ({row.location})" if row.location else ""
         what = "" if row.takes_gradients else ", which takes no gradients"
-        _console().print(_text(f"Function {row.name}{place}{what}{more}", "dim"), soft_wrap=True)
+        _console().print(_text(f"Function {row.name}{location}{what}{more}", "dim"), soft_wrap=True)
         return
     table = _table("function", "line", "matmul FLOPs of a call", "what it does")
     for row in result.functions:
@@ -279,7 +282,7 @@ def _print_functions(result: ScriptAudit, listing: bool) -> None:
             "returns an updated state"
         ] * row.updates
         words = " and ".join(does) or "no gradients"
-        table.add_row(_text(row.name, "bold"), _text(row.place), flops_words(row.flops), words)
+        table.add_row(_text(row.name, "bold"), _text(row.location), flops_words(row.flops), words)
     _console().print(table)
 
 

@@ -44,7 +44,7 @@ class AuditError(JaxmpError):
     """A program cannot be audited, or an audit cannot be read."""
 
 
-class AuditFailed(JaxmpError):
+class AuditFailedError(JaxmpError):
     """A program does not hold what it should."""
 
 

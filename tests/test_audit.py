@@ -1,4 +1,4 @@
-"""The audit: every planted fault is found and named, and a clean program has none."""
+"""The audit: every planted error is found and named, and a clean program has none."""
 
 import functools
 import io
@@ -25,7 +25,7 @@ from rich.console import Console
 import jaxmp
 from byte_gpt import GPT
 from jaxmp import audit, cli
-from jaxmp._audit import KINDS
+from jaxmp._audit import CHECKS
 from jaxmp._core._compat import cudnn_version
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
@@ -47,12 +47,12 @@ def line_of(text):
     return found
 
 
-def kinds(report):
-    return {finding.kind for finding in report.findings}
+def checks(report):
+    return {finding.check for finding in report.findings}
 
 
-def the_only(report, kind, level="fault"):
-    (found,) = (f for f in report.findings if (f.kind, f.level) == (kind, level))
+def the_only(report, check, severity="error"):
+    (found,) = (f for f in report.findings if (f.check, f.severity) == (check, severity))
     return found
 
 
@@ -89,7 +89,7 @@ def audit_small(framework, recipe="bf16", **sizes):
 def test_a_clean_step_has_no_fault(framework, recipe):
     report = audit_small(framework, recipe)
     assert report.ok, str(report)
-    assert report.counts() == {} and report.faults == ()
+    assert report.counts() == {} and report.errors == ()
     report.check()
     wanted = jaxmp.load_recipe(recipe).policies.default.compute_dtype.name
     assert set(report.matmul_flops) == {(wanted, wanted)}
@@ -163,7 +163,7 @@ def test_a_compiled_nnx_step_is_refused_and_stays_whole():
 
 
 # ---------------------------------------------------------------------------
-# Planted faults: matmuls
+# Planted errors: matmuls
 # ---------------------------------------------------------------------------
 
 
@@ -236,13 +236,13 @@ def test_full_precision_is_allowed():
 def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
     x = shape(16, 16, dtype=jnp.float32)
     assert audit(lambda x: x @ x, x).ok
-    assert kinds(audit(lambda x: x @ x, x, policies=BF16)) == {"fp32_matmul"}
+    assert checks(audit(lambda x: x @ x, x, policies=BF16)) == {"fp32_matmul"}
 
 
 def test_the_wrong_16_bits():
     x = shape(16, 16, dtype=jnp.float16)
-    assert kinds(audit(lambda x: x @ x, x, policies=BF16)) == {"off_policy_matmul"}
-    assert kinds(audit(lambda x: x @ x, shape(16, 16), policies="fp32")) == {"off_policy_matmul"}
+    assert checks(audit(lambda x: x @ x, x, policies=BF16)) == {"off_policy_matmul"}
+    assert checks(audit(lambda x: x @ x, shape(16, 16), policies="fp32")) == {"off_policy_matmul"}
 
 
 def test_precision_highest_is_the_authors_choice():
@@ -250,7 +250,7 @@ def test_precision_highest_is_the_authors_choice():
         return jnp.matmul(x, x, precision="highest")
 
     report = audit(fn, shape(16, 16, dtype=jnp.float32), policies=BF16)
-    assert report.ok and the_only(report, "fp32_matmul", "note")
+    assert report.ok and the_only(report, "fp32_matmul", "warning")
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():
@@ -272,7 +272,7 @@ def test_mixed_operands():
     finding = the_only(report, "mixed_operands")
     assert_named(finding, "head", "a mixed-operand dot")
     assert report.matmul_flops == {("bfloat16", "float32"): 2 * 16 * 64 * 64}
-    assert kinds(report) == {"mixed_operands"}
+    assert checks(report) == {"mixed_operands"}
 
 
 def test_fp8_operands_may_differ():
@@ -291,10 +291,10 @@ class Wide(nn.Module):
 def test_a_500_wide_layer():
     loss, args = linen_loss(Wide())
     report = audit(jax.grad(loss), *args, policies="bf16")
-    assert {f.module for f in report.faults} == {"odd", "back"}
-    finding = next(f for f in report.faults if f.module == "odd")
+    assert {f.module for f in report.errors} == {"odd", "back"}
+    finding = next(f for f in report.errors if f.module == "odd")
     assert_named(finding, "odd", "a 500-wide layer")
-    assert finding.kind == "misaligned_matmul"
+    assert finding.check == "misaligned_matmul"
     assert "N = 500 -> 504" in finding.message and "504" in finding.fix
     assert dict(report.aligned)[8] == 0
 
@@ -303,11 +303,11 @@ def test_a_500_wide_layer():
     ("dtype", "width", "found"),
     [
         (jnp.bfloat16, 504, None),
-        (jnp.bfloat16, 500, "fault"),
+        (jnp.bfloat16, 500, "error"),
         (jnp.float32, 500, None),
-        (jnp.float32, 501, "fault"),
-        (jnp.float8_e4m3fn, 504, "fault"),
-        (jnp.bfloat16, 10, "note"),  # 60% of padding
+        (jnp.float32, 501, "error"),
+        (jnp.float8_e4m3fn, 504, "error"),
+        (jnp.bfloat16, 10, "warning"),  # 60% of padding
     ],
 )
 def test_alignment_follows_the_dtype(dtype, width, found):
@@ -315,8 +315,8 @@ def test_alignment_follows_the_dtype(dtype, width, found):
         return lax.dot(x, w, preferred_element_type=jnp.float32)
 
     report = audit(fn, shape(16, 64, dtype=dtype), shape(64, width, dtype=dtype))
-    levels = [f.level for f in report.findings if f.kind == "misaligned_matmul"]
-    assert levels == ([found] if found else [])
+    severities = [f.severity for f in report.findings if f.check == "misaligned_matmul"]
+    assert severities == ([found] if found else [])
 
 
 def test_a_small_misaligned_matmul_is_a_note():
@@ -324,7 +324,7 @@ def test_a_small_misaligned_matmul_is_a_note():
         return x @ big, x[:1].repeat(8, 0) @ odd
 
     report = audit(fn, shape(4096, 512), shape(512, 4096), shape(512, 100))
-    assert report.ok and the_only(report, "misaligned_matmul", "note")
+    assert report.ok and the_only(report, "misaligned_matmul", "warning")
 
 
 def test_the_batch_is_no_width():
@@ -332,7 +332,7 @@ def test_the_batch_is_no_width():
 
 
 # ---------------------------------------------------------------------------
-# Planted faults: 16 bits where FP32 belongs
+# Planted errors: 16 bits where FP32 belongs
 # ---------------------------------------------------------------------------
 
 
@@ -347,9 +347,9 @@ class Router(nn.Module):
 def test_a_half_softmax(gradient):
     loss, args = linen_loss(Router())
     report = audit(jax.grad(loss) if gradient else loss, *args, policies="bf16")
-    assert_named(the_only(report, "half_softmax"), "", "a bf16 softmax")
-    assert the_only(report, "half_softmax").primitive == "exp"
-    assert report.counts() == {"half_softmax": 1}
+    assert_named(the_only(report, "softmax_16bit"), "", "a bf16 softmax")
+    assert the_only(report, "softmax_16bit").primitive == "exp"
+    assert report.counts() == {"softmax_16bit": 1}
 
 
 def test_an_fp32_softmax_is_none():
@@ -360,30 +360,30 @@ def test_an_fp32_softmax_is_none():
 
 
 @pytest.mark.parametrize(
-    ("fn", "kind"),
+    ("fn", "check"),
     [
-        (lambda x: jax.nn.log_softmax(x), "half_loss"),
-        (lambda x: jax.nn.logsumexp(x, axis=-1), "half_loss"),
+        (lambda x: jax.nn.log_softmax(x), "loss_16bit"),
+        (lambda x: jax.nn.logsumexp(x, axis=-1), "loss_16bit"),
         (
             lambda x: optax.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(4, int)),
-            "half_loss",
+            "loss_16bit",
         ),
-        (lambda x: jnp.mean(x), "half_loss"),
-        (lambda x: x * lax.rsqrt(jnp.var(x, -1, keepdims=True)), "half_norm"),
-        (lambda x: x / jnp.sqrt(jnp.var(x, -1, keepdims=True)), "half_norm"),
-        (lambda x: lax.reduce_sum(x, (1,)), "half_reduction"),
-        (lambda x: jnp.cumsum(x, axis=1), "half_reduction"),
-        (lambda x: jnp.zeros(8, x.dtype).at[jnp.zeros(64, int)].add(x[0]), "half_reduction"),
-        (lambda x: jnp.exp(x), "half_exp"),
-        (lambda x: jnp.log1p(x), "half_exp"),
-        (lambda x: jnp.sin(x), "half_exp"),
+        (lambda x: jnp.mean(x), "loss_16bit"),
+        (lambda x: x * lax.rsqrt(jnp.var(x, -1, keepdims=True)), "norm_16bit"),
+        (lambda x: x / jnp.sqrt(jnp.var(x, -1, keepdims=True)), "norm_16bit"),
+        (lambda x: lax.reduce_sum(x, (1,)), "reduction_16bit"),
+        (lambda x: jnp.cumsum(x, axis=1), "reduction_16bit"),
+        (lambda x: jnp.zeros(8, x.dtype).at[jnp.zeros(64, int)].add(x[0]), "reduction_16bit"),
+        (lambda x: jnp.exp(x), "exp_16bit"),
+        (lambda x: jnp.log1p(x), "exp_16bit"),
+        (lambda x: jnp.sin(x), "exp_16bit"),
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_what_belongs_in_fp32(fn, kind, dtype):
+def test_what_belongs_in_fp32(fn, check, dtype):
     report = audit(fn, shape(4, 64, dtype=dtype))
-    assert set(report.counts()) == {kind}
-    assert jnp.dtype(dtype).name in report.faults[0].message
+    assert set(report.counts()) == {check}
+    assert jnp.dtype(dtype).name in report.errors[0].message
     assert audit(fn, shape(4, 64, dtype=jnp.float32)).findings == ()
 
 
@@ -405,7 +405,7 @@ def test_what_is_right_in_16_bits(fn):
 
 def test_powers_are_notes():
     report = audit(lambda x: x**3, shape(4, 64))
-    assert report.ok and the_only(report, "half_exp", "note").primitive == "integer_pow"
+    assert report.ok and the_only(report, "exp_16bit", "warning").primitive == "integer_pow"
 
 
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
@@ -414,12 +414,12 @@ def test_exponentials_of_at_most_zero_are_notes(activation):
         report = audit(activation, shape(4, 64))
         gradient = audit(jax.grad(lambda x: activation(x).astype(jnp.float32).sum()), shape(4, 64))
     assert report.ok and gradient.ok, str(report)
-    assert audit(lambda x: jnp.exp(-x), shape(4, 64)).counts() == {"half_exp": 1}
+    assert audit(lambda x: jnp.exp(-x), shape(4, 64)).counts() == {"exp_16bit": 1}
 
 
 def test_the_op_table_of_a_recipe_decides():
     recipe = jaxmp.load_recipe("bf16").replace(ops={"exp": "low"})
-    assert audit(jnp.exp, shape(4, 64), policies="bf16").counts() == {"half_exp": 1}
+    assert audit(jnp.exp, shape(4, 64), policies="bf16").counts() == {"exp_16bit": 1}
     assert audit(jnp.exp, shape(4, 64), policies=recipe).ok
 
 
@@ -429,7 +429,7 @@ def test_a_running_sum_by_cumsum():
             return jnp.cumsum(x, axis=0)  # a bf16 running sum
 
     assert_named(
-        the_only(audit(fn, shape(64, 4)), "half_reduction"), "scores", "a bf16 running sum"
+        the_only(audit(fn, shape(64, 4)), "reduction_16bit"), "scores", "a bf16 running sum"
     )
 
 
@@ -440,7 +440,7 @@ def test_a_running_sum_in_a_scan():
 
         return lax.scan(body, jnp.zeros(4, jnp.bfloat16), xs)[0]
 
-    finding = the_only(audit(fn, shape(64, 4)), "half_reduction")
+    finding = the_only(audit(fn, shape(64, 4)), "reduction_16bit")
     assert_named(finding, "", "a running sum in a carry")
 
 
@@ -460,8 +460,8 @@ def test_a_running_sum_in_loops_and_through_casts():
 
     with jax.numpy_dtype_promotion("standard"):
         for fn in (looped, tested, rounded):
-            assert audit(fn, shape(4)).counts()["half_reduction"] == 1
-            assert "half_reduction" not in kinds(audit(fn, shape(4, dtype=jnp.float32)))
+            assert audit(fn, shape(4)).counts()["reduction_16bit"] == 1
+            assert "reduction_16bit" not in checks(audit(fn, shape(4, dtype=jnp.float32)))
 
 
 def test_a_residual_stream_is_no_running_sum():
@@ -486,10 +486,10 @@ def test_gradients_that_a_loop_adds_up_in_16_bits():
         return lax.scan(body, x, length=9)[0].astype(jnp.float32).sum()
 
     args = shape(64, 64), shape(16, 64)
-    assert the_only(audit(jax.grad(loss), *args), "half_reduction").level == "fault"
+    assert the_only(audit(jax.grad(loss), *args), "reduction_16bit").severity == "error"
     in_fp32 = lambda w, x: loss(w.astype(jnp.bfloat16), x)
     wide = shape(64, 64, dtype=jnp.float32), args[1]
-    assert "half_reduction" in audit(jax.grad(in_fp32), *wide).counts()
+    assert "reduction_16bit" in audit(jax.grad(in_fp32), *wide).counts()
 
 
 def test_gradients_of_biases_are_notes_and_autocast_mends_them():
@@ -498,7 +498,7 @@ def test_gradients_of_biases_are_notes_and_autocast_mends_them():
 
     args = shape(64), shape(32, 64)
     found = audit(jax.grad(loss), *args)
-    assert found.ok and "autocast" in the_only(found, "half_reduction", "note").fix
+    assert found.ok and "autocast" in the_only(found, "reduction_16bit", "warning").fix
     assert audit(jaxmp.autocast(jax.grad(loss), "bf16"), *args).findings == ()
 
 
@@ -510,8 +510,8 @@ def test_silent_promotion():
     args = shape(4, 64), shape(4, 64, dtype=jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
         report = audit(fn, *args, policies="bf16")
-    assert_named(the_only(report, "silent_promotion"), "residual", "a silent promotion")
-    assert the_only(report, "silent_promotion").primitive == "add"
+    assert_named(the_only(report, "implicit_promotion"), "residual", "a silent promotion")
+    assert the_only(report, "implicit_promotion").primitive == "add"
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_silent_promotion():
 def test_silent_promotions_in_other_ways(fn):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         report = audit(fn, shape(4, 64), shape(4, 64, dtype=jnp.float32))
-    assert kinds(report) == {"silent_promotion"}
+    assert checks(report) == {"implicit_promotion"}
 
 
 def test_what_autocast_lifts_is_no_silent_promotion():
@@ -541,7 +541,7 @@ def test_what_autocast_lifts_is_no_silent_promotion():
         assert report.casts and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
     half = args[0].astype(jnp.bfloat16), args[1], args[2].astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # the same by hand: a loss in FP32 is right
-        assert "silent_promotion" not in kinds(audit(fn, *half, policies="bf16"))
+        assert "implicit_promotion" not in checks(audit(fn, *half, policies="bf16"))
 
 
 def test_casts_that_somebody_wrote_are_no_silent_promotion():
@@ -552,7 +552,7 @@ def test_casts_that_somebody_wrote_are_no_silent_promotion():
 
 
 # ---------------------------------------------------------------------------
-# Planted faults: attention
+# Planted errors: attention
 # ---------------------------------------------------------------------------
 
 
@@ -565,7 +565,7 @@ class Attention(nn.Module):
 def test_attention_of_jaxmp_says_why_it_is_no_fused_kernel():
     loss, args = linen_loss(Attention())
     report = audit(jax.grad(loss), args[0], shape(16, 64, dtype=jnp.float32), policies="bf16")
-    finding = the_only(report, "unfused_attention", "note")
+    finding = the_only(report, "unfused_attention", "warning")
     assert_named(finding, "attention", "unfused attention")
     # Once per layer, not once per pass; the forward pass multiplies twice, q k^T and by v.
     assert finding.count == 1 and finding.flops == 2 * 2 * 16 * 16 * 64
@@ -580,7 +580,7 @@ def attention_note(*sizes, around=lambda attend: attend, **options):
             return jaxmp.dot_product_attention(q, q, q, **options)
 
     report = audit(around(attend), shape(*sizes))
-    return the_only(report, "unfused_attention", "note")
+    return the_only(report, "unfused_attention", "warning")
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
@@ -643,12 +643,12 @@ def attend(q, k, v):
 def test_why_attention_is_not_fused(fn, size, why):
     with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention
         report = audit(fn, *[shape(4, 128, size)] * 3)
-    assert why in the_only(report, "unfused_attention", "note").message
+    assert why in the_only(report, "unfused_attention", "warning").message
 
 
 def test_fp32_attention_cannot_be_fused():
     report = audit(attend, *[shape(4, 128, 64, dtype=jnp.float32)] * 3)
-    assert "float32" in the_only(report, "unfused_attention", "note").message
+    assert "float32" in the_only(report, "unfused_attention", "warning").message
 
 
 def test_a_softmax_head_is_no_attention():
@@ -657,7 +657,7 @@ def test_a_softmax_head_is_no_attention():
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     args = shape(64, 64), shape(16, 64), shape(16, dtype=jnp.int32)
-    assert "unfused_attention" not in kinds(audit(jax.grad(loss, (0, 1)), *args))
+    assert "unfused_attention" not in checks(audit(jax.grad(loss, (0, 1)), *args))
 
 
 def test_a_mixture_of_experts_is_no_attention():
@@ -667,11 +667,11 @@ def test_a_mixture_of_experts_is_no_attention():
         return jnp.einsum("bte,btef->btf", gates, outs)
 
     args = shape(4, 16, 64), shape(64, 8), shape(8, 64, 64)
-    assert "unfused_attention" not in kinds(audit(fn, *args))
+    assert "unfused_attention" not in checks(audit(fn, *args))
 
 
 # ---------------------------------------------------------------------------
-# Planted faults: state
+# Planted errors: state
 # ---------------------------------------------------------------------------
 
 
@@ -687,7 +687,7 @@ def test_optimizer_state_in_bf16():
 
         with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates
             report = audit(step, params, tx.init(params), shape(8, 16))
-        return [f for f in report.faults if f.kind == "half_optimizer_state"]
+        return [f for f in report.errors if f.check == "optimizer_state_16bit"]
 
     (finding,) = finding_of(tx)
     assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
@@ -706,7 +706,7 @@ def test_optimizer_state_in_train_states(framework):
     else:
         state, step, _ = prepare("bf16", SMALL, tx)
         args, parameters = (state,), state.params
-    finding = the_only(audit(step, *args, TOKENS, policies="bf16"), "half_optimizer_state")
+    finding = the_only(audit(step, *args, TOKENS, policies="bf16"), "optimizer_state_16bit")
     assert "mu" in finding.message
     assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
     assert Path(finding.file).name == "train_lm.py" and finding.line
@@ -757,7 +757,7 @@ def test_flax_dynamic_scale():
 
     scale = jax.tree.map(jnp.asarray, DynamicScale())
     args = scale, jnp.ones((16, 16)), jnp.ones((8, 16))
-    assert kinds(audit(step, *args, False)) == {"unused_loss_scale"}
+    assert checks(audit(step, *args, False)) == {"unused_loss_scale"}
     assert audit(step, *args, True).ok
 
 
@@ -997,9 +997,9 @@ def faulty():
 
 def test_every_kind_is_explained():
     page = (HERE.parents[1] / "docs/audit.md").read_text()
-    for kind, words in KINDS.items():
-        assert f"| `{kind}` | {words.level} | {words.target} |" in page
-        assert words.meaning and words.fix and words.level in ("fault", "note")
+    for check, words in CHECKS.items():
+        assert f"| `{check}` | {words.severity} | {words.target} |" in page
+        assert words.explanation and words.fix and words.severity in ("error", "warning")
 
 
 def test_the_types_of_results_are_public(faulty):
@@ -1010,10 +1010,10 @@ def test_the_types_of_results_are_public(faulty):
 def test_json_round_trip(faulty):
     again = jaxmp.AuditReport.from_json(faulty.to_json())
     assert again == faulty and str(again) == str(faulty)
-    assert json.loads(faulty.to_json())["findings"][0]["kind"] == "fp32_matmul"
+    assert json.loads(faulty.to_json())["findings"][0]["check"] == "fp32_matmul"
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"findings": [{"kind": 1, "x": 2}]}'])
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"findings": [{"check": 1, "x": 2}]}'])
 def test_json_that_is_no_report(text):
     with pytest.raises(jaxmp.AuditError, match="to_json"):
         jaxmp.AuditReport.from_json(text)
@@ -1042,7 +1042,7 @@ def test_a_notebook_gets_a_fragment_that_brings_its_style(faulty):
 
 def test_numbers_line_up_and_paths_may_break(faulty):
     report = jaxmp.AuditReport(
-        findings=(jaxmp.Finding(kind="half_exp", module="encoder/block_0/mlp"),),
+        findings=(jaxmp.Finding(check="exp_16bit", module="encoder/block_0/mlp"),),
         matmuls=faulty.matmuls,
     )
     page = report.to_html()
@@ -1056,20 +1056,22 @@ def test_numbers_line_up_and_paths_may_break(faulty):
 
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
-    finding = jaxmp.Finding(kind="half_exp", module=name, message=name, fix=name)
+    finding = jaxmp.Finding(check="exp_16bit", module=name, message=name, fix=name)
     report = jaxmp.AuditReport(findings=(finding,))
     assert "<script>" not in report.to_html() and "<script>" not in report.to_markdown()
     assert "\x1b" not in str(report) + report.to_html() + report.to_markdown()
-    row = next(line for line in report.to_markdown().splitlines() if "half" in line and "|" in line)
+    row = next(line for line in report.to_markdown().splitlines() if "exp" in line and "|" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 5
 
 
 def test_check_lists_what_failed(faulty):
-    with pytest.raises(jaxmp.AuditFailed, match=r"fp32_matmul in stubborn at test_audit\.py:\d+"):
+    with pytest.raises(
+        jaxmp.AuditFailedError, match=r"fp32_matmul in stubborn at test_audit\.py:\d+"
+    ):
         faulty.check()
     faulty.check([])
-    faulty.check(["half_softmax"])
-    with pytest.raises(jaxmp.AuditFailed):
+    faulty.check(["softmax_16bit"])
+    with pytest.raises(jaxmp.AuditFailedError):
         faulty.check("fp32_matmul")
     with pytest.raises(jaxmp.AuditError, match="Did you mean 'fp32_matmul'"):
         faulty.check(["fp32_matmuls"])
@@ -1078,7 +1080,7 @@ def test_check_lists_what_failed(faulty):
 def test_notes_fail_where_they_are_named():
     report = audit(attend, *[shape(4, 128, 64)] * 3)
     report.check()
-    with pytest.raises(jaxmp.AuditFailed, match="unfused_attention"):
+    with pytest.raises(jaxmp.AuditFailedError, match="unfused_attention"):
         report.check(["unfused_attention"])
 
 
@@ -1088,7 +1090,7 @@ def test_a_baseline_allows_what_was_there(faulty, tmp_path):
     for baseline in (faulty, faulty.to_json(), str(file), file):
         faulty.check(baseline=baseline)
     clean = jaxmp.AuditReport()
-    with pytest.raises(jaxmp.AuditFailed, match="more than the baseline allows"):
+    with pytest.raises(jaxmp.AuditFailedError, match="more than the baseline allows"):
         faulty.check(baseline=clean)
     clean.check(baseline=faulty)
     with pytest.raises(jaxmp.AuditError, match="cannot be read"):
@@ -1096,8 +1098,8 @@ def test_a_baseline_allows_what_was_there(faulty, tmp_path):
 
 
 def test_a_long_list_is_cut():
-    findings = tuple(jaxmp.Finding(kind="half_exp", line=n) for n in range(30))
-    with pytest.raises(jaxmp.AuditFailed, match=r"and 10 more$"):
+    findings = tuple(jaxmp.Finding(check="exp_16bit", line=n) for n in range(30))
+    with pytest.raises(jaxmp.AuditFailedError, match=r"and 10 more$"):
         jaxmp.AuditReport(findings=findings).check()
 
 
@@ -1106,11 +1108,11 @@ def test_diff(faulty):
     loss, args = linen_loss(Wide())
     later = audit(jax.grad(loss), *args, policies=policies)
     change = faulty.diff(later)
-    assert {f.kind for f in change.added if f.level == "fault"} == {
+    assert {f.check for f in change.added if f.severity == "error"} == {
         "misaligned_matmul",
         "unused_rule",
     }
-    assert {f.kind for f in change.removed if f.level == "fault"} == {"fp32_matmul"}
+    assert {f.check for f in change.removed if f.severity == "error"} == {"fp32_matmul"}
     assert change.matmul_flops["float32", "float32"] < 0
     assert "misaligned" in str(change) and "fp32" in change.to_markdown().replace("\\", "")
     assert faulty.diff(later.to_json()) == change
@@ -1185,14 +1187,14 @@ def test_the_command_prints_and_writes(run, tmp_path):
 def test_the_command_fails_on_what_it_is_told(run):
     faulty = ("my_steps:make_fp32", "--recipe", "bf16")
     status, out, error = run(*faulty)
-    assert status == 1 and "fp32_matmul" in out and error == ""  # faults are printed once
+    assert status == 1 and "fp32_matmul" in out and error == ""  # errors are printed once
     status, _, error = run(*faulty, "--fail-on", "fp32_matmul")
     assert status == 1 and "fp32_matmul in (root) at my_steps.py" in error
     assert run(*faulty, "--fail-on", "none")[0] == 0
-    assert run(*faulty, "--fail-on", "mixed_operands,half_softmax")[0] == 0
+    assert run(*faulty, "--fail-on", "mixed_operands,softmax_16bit")[0] == 0
     assert run(*faulty, "--fail-on", "mixed_operands,fp32_matmul")[0] == 1
     status, _, error = run(*faulty, "--fail-on", "fp32")
-    assert status == 2 and "is no kind of finding" in error
+    assert status == 2 and "is no check of finding" in error
 
 
 def test_the_command_holds_a_step_against_a_baseline(run):
@@ -1223,11 +1225,11 @@ def test_the_commands_errors(run, arguments, message):
 def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
     console = Console(width=160, record=True, file=io.StringIO())
     name = "[bold red]x\x1b[2J"
-    planted = jaxmp.Finding(kind="half_exp", module=name, message=name)
+    planted = jaxmp.Finding(check="exp_16bit", module=name, message=name)
     for report in (faulty, faulty.diff(jaxmp.AuditReport(findings=(planted,)))):
         console.print(report)
     text = console.export_text()
-    assert "Precision audit: 1 fault" in text and "fp32_matmul" in text
+    assert "Precision audit: 1 error" in text and "fp32_matmul" in text
     assert "[bold red]x" in text and "\x1b" not in text
 
 

@@ -41,8 +41,8 @@ def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def the_only(report, kind):
-    (found,) = (finding for finding in report.findings if finding.kind == kind)
+def the_only(report, check):
+    (found,) = (finding for finding in report.findings if finding.check == check)
     return found
 
 
@@ -83,7 +83,7 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     }
     assert {row.count for row in report.attention} == {1} and len(report.attention) == 6
     assert report.collectives == ()
-    assert "unfused_attention" not in {finding.kind for finding in report.findings}
+    assert "unfused_attention" not in {finding.check for finding in report.findings}
 
 
 @needs_compiler
@@ -144,7 +144,7 @@ def test_fp8_products_are_real_where_the_card_has_them():
     report = audit(fp8_dot, FP8, FP8, target="h200")
     (row,) = report.gemms
     assert (row.lhs, row.rhs, row.kernel) == ("float8_e4m3fn", "float8_e4m3fn", "cublas fp8")
-    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert "fp8_fallback" not in {finding.check for finding in report.findings}
 
 
 @needs_compiler
@@ -171,8 +171,8 @@ def test_quantised_and_dequantised_dots(between, falls_back):
     assert operands(report) == {
         ("bfloat16", "bfloat16") if falls_back else ("float8_e4m3fn", "float8_e4m3fn")
     }
-    kinds = {finding.kind for finding in report.faults}
-    assert ("fp8_fallback" in kinds) == falls_back
+    checks = {finding.check for finding in report.errors}
+    assert ("fp8_fallback" in checks) == falls_back
     if falls_back:
         finding = the_only(report, "fp8_fallback")
         assert (finding.module, finding.line) == ("lin", line_of("QDQ dot"))
@@ -199,7 +199,7 @@ def test_attention_kernels(implementation):
     found = {(row.module, row.phase, row.kernel, row.dtype) for row in report.attention}
     if implementation == "xla":
         assert found == set()
-        assert "unfused_attention" in {finding.kind for finding in report.findings}
+        assert "unfused_attention" in {finding.check for finding in report.findings}
     else:
         assert found == {
             ("attend", "forward", "__cudnn$fmhaSoftmax", "bfloat16"),
@@ -278,7 +278,7 @@ def test_an_fp32_all_gather(mesh):
     assert "1.05 MB are gathered in float32" in finding.message
     report, found = gathers(cast_first)
     assert {dtype for _, dtype, _ in found} == {"bfloat16"}
-    assert "fp32_all_gather" not in {finding.kind for finding in report.findings}
+    assert "fp32_all_gather" not in {finding.check for finding in report.findings}
 
 
 @needs_compiler
@@ -301,7 +301,7 @@ def test_collectives_that_xla_combines_are_told_apart(mesh):
         ("first", "float32", 512 * 512 * 4, 1),
         ("second", "float32", 512 * 256 * 4, 1),
     }
-    found = [finding for finding in report.findings if finding.kind == "fp32_all_gather"]
+    found = [finding for finding in report.findings if finding.check == "fp32_all_gather"]
     assert {finding.module for finding in found} == {"first", "second"}
 
 
@@ -329,7 +329,7 @@ def test_a_weight_gathered_together_with_fp8_ones_is_no_fallback(mesh):
     assert {row.dtype for row in report.collectives} == {"bfloat16", "float8_e4m3fn"}
     (head,) = (row for row in report.gemms if row.module == "head")
     assert (head.lhs, head.rhs, head.was_fp8) == ("bfloat16", "bfloat16", "")
-    assert "fp8_fallback" not in {f.kind for f in report.findings if f.module == "head"}
+    assert "fp8_fallback" not in {f.check for f in report.findings if f.module == "head"}
 
 
 def replicated(mesh, *sizes, dtype=jnp.float32):
@@ -343,13 +343,13 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     step = sharded_step(lambda w: w.astype(jnp.bfloat16))
     args = replicated(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(step, *args, policies=BF16, target="h200")
-    finding = the_only(report, "half_all_reduce")
-    assert finding.level == "fault" and "gradients" in finding.message
+    finding = the_only(report, "all_reduce_16bit")
+    assert finding.severity == "error" and "gradients" in finding.message
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
     assert not row.in_matmul and row.phase == "backward"
     assert audit(step, *args, policies=BF16).ok
     # Without policies nobody asked for FP32.
-    assert the_only(audit(step, *args, target="h200"), "half_all_reduce").level == "note"
+    assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"
 
     def mended(w, x):
         def loss_fn(w, x):
@@ -361,7 +361,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
         return w - 0.1 * given["grads"]
 
     report = audit(mended, *args, policies=BF16, target="h200")
-    assert "half_all_reduce" not in {f.kind for f in report.findings}
+    assert "all_reduce_16bit" not in {f.check for f in report.findings}
     sums = {row.dtype for row in report.collectives if row.operation == "all-reduce"}
     assert sums == {"float32"}
 
@@ -384,8 +384,8 @@ def test_activations_that_jit_sums_in_16_bits_are_notes(mesh):
     down = sharded(mesh, 2048, 512, dtype=jnp.bfloat16)
     args = (up, down), replicated(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(step, *args, policies=BF16, target="h200")
-    sums = [f for f in report.findings if f.kind == "half_all_reduce"]
-    assert sums and {f.level for f in sums} == {"note"}, str(report)
+    sums = [f for f in report.findings if f.check == "all_reduce_16bit"]
+    assert sums and {f.severity for f in sums} == {"warning"}, str(report)
 
 
 @needs_compiler
@@ -570,9 +570,9 @@ def test_state_that_is_not_donated_is_a_note():
     args = shape(64, 64, dtype=jnp.float32), shape(8, 64, dtype=jnp.float32)
     kept = audit(step, *args, target="h200")
     given = audit(jax.jit(step, donate_argnums=0), *args, target="h200")
-    assert the_only(kept, "undonated_state").level == "note" and kept.memory.aliased == 0
+    assert the_only(kept, "undonated_state").severity == "warning" and kept.memory.aliased == 0
     assert given.memory.aliased == 64 * 64 * 4
-    assert "undonated_state" not in {finding.kind for finding in given.findings}
+    assert "undonated_state" not in {finding.check for finding in given.findings}
 
 
 @needs_compiler
@@ -619,27 +619,27 @@ def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
 class FakeDevice:
     """What JAX tells of a GPU."""
 
-    def __init__(self, kind, number=0):
-        self.device_kind, self.id = kind, number
+    def __init__(self, check, number=0):
+        self.device_kind, self.id = check, number
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """Makes GPUs of some kinds the devices of this process; returns them."""
+    """Makes GPUs of some checks the devices of this process; returns them."""
 
-    def put(*kinds):
-        devices = [FakeDevice(kind, number) for number, kind in enumerate(kinds)]
+    def put(*checks):
+        devices = [FakeDevice(check, number) for number, check in enumerate(checks)]
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "local_devices", lambda: devices)
         # Those of other processes, for which nothing can be compiled alone.
-        monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(kinds[0], 99)])
+        monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(checks[0], 99)])
         return devices
 
     return put
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "is_it"),
+    ("target", "check", "is_it"),
     [
         # As CUDA names them (`cudaDeviceProp.name`, `nvidia-smi -L`).
         ("a100", "NVIDIA A100-SXM4-80GB", True),
@@ -659,8 +659,8 @@ def here(monkeypatch):
         ("h100", "AMD Instinct MI300X", False),
     ],
 )
-def test_which_card_a_device_is(here, target, kind, is_it):
-    devices = here(kind)
+def test_which_card_a_device_is(here, target, check, is_it):
+    devices = here(check)
     assert _compile._real_gpus(target, None, 1) == (devices if is_it else [])
 
 

@@ -1,4 +1,4 @@
-"""Promotions to FP32: those that do harm are faults, and those that are cast back are not."""
+"""Promotions to FP32: those that do harm are errors, and those that are cast back are not."""
 
 import functools
 
@@ -31,7 +31,7 @@ def standard_promotion():
 
 
 def kinds(report):
-    return {finding.kind for finding in report.findings}
+    return {finding.check for finding in report.findings}
 
 
 def matmul(x, w):
@@ -96,7 +96,7 @@ def test_optimizers_compute_in_fp32(master):
         with jax.named_scope("update"):
             return state.apply_gradients(grads=state.value_and_grad(loss)()[1])
 
-    assert "silent_promotion" not in kinds(audit(step, state, X, policies="bf16_params"))
+    assert "implicit_promotion" not in kinds(audit(step, state, X, policies="bf16_params"))
 
 
 # ---------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def fp32_softmax(x):
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_what_is_cast_back_or_reduced_is_no_fault(fn, around):
     report = audit(around(fn), X)
-    assert "silent_promotion" not in kinds(report), str(report)
+    assert "implicit_promotion" not in kinds(report), str(report)
     gradient = jax.grad(lambda x: around(fn)(x).astype(jnp.float32).sum())
     report = audit(gradient, X)
-    assert "silent_promotion" not in kinds(report), str(report)
+    assert "implicit_promotion" not in kinds(report), str(report)
 
 
 def test_derivatives_of_an_exact_gelu_are_no_exponentials():
@@ -182,7 +182,7 @@ def test_derivatives_of_an_exact_gelu_are_no_exponentials():
         exact = functools.partial(loss, activation=lambda x: jax.nn.gelu(x, approximate=False))
         assert audit(jax.grad(around(exact)), W, X).findings == ()
         report = audit(jax.grad(around(functools.partial(loss, activation=jnp.exp))), W, X)
-        assert report.counts() == {"half_exp": 1}
+        assert report.counts() == {"exp_16bit": 1}
 
 
 # ---------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def with_own_gradient(fn):
 def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
     gradient = jax.grad(lambda x, w: around(fn)(x, w).astype(jnp.float32).sum())
     for step in (around(fn), gradient):
-        (finding,) = (f for f in audit(step, X, W).faults if f.kind == "silent_promotion")
+        (finding,) = (f for f in audit(step, X, W).errors if f.check == "implicit_promotion")
         assert ", and " in finding.message and finding.file == __file__
 
 
@@ -224,15 +224,15 @@ def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
 def test_the_matmuls_of_a_promotion_have_its_fix(policies):
     """A single change removes all of them."""
     gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
-    faults = audit(gradient, X, W, policies=policies).faults
-    assert {f.kind for f in faults} >= {"silent_promotion", "mixed_operands"}
-    assert all("a NumPy number:\n    0.5" in f.fix for f in faults)
+    errors = audit(gradient, X, W, policies=policies).errors
+    assert {f.check for f in errors} >= {"implicit_promotion", "mixed_operands"}
+    assert all("a NumPy number:\n    0.5" in f.fix for f in errors)
     mended = lambda x, w: matmul(x * 0.5, w).astype(jnp.float32).sum()
     assert audit(jax.grad(mended, (0, 1)), X, W, policies=policies).ok
 
 
 def test_fixes_of_promotions_name_what_promotes():
-    (finding,) = (f for f in audit(into_matmul, X, W).faults if f.kind == "silent_promotion")
+    (finding,) = (f for f in audit(into_matmul, X, W).errors if f.check == "implicit_promotion")
     assert finding.fix.endswith("a NumPy number:\n    0.5")
     assert audit(lambda x, w: matmul(x * 0.5, w), X, W).findings == ()
 
@@ -251,8 +251,8 @@ class NormWithoutDtype(nn.Module):
 def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():
     model = NormWithoutDtype()
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    (finding,) = audit(model.apply, variables, X).faults
-    assert finding.kind == "silent_promotion" and finding.module == "LayerNorm_0"
+    (finding,) = audit(model.apply, variables, X).errors
+    assert finding.check == "implicit_promotion" and finding.module == "LayerNorm_0"
     assert "dtype=jnp.bfloat16" in finding.fix
     assert audit(NormWithoutDtype(BF16).apply, variables, X).findings == ()
 
@@ -268,7 +268,7 @@ def test_an_fp32_residual_stream_is_a_note():
 
     args = jnp.ones((32, 64)), jnp.zeros((8, 16), int), W
     report = audit(fn, *args)
-    assert report.ok and {f.kind for f in report.findings} == {"silent_promotion"}
+    assert report.ok and {f.check for f in report.findings} == {"implicit_promotion"}
 
 
 def test_the_fp32_state_of_a_recurrent_cell_is_a_note():
@@ -286,6 +286,6 @@ def test_float64_that_promotes():
         wide = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
         for x in (X, wide):
             report = audit(fn, x, jnp.ones(64, jnp.float64))
-            (finding,) = (f for f in report.faults if f.kind == "silent_promotion")
+            (finding,) = (f for f in report.errors if f.check == "implicit_promotion")
             assert f"{x.dtype.name} * float64 gives float64" in finding.message
         assert audit(fn, wide, jnp.ones(64, jnp.float32)).ok

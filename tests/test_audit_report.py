@@ -28,7 +28,7 @@ LONG_CODE = (
 FAULTS = (
     *(
         jaxmp.Finding(
-            kind="misaligned_matmul",
+            check="misaligned_matmul",
             module=layer,
             primitive="dot_general",
             file="transformer_model.py",
@@ -40,7 +40,7 @@ FAULTS = (
         for layer in LAYERS
     ),
     jaxmp.Finding(
-        kind="silent_promotion",
+        check="implicit_promotion",
         module="head",
         primitive="mul",
         file="transformer_model.py",
@@ -49,14 +49,18 @@ FAULTS = (
         fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
     ),
     jaxmp.Finding(
-        kind="unused_loss_scale",
+        check="unused_loss_scale",
         message="the dynamic loss scale at [0].loss_scale is not used.",
         fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
     ),
 )
 NOTES = (
     jaxmp.Finding(
-        kind="half_reduction", level="note", primitive="add", message="a sum", fix="add in FP32"
+        check="reduction_16bit",
+        severity="warning",
+        primitive="add",
+        message="a sum",
+        fix="add in FP32",
     ),
 )
 ROW = {"phase": "forward", "lhs": "bfloat16", "rhs": "bfloat16"}
@@ -130,7 +134,7 @@ SHORT = [
     "Matmuls as the GPU",
     "Memory",
 ]
-FULL = [*SHORT, "Notes", "What to do", "Matmul alignment", "Matmuls by module", "Casts"]
+FULL = [*SHORT, "Warnings", "What to do", "Matmul alignment", "Matmuls by module", "Casts"]
 FULL += ["Matmuls of the GPU by module", "Fused attention", "Collectives", "Rules", "Not counted"]
 WIDTHS = [60, 80, 100, 140]
 HEALTHY = dataclasses.replace(REPORT, findings=())
@@ -174,17 +178,17 @@ def test_the_short_report_is_the_default():
 
 def test_the_verdict_is_first():
     lines = str(REPORT).splitlines()
-    assert lines[0] == "Precision audit: 3 faults"
+    assert lines[0] == "Precision audit: 3 errors"
     assert lines[1].startswith(">99.9% of the matmul FLOPs (168 GFLOP) run in 16 bits or FP8.")
     assert str(HEALTHY).startswith("Precision audit: ok\n")
     assert "no floating-point matmuls" in str(jaxmp.AuditReport())
     one = dataclasses.replace(REPORT, findings=FAULTS[-1:])
-    assert str(one).startswith("Precision audit: 1 fault\n")
+    assert str(one).startswith("Precision audit: 1 error\n")
 
 
-def test_the_short_report_counts_the_notes():
-    assert "the notes (half_reduction (1 place))" in " ".join(str(REPORT).split())
-    assert "the notes" not in str(HEALTHY)
+def test_the_short_report_counts_the_warnings():
+    assert "the warnings (reduction_16bit (1 location))" in " ".join(str(REPORT).split())
+    assert "the warnings" not in str(HEALTHY)
 
 
 def test_json_has_everything_after_a_summary():
@@ -200,11 +204,11 @@ def test_json_has_everything_after_a_summary():
 
 def test_a_long_list_of_faults_is_cut_in_the_short_report():
     many = tuple(
-        jaxmp.Finding(kind="half_exp", file="a.py", line=line, message="m", fix="take it in FP32")
+        jaxmp.Finding(check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32")
         for line in range(1, 31)
     )
     report = jaxmp.AuditReport(findings=many)
-    assert str(report).startswith("Precision audit: 30 faults\n")
+    assert str(report).startswith("Precision audit: 30 errors\n")
     assert "The first 20; --full prints 10 more." in str(report)
     assert "a.py:20" in str(report) and "a.py:21" not in str(report)
     assert "a.py:30" in report.to_text(full=True)
@@ -260,7 +264,7 @@ def test_a_fix_is_sentences_and_code(fix, parts):
 
 
 def test_code_in_markdown_cannot_end_its_block():
-    finding = jaxmp.Finding(kind="half_exp", message="m", fix="a:\n    ```\n    <b>\x1b[31m")
+    finding = jaxmp.Finding(check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m")
     report = jaxmp.AuditReport(findings=(finding,))
     assert "````python\n```\n<b>\\x1b[31m\n````" in report.to_markdown()
     assert "&lt;b&gt;" in report.to_html() and "<b>\\x1b" not in report.to_html()
@@ -369,7 +373,7 @@ def test_a_healthy_audit_fits_one_screen(gpt_124m):
 
 
 # ---------------------------------------------------------------------------
-# Three planted faults
+# Three planted errors
 # ---------------------------------------------------------------------------
 
 # The names are those of the fixes: fn, x, logits. A comment stands where a user pastes a fix.
@@ -383,9 +387,9 @@ def fn(w, x):
 # fp32_matmul
 def loss_fn(params, x):
     x = model.apply(params["model"], fn(params["w"], x)).astype(jnp.bfloat16)
-    x = jax.nn.softmax(x)  # half_softmax
+    x = jax.nn.softmax(x)  # softmax_16bit
     logits = 2 * x
-    # half_loss
+    # loss_16bit
     return -jax.nn.log_softmax(logits)[:, 0].astype(jnp.float32).mean()
 """
 
@@ -421,7 +425,7 @@ def printed_fixes(report):
 def test_each_printed_fix_can_be_pasted_and_removes_its_fault():
     report = audit_source(PLANTED)
     kinds = list(report.counts())
-    assert kinds == ["fp32_matmul", "half_loss", "half_softmax"]
+    assert kinds == ["fp32_matmul", "loss_16bit", "softmax_16bit"]
     rows = re.findall(r"^  (\d+)  (\w+)", str(report), re.MULTILINE)
     fixes = printed_fixes(report)
     source = PLANTED

@@ -243,11 +243,11 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     # Two of the matmuls of a linear network are its forward pass, and three its gradient.
     devices = 2 if style in ("pmap", "shard_map") else 1
     assert report.flops == 5 * MATMUL * devices
-    faults = {finding.kind for finding in report.faults}
-    assert "fp32_matmul" in faults
+    errors = {finding.check for finding in report.errors}
+    assert "fp32_matmul" in errors
     # Optimizer states are seen through the wrappers that flatten them.
-    assert ("half_optimizer_state" in faults) == (style in ("nnx", "pmap"))
-    assert {finding.place.partition(":")[0] for finding in report.faults} <= {"train.py", ""}
+    assert ("optimizer_state_16bit" in errors) == (style in ("nnx", "pmap"))
+    assert {finding.location.partition(":")[0] for finding in report.errors} <= {"train.py", ""}
     # Nothing of the script runs after its train step.
     assert not (folder / "too_late.txt").exists()
 
@@ -368,7 +368,7 @@ def test_the_benchmark_runs_a_script_with_stand_ins(folder):
     (folder / "own/main.py").write_text(text)
     row = script_audits.audit(script_audits.Script("own", ["main.py"], "bf16"), folder, None, False)
     assert row["function"].startswith("train_step (main.py:"), row
-    assert row["flops"] == 5 * MATMUL and row["faults"] == {"fp32_matmul": 5}
+    assert row["flops"] == 5 * MATMUL and row["errors"] == {"fp32_matmul": 5}
 
 
 def test_the_page_shows_a_script_as_measured():
@@ -377,7 +377,7 @@ def test_the_page_shows_a_script_as_measured():
     page = (ROOT / "docs/audit.md").read_text()
     lm1b = measured["lm1b"]
     assert MEASURED in page and f"Function {lm1b['function']}" in page
-    assert f"audit: {len(lm1b['faults'])} faults" in page
+    assert f"audit: {len(lm1b['errors'])} errors" in page
     share, flops = f"{lm1b['low_precision_share']:.1%}", f"{lm1b['flops'] / 1e9:.0f} GFLOP"
     assert f"{share} of the matmul FLOPs ({flops})" in page
 

@@ -60,7 +60,7 @@ def code_of(finding):
 
 def counts(step, *args, **options):
     report = audit(step, *args, **options)
-    assert all(finding.message and finding.fix for finding in report.faults)
+    assert all(finding.message and finding.fix for finding in report.errors)
     return report.counts()
 
 
@@ -79,7 +79,7 @@ def test_16_bit_parameters_without_masters(around, wrap):
     step = wrap(functools.partial(sgd, around=around))
     found = counts(step, half(W), X)
     # In a loop, the gradient of a weight that all steps share is a running sum.
-    assert found.pop("half_reduction", 0) == (around is scanned)
+    assert found.pop("reduction_16bit", 0) == (around is scanned)
     assert found == {"missing_master": 1}
     assert counts(step, W, X) == {}
 
@@ -109,7 +109,7 @@ def test_optax_without_masters(tx, recipe):
 
     params = {"w": half(W)}
     report = audit(step, params, jax.eval_shape(tx.init, params), X, policies=recipe)
-    (finding,) = (f for f in report.faults if f.kind == "missing_master")
+    (finding,) = (f for f in report.errors if f.check == "missing_master")
     assert "['w']" in finding.message and finding.file == __file__
     assert "optimizer(tx)" in finding.fix
     wide = {"w": W}
@@ -127,7 +127,7 @@ def test_the_printed_recipe_keeps_masters():
     tx, params = relaxed(optax.adam(1e-3)), {"w": jnp.ones((64, 64))}
     half_params = {"w": params["w"].astype(BF16)}
     report = audit(functools.partial(step, tx=tx), half_params, tx.init(half_params), X)
-    (finding,) = (f for f in report.faults if f.kind == "missing_master")
+    (finding,) = (f for f in report.errors if f.check == "missing_master")
     scope = {"tx": tx, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     state = scope["tx"].init(params)
@@ -156,8 +156,8 @@ def test_masters_of_jaxmp(master):
     ):
         # A recipe without masters is a choice.
         assert report.ok, str(report)
-        found = {f.kind: f.level for f in report.findings}
-        assert found.get("missing_master") == ("note" if master == "none" else None)
+        found = {f.check: f.severity for f in report.findings}
+        assert found.get("missing_master") == ("warning" if master == "none" else None)
 
 
 def test_stochastic_rounding_needs_no_masters():
@@ -287,7 +287,7 @@ def by_hand(w, xs, dtype, **options):
 @pytest.mark.parametrize("accumulate", [by_scan, by_fori, by_hand])
 def test_gradients_accumulated_over_microbatches(accumulate, around):
     step = functools.partial(accumulate, dtype=BF16, around=around)
-    assert set(counts(step, W, BATCHES)) == {"half_accumulator"}
+    assert set(counts(step, W, BATCHES)) == {"accumulator_16bit"}
     assert counts(functools.partial(accumulate, dtype=F32, around=around), W, BATCHES) == {}
 
 
@@ -295,7 +295,7 @@ def test_gradients_accumulated_over_calls():
     def step(total, w, x):
         return total + jax.grad(loss)(w, x).astype(total.dtype)
 
-    assert counts(step, half(W), W, X) == {"half_accumulator": 1}
+    assert counts(step, half(W), W, X) == {"accumulator_16bit": 1}
     assert counts(step, W, W, X) == {}
 
 
@@ -316,7 +316,7 @@ def average_by_difference(average, w, x):
 
 @pytest.mark.parametrize("step", [average_new, average_old, average_by_difference])
 def test_an_average_of_parameters(step):
-    assert counts(step, half(W), W, X) == {"half_accumulator": 1}
+    assert counts(step, half(W), W, X) == {"accumulator_16bit": 1}
     assert counts(step, W, W, X) == {}
 
 
@@ -325,7 +325,7 @@ def test_moments_by_hand():
         moment = (0.9 * moment + jax.grad(loss)(w, x).astype(moment.dtype)).astype(moment.dtype)
         return moment, w - 0.1 * moment.astype(F32)
 
-    assert counts(step, half(W), W, X) == {"half_optimizer_state": 1}
+    assert counts(step, half(W), W, X) == {"optimizer_state_16bit": 1}
     assert counts(step, W, W, X) == {}
 
 
@@ -387,8 +387,8 @@ def data_parallel(cast, *, check_vma, map=jax.shard_map):
 def test_gradients_reduced_in_16_bits(map):
     step = data_parallel(BF16, check_vma=False, map=map)
     report = audit(step, W, X, policies="bf16")
-    (finding,) = report.faults
-    assert finding.kind == "half_all_reduce" and "gradients" in finding.message
+    (finding,) = report.errors
+    assert finding.check == "all_reduce_16bit" and "gradients" in finding.message
     assert finding.fix == "jax.lax.pmean(grads.astype(jnp.float32), 'data')"
     line = inspect.getsource(inspect.getmodule(test_moments_by_hand)).splitlines()[finding.line - 1]
     assert line.endswith("# devices")
@@ -400,8 +400,8 @@ def test_gradients_reduced_in_16_bits(map):
 def test_gradients_that_jax_itself_reduces():
     """`check_vma` sums the gradient where the parameter meets the data: after the cast."""
     report = audit(data_parallel(F32, check_vma=True), W, X, policies="bf16")
-    (finding,) = report.faults
-    assert finding.kind == "half_all_reduce" and "to='varying'" in finding.fix
+    (finding,) = report.errors
+    assert finding.check == "all_reduce_16bit" and "to='varying'" in finding.fix
 
     def step(w, x):
         scope = {"params": w, "jax": jax}
@@ -427,8 +427,8 @@ def test_gradients_of_parameters_that_are_gathered():
         specs = dict(in_specs=(spec, spec), out_specs=spec)
         return audit(jax.shard_map(step, mesh=mesh, **specs), W, X, policies="bf16")
 
-    (finding,) = audited(lambda w: lax.all_gather(w.astype(BF16), "data", tiled=True)).faults
-    assert finding.kind == "half_all_reduce"
+    (finding,) = audited(lambda w: lax.all_gather(w.astype(BF16), "data", tiled=True)).errors
+    assert finding.check == "all_reduce_16bit"
     scope = {"jax": jax, "jnp": jnp}
     exec(code_of(finding), scope)
     assert audited(scope["gather"]).findings == ()
@@ -451,8 +451,8 @@ def test_sums_of_activations_are_notes():
         return jax.grad(value)(weights)
 
     report = audit(step, (half(W), half(W)), half(X), policies="bf16")
-    found = [f for f in report.findings if f.kind == "half_all_reduce"]
-    assert found and {f.level for f in found} == {"note"}
+    found = [f for f in report.findings if f.check == "all_reduce_16bit"]
+    assert found and {f.severity for f in found} == {"warning"}
     assert all("activations" in f.message for f in found)
 
 
@@ -486,7 +486,7 @@ def test_autocast_mends_a_function():
     def fn(w, x):
         return jax.nn.relu(x @ w)
 
-    (finding,) = audit(fn, W, X, policies="bf16").faults
+    (finding,) = audit(fn, W, X, policies="bf16").errors
     scope = {"fn": fn, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     assert audit(scope["fn"], W, X, policies="bf16").ok
@@ -507,7 +507,7 @@ def test_wrap_mends_a_model(framework):
                 return model(x)
 
         run = lambda model: audit(call, model, X, policies="bf16")
-    (finding,) = run(model).faults
+    (finding,) = run(model).errors
     scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     assert run(scope["model"]).ok
@@ -526,7 +526,7 @@ class CastsItself(nn.Module):
 def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    (finding,) = audit(model.apply, variables, X, policies="bf16").faults
+    (finding,) = audit(model.apply, variables, X, policies="bf16").errors
     assert finding.fix.startswith("Remove .astype(jnp.float32) at test_audit_steps.py:")
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
@@ -550,7 +550,7 @@ def test_autocast_mends_a_layer_that_casts_itself():
     ],
 )
 def test_fixes_of_16_bit_operations(fn, mended):
-    (finding,) = audit(fn, half(X)).faults
+    (finding,) = audit(fn, half(X)).errors
     assert audit(lambda x: mended(code_of(finding), x), half(X)).ok
 
 
@@ -563,21 +563,21 @@ def executed(code, **names):
 def test_the_fix_of_a_softmax_inside_flax():
     model = nn.MultiHeadDotProductAttention(2, dtype=BF16)
     variables = jax.eval_shape(model.init, jax.random.key(0), half(X))
-    (finding,) = audit(model.apply, variables, half(X), policies="bf16").faults
-    assert finding.kind == "half_softmax"
+    (finding,) = audit(model.apply, variables, half(X), policies="bf16").errors
+    assert finding.check == "softmax_16bit"
     scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     assert audit(scope["model"].apply, variables, half(X), policies="bf16").ok
 
 
 def test_fixes_of_training_steps():
-    (finding,) = audit(sgd, half(W), X).faults
+    (finding,) = audit(sgd, half(W), X).errors
     scope = {"loss_fn": lambda w: w, "params": jnp.ones(2), "jax": jax, "jnp": jnp}
     cast = eval(code_of(finding), scope)
     assert cast.dtype == BF16
     assert audit(lambda w, x: w - jax.grad(lambda w: loss(w.astype(BF16), x))(w), W, X).ok
 
-    (finding,) = audit(functools.partial(sgd, dtype=F16), W, X).faults
+    (finding,) = audit(functools.partial(sgd, dtype=F16), W, X).errors
 
     def step(params, x):
         scope = {"loss_fn": lambda w: loss(w, x, F16), "params": params, "jaxmp": jaxmp}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import false_faults
+import false_positives
 import field_report
 import field_steps
 from field_report import by_line
@@ -21,7 +21,7 @@ from script_ports import imports
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/field-report.md"
 STEPS = ROOT / "benchmarks/results/field_report_h200.json"
-FAULTS = ROOT / "benchmarks/results/false_faults.json"
+FAULTS = ROOT / "benchmarks/results/false_positives.json"
 
 HERE = "tests/test_field_report.py"
 
@@ -43,19 +43,19 @@ def attend(x):
     return jax.nn.softmax(x @ x.T)
 
 
-def test_a_fault_that_was_not_reviewed_is_false():
-    row = false_faults.judged("ours", "step", findings_of(attend, shape(64, 64)))
+def test_an_error_that_was_not_reviewed_is_false():
+    row = false_positives.judged("ours", "step", findings_of(attend, shape(64, 64)))
 
-    assert row["true"] == [] and [fault["kind"] for fault in row["false"]] == ["half_softmax"]
-    (line,) = false_faults.false_faults([row])
-    assert line.startswith(f"ours (step): half_softmax at {HERE}:")
+    assert row["true"] == [] and [error["check"] for error in row["false"]] == ["softmax_16bit"]
+    (line,) = false_positives.false_positives([row])
+    assert line.startswith(f"ours (step): softmax_16bit at {HERE}:")
     assert "return jax.nn.softmax(x @ x.T)" in line
 
 
 def test_a_reviewed_fault_is_true(monkeypatch):
-    entry = Reviewed("Softmax", ("half_softmax",), ((HERE, "jax.nn.softmax(x"),), "", "", "")
+    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "jax.nn.softmax(x"),), "", "", "")
     monkeypatch.setattr(field_report, "REVIEWED", (entry,))
-    row = false_faults.judged("ours", "step", findings_of(attend, shape(64, 64)))
+    row = false_positives.judged("ours", "step", findings_of(attend, shape(64, 64)))
 
     assert row["false"] == [] and len(row["true"]) == 1
 
@@ -63,14 +63,14 @@ def test_a_reviewed_fault_is_true(monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": "half_loss"},
+        {"check": "loss_16bit"},
         {"file": "other.py"},
         {"text": "return jax.nn.softmax(y)"},
     ],
 )
 def test_an_entry_covers_its_own_check_file_and_line(change):
-    entry = Reviewed("Softmax", ("half_softmax",), ((HERE, "softmax(x"),), "", "", "")
-    (finding,) = (f for f in findings_of(attend, shape(64, 64)) if f["level"] == "fault")
+    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "softmax(x"),), "", "", "")
+    (finding,) = (f for f in findings_of(attend, shape(64, 64)) if f["severity"] == "error")
 
     assert entry.covers(finding)
     assert not entry.covers(finding | change)
@@ -79,8 +79,8 @@ def test_an_entry_covers_its_own_check_file_and_line(change):
 def test_notes_are_no_faults():
     findings = findings_of(lambda x: x**2, shape(64, 64))
 
-    assert [finding["level"] for finding in findings] == ["note"]
-    assert false_faults.judged("ours", "step", findings)["false"] == []
+    assert [finding["severity"] for finding in findings] == ["warning"]
+    assert false_positives.judged("ours", "step", findings)["false"] == []
 
 
 def test_every_entry_is_complete():
@@ -115,8 +115,8 @@ def test_a_step_of_a_checkout(tmp_path):
     step = Step("ours", "project", ".", "other_model.py", "64", make, ("absent_logger",))
     row = field_report.measure(step, tmp_path, None)
 
-    (fault,) = (finding for finding in row["findings"] if finding["level"] == "fault")
-    assert (fault["kind"], fault["file"], fault["line"]) == ("half_softmax", "other_model.py", 5)
+    (error,) = (finding for finding in row["findings"] if finding["severity"] == "error")
+    assert (error["check"], error["file"], error["line"]) == ("softmax_16bit", "other_model.py", 5)
     assert row["flops"] == {"bfloat16": 2 * 64**3} and row["memory"] is None
 
 
@@ -143,12 +143,12 @@ def test_a_script_is_run_up_to_its_step():
 
 
 # ---------------------------------------------------------------------------
-# False faults that these audits showed
+# False errors that these audits showed
 # ---------------------------------------------------------------------------
 
 
 def kinds_of(fn, *args):
-    return [finding.kind for finding in audit(fn, *args, policies="bf16").faults]
+    return [finding.check for finding in audit(fn, *args, policies="bf16").errors]
 
 
 def test_ties_of_a_maximum_are_counted_without_a_fault():
@@ -158,14 +158,14 @@ def test_ties_of_a_maximum_are_counted_without_a_fault():
         return (weights @ w).astype(jnp.float32).sum()
 
     kinds = kinds_of(jax.grad(loss, argnums=1), shape(64, 512), shape(512, 512))
-    assert "half_reduction" not in kinds
+    assert "reduction_16bit" not in kinds
 
 
 def test_a_count_of_true_values_is_a_fault():
     def count(x):
         return jnp.cumsum((x == x[:, :1]).astype(jnp.bfloat16), axis=-1)
 
-    assert kinds_of(count, shape(8, 512)) == ["half_reduction"]
+    assert kinds_of(count, shape(8, 512)) == ["reduction_16bit"]
 
 
 def test_inner_products_of_a_loss_are_no_matmuls():
@@ -185,7 +185,7 @@ def test_bounded_activation_functions():
     assert kinds_of(jax.grad(loss), shape(8, 64)) == []
 
 
-@pytest.mark.parametrize(("layers", "level"), [(8, "note"), (1, "fault")])
+@pytest.mark.parametrize(("layers", "level"), [(8, "warning"), (1, "error")])
 def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
     def model(x, w, head):
         for _ in range(layers):
@@ -194,8 +194,8 @@ def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
 
     args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
     report = audit(model, *args, policies="bf16")
-    (finding,) = (finding for finding in report.findings if finding.kind == "fp32_matmul")
-    assert finding.level == level
+    (finding,) = (finding for finding in report.findings if finding.check == "fp32_matmul")
+    assert finding.severity == level
 
 
 def test_noise_in_one_expression():
@@ -207,7 +207,7 @@ def test_noise_in_one_expression():
         assert kinds_of(sample, shape(64, 64), shape(64, 64), noise) == []
 
 
-@pytest.mark.parametrize(("dtype", "level"), [(jnp.bfloat16, "note"), (jnp.float16, "fault")])
+@pytest.mark.parametrize(("dtype", "level"), [(jnp.bfloat16, "warning"), (jnp.float16, "error")])
 def test_first_moments_in_bfloat16(dtype, level):
     tx = optax.adam(1e-3, mu_dtype=dtype)
     params = {"w": shape(64, 64, dtype=jnp.float32)}
@@ -219,8 +219,8 @@ def test_first_moments_in_bfloat16(dtype, level):
         return optax.apply_updates(params, updates), state
 
     report = audit(step, params, jax.eval_shape(tx.init, params), shape(8, 64))
-    (finding,) = (f for f in report.findings if f.kind == "half_optimizer_state")
-    assert finding.level == level
+    (finding,) = (f for f in report.findings if f.check == "optimizer_state_16bit")
+    assert finding.severity == level
 
 
 # ---------------------------------------------------------------------------
@@ -238,9 +238,9 @@ def test_the_page_shows_the_results():
 
 
 def test_no_fault_of_the_results_is_false():
-    steps, faults = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
+    steps, errors = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
 
-    assert faults["false"] == 0 and false_faults.false_faults(faults["audits"]) == []
-    assert false_faults.markdown(faults["audits"]) in PAGE.read_text("utf-8")
+    assert errors["false"] == 0 and false_positives.false_positives(errors["audits"]) == []
+    assert false_positives.markdown(errors["audits"]) in PAGE.read_text("utf-8")
     for name, entry in steps["steps"].items():
-        assert false_faults.judged(name, "step", entry["findings"])["false"] == []
+        assert false_positives.judged(name, "step", entry["findings"])["false"] == []

@@ -359,7 +359,7 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
 def test_an_audit_names_what_stays_in_16_bits():
     fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
     report = jaxmp.audit(jax.grad(fn), W1, X, policies=POLICY)
-    (finding,) = (finding for finding in report.findings if finding.kind == "not_fp8")
+    (finding,) = (finding for finding in report.findings if finding.check == "not_fp8")
     assert "N = 10 is no multiple of 16" in finding.message
 
 
@@ -430,4 +430,4 @@ def test_three_real_fp8_products_at_default_flags():
     ]
     ((place, rows),) = found.items()
     assert place == ("head", False) and {row[1:] for row in rows} == {(BF16, BF16)}
-    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert "fp8_fallback" not in {finding.check for finding in report.findings}

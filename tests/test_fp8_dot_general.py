@@ -609,14 +609,14 @@ def test_three_real_fp8_products(name, x, w, dims):
         ("backward", "float8_e4m3fn", *rest),
         ("forward", "float8_e4m3fn", "float8_e4m3fn", *rest[1:]),
     ]
-    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert "fp8_fallback" not in {finding.check for finding in report.findings}
 
 
 @needs_compiler
 def test_an_a100_falls_back_and_the_audit_says_so():
     report = compiled(RECIPES["current"], shape(512, 256), shape(256, 384), LINEAR, "a100")
     assert {row.lhs for row in report.gemms} == {"bfloat16"}
-    fallbacks = [finding for finding in report.faults if finding.kind == "fp8_fallback"]
+    fallbacks = [finding for finding in report.errors if finding.check == "fp8_fallback"]
     assert sum(finding.count for finding in fallbacks) == 3
 
 

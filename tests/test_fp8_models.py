@@ -554,7 +554,7 @@ def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framewor
     assert {dtype for row in real for dtype in (row.lhs, row.rhs)} == {E4M3, E5M2}
     rest = [row for row in report.gemms if row.kernel != "cublas fp8"]
     assert {(row.module, row.lhs, row.rhs) for row in rest} == {("lm_head", "bfloat16", "bfloat16")}
-    assert "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert "fp8_fallback" not in {finding.check for finding in report.findings}
     assert report.ok and "CPU" not in str(report), report
 
 
@@ -569,19 +569,19 @@ def test_an_a100_is_refused(framework):
 def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
     emulated = Recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
     report = compiled_gradients("linen", emulated, "a100")
-    fallen = {finding.module for finding in report.findings if finding.kind == "fp8_fallback"}
+    fallen = {finding.module for finding in report.findings if finding.check == "fp8_fallback"}
     assert LINEARS >= fallen >= {f"block_{n}/mlp_{m}" for n in (0, 1) for m in ("up", "down")}
 
 
 @needs_compiler
 def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
     report = compiled_gradients("linen", load_recipe("fp8"), "h200")
-    found = {finding.module: finding for finding in report.findings if finding.kind == "not_fp8"}
+    found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
     assert set(found) == LINEARS  # attention's own products and the head are none
     assert "K = 128 <= 4096 and N = 512 <= 1024: too narrow" in found["block_0/mlp_up"].message
     assert "min_width = 0" in found["block_0/mlp_up"].fix
     report = compiled_gradients("linen", ANY_WIDTH, "h200")
-    assert "not_fp8" not in {finding.kind for finding in report.findings}
+    assert "not_fp8" not in {finding.check for finding in report.findings}
 
 
 def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
@@ -595,7 +595,7 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
     x = jnp.ones((16, 32))
     params = model.init(jax.random.key(0), x)
     report = audit(model.apply, params, x, policies=policies())
-    found = {finding.module: finding for finding in report.findings if finding.kind == "not_fp8"}
+    found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
     assert set(found) == {"odd", ""}
     assert "N = 10 is no multiple of 16" in found["odd"].message
     assert "no layer of Flax makes it" in found[""].message

@@ -378,4 +378,4 @@ def test_an_audit_for_a_blackwell_names_their_kernels():
     formats = "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "cudnn mx"
     assert found == {("forward", *formats, 1), ("backward", *formats, 2)}
     assert sum(row.flops for row in report.gemms) == 3 * MX_FLOPS
-    assert report.ok and "fp8_fallback" not in {finding.kind for finding in report.findings}
+    assert report.ok and "fp8_fallback" not in {finding.check for finding in report.findings}

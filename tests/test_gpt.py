@@ -297,7 +297,7 @@ def test_the_audit_of_the_nnx_step_has_no_fault(recipe):
     # A length at which attention runs block by block.
     model = gpt.GPT(layers=2, width=64, heads=2, vocabulary=1000, max_length=1024)
     report = jaxmp.audit(*gpt.make_nnx_step(recipe, model), policies=recipe)
-    assert not report.faults
+    assert not report.errors
 
 
 # ---------------------------------------------------------------------------

@@ -489,7 +489,7 @@ def rounded(policies, call):
     model = jaxmp.linen.apply_policy(Sines(), policies)
     variables = model.init(jax.random.key(0), X, T)
     found = call(model, variables).findings
-    return [finding for finding in found if finding.kind == "rounded_input"]
+    return [finding for finding in found if finding.check == "rounded_input"]
 
 
 CALLS = {
@@ -507,7 +507,7 @@ def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
     found = rounded(policies, CALLS[name])
     assert {finding.primitive for finding in found} <= {"sin", "cos"} and found
     for finding in found:
-        assert finding.level == "fault" and finding.module == "enc"
+        assert finding.severity == "error" and finding.module == "enc"
         assert f"is rounded to {dtype} on its way into" in finding.message
         kept, _, computed = finding.fix.partition("; or ")
         assert kept.startswith(f"Rule('', keep_inputs=['{name}'])")

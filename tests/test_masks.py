@@ -415,13 +415,13 @@ def test_explain_without_declarations_traces_nothing(model):
 
 
 def dense(report):
-    return [finding for finding in report.findings if finding.kind == "dense_mask"]
+    return [finding for finding in report.findings if finding.check == "dense_mask"]
 
 
 def test_audit_reports_a_causal_array_and_its_fix_removes_the_finding(model):
     before = dense(audit(model(nn.make_causal_mask, recipe()), X, TOKENS))
     (finding,) = before
-    assert (finding.level, finding.module) == ("note", "attn")
+    assert (finding.severity, finding.module) == ("warning", "attn")
     assert "it is causal for every input" in finding.message
     assert '    recipe = recipe.replace(mask="causal")' in finding.fix
     assert '    [attention]\n    mask = "causal"' in finding.fix

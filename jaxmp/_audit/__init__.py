@@ -14,19 +14,19 @@ from jaxmp._audit._arguments import (
     trace,
 )
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_steps import mark_arguments, step_findings
+from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import check_target, compile_for
-from jaxmp._audit._context import Judge
+from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._gpus import GPUS
-from jaxmp._audit._kinds import KINDS as KINDS
 from jaxmp._audit._labels import SCALED
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._report import Finding as Finding
-from jaxmp._audit._steps import mark_arguments, step_findings
 from jaxmp._core import _compat
-from jaxmp._core._compat import context, unchecked_cuda
-from jaxmp._core._locations import Place
+from jaxmp._core._compat import unchecked_cuda
+from jaxmp._core._locations import Location
 from jaxmp._recipe_files._load import recipe_data
 from jaxmp.errors import AuditError
 
@@ -48,7 +48,7 @@ def audit(
       *args: its arguments; arrays may be `jax.ShapeDtypeStruct`. Anything that is no pytree of
         arrays is handed to `fn` as it is.
       policies: what the program is meant to follow: a recipe's name, a policy string, a `Policy`,
-        a `PolicyMap` or a `Recipe`. None: an FP32 matmul is a fault where its operand was 16 bits
+        a `PolicyMap` or a `Recipe`. None: an FP32 matmul is a error where its operand was 16 bits
         before. A program names no module types, so rules by type cannot be held against it; what
         they ask for is allowed everywhere.
       target: "a100", "h100", "h200" or "b200": the program is also compiled for that card, which
@@ -70,8 +70,8 @@ def audit(
       >>> def attend(q, k):
       ...     return jax.nn.softmax(q @ k.T)
       >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-      >>> [finding.kind for finding in audit(attend, x, x, policies="bf16").findings]
-      ['half_softmax']
+      >>> [finding.check for finding in audit(attend, x, x, policies="bf16").findings]
+      ['softmax_16bit']
     """
     return audit_call(fn, args, kwargs, policies=policies, target=target)
 
@@ -89,16 +89,20 @@ def audit_call(
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else unchecked_cuda():
         device = _compat.target() if target is None else "gpu"
-        return _audit(Judge(recipe, device, text), fn, args, kwargs, target)
+        return _audit(PolicyContext(recipe, device, text), fn, args, kwargs, target)
 
 
 def _audit(
-    judge: Judge, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: str | None
+    context: PolicyContext,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: str | None,
 ) -> AuditReport:
     card = {} if target is None else {"target": "gpu", "capability": (GPUS[target].major, 0)}
-    with context(**card):
+    with _compat.context(**card):
         traced = trace(fn, args, kwargs)
-    auditor = Auditor(judge)
+    auditor = Auditor(context)
     scales = traced.scales()
     for _, var in scales:
         auditor.flow.mark(var, SCALED)
@@ -106,10 +110,10 @@ def _audit(
         auditor.flow.mark(var, label)
     mark_arguments(auditor, traced)
     auditor.masks.known.bind_constants(traced.closed)
-    auditor.run(traced.jaxpr, Place(), 1)
+    auditor.run(traced.jaxpr, Location(), 1)
     auditor.finish(traced.jaxpr)
     others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
-    others += step_findings(auditor, traced, judge.recipe, others)
+    others += step_findings(auditor, traced, context.recipe, others)
     compiled = None if target is None else compile_for(target, traced)
     return make_report(auditor, others, compiled, held_arrays(traced))
 

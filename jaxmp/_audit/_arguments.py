@@ -12,7 +12,7 @@ import jax
 import jax.tree_util as jtu
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._kinds import FAULT, KINDS, NOTE
+from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._labels import FloatInput
 from jaxmp._audit._report import Finding
 from jaxmp._core._compat import jaxpr_body
@@ -56,11 +56,13 @@ class Traced:
 
     def scales(self) -> list[tuple[str, Any]]:
         """(where it stands, its variable) of each dynamic loss scale that is an array."""
-        places = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))
-        return [(place, var) for place, var in places if var is not None]
+        locations = (
+            (jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments)
+        )
+        return [(location, var) for location, var in locations if var is not None]
 
     def inputs(self) -> list[tuple[FloatInput, Any]]:
-        """(name and place, variable) of each FP32 argument that is no part of a model's state."""
+        """Returns (FP32 argument, its variable) for arguments outside of any model's state."""
         found, number = [], 0
         for path, node in jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]:
             leaves = jtu.tree_flatten_with_path(node)[0]
@@ -72,8 +74,8 @@ class Traced:
             if dtype_of(leaves[0][1]) == FLOAT32:
                 # The first key tells positional arguments from those by keyword.
                 name = next((key for key in reversed(keys[1:]) if isinstance(key, str)), "")
-                place = jtu.keystr(path[1:])
-                found.append((FloatInput(name or self._named(keys[1:]), place), var))
+                location = jtu.keystr(path[1:])
+                found.append((FloatInput(name or self._named(keys[1:]), location), var))
         return found
 
     def _named(self, keys: list[Any]) -> str:
@@ -140,15 +142,15 @@ def scale_findings(auditor: Auditor, scales: list[tuple[str, Any]]) -> list[Find
     """Dynamic loss scales that no backward pass depends on; none where there is no such pass."""
     if not scales or not auditor.has_backward or auditor.flow.scale_used:
         return []
-    kind = "unused_loss_scale"
+    check = "unused_loss_scale"
     return [
         Finding(
-            kind=kind,
-            message=f"the dynamic loss scale at {place} scales no loss: gradients underflow as if"
-            " there were none.",
+            check=check,
+            message=f"the dynamic loss scale at {location} scales no loss: gradients underflow as"
+            " if there were none.",
             fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
         )
-        for place, _ in scales
+        for location, _ in scales
     ]
 
 
@@ -189,30 +191,30 @@ def state_findings(traced: Traced) -> list[Finding]:
                 where = jtu.keystr((*path, *below)), number
                 found.setdefault((holder, dtype.name), []).append(where)
             number += 1
-    kind = "half_optimizer_state"
+    check = "optimizer_state_16bit"
     findings = []
-    for (_, dtype), places in found.items():
-        file, line = _first_use(traced, places[0][1])
+    for (_, dtype), locations in found.items():
+        file, line = _first_use(traced, locations[0][1])
         message = (
-            f"{len(places)} arrays are {dtype}, such as {short(places[0][0])}: small updates are"
-            " rounded away, second moments underflow."
+            f"{len(locations)} arrays are {dtype}, such as {short(locations[0][0])}: small updates"
+            " are rounded away, second moments underflow."
         )
         # Each step adds a tenth of the gradient to a first moment, which bfloat16's 8 bits hold.
-        is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in places)
+        is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in locations)
         if is_first:
             message = (
-                f"{len(places)} first moments are bfloat16, such as {short(places[0][0])}, as"
+                f"{len(locations)} first moments are bfloat16, such as {short(locations[0][0])}, as"
                 " mu_dtype asks; second moments are not."
             )
         findings.append(
             Finding(
-                kind=kind,
-                level=NOTE if is_first else FAULT,
+                check=check,
+                severity=WARNING if is_first else ERROR,
                 file=file,
                 line=line,
                 message=message,
                 fix=_FIX_MOMENTS,
-                count=len(places),
+                count=len(locations),
             )
         )
     return findings
@@ -226,12 +228,12 @@ def _first_use(traced: Traced, number: int) -> tuple[str, int]:
       number: of the leaf among its arguments.
     """
     jaxpr, var = traced.jaxpr, traced.variables.get(number)
-    around: list[Any] = []
+    enclosing: list[Any] = []
     while var is not None:
         reader = next((e for e in jaxpr.eqns if any(operand is var for operand in e.invars)), None)
         if reader is None:
             break
-        around.insert(0, reader)
+        enclosing.insert(0, reader)
         given = [
             (inner.jaxpr, inside)
             for inner in inners(reader)
@@ -239,7 +241,7 @@ def _first_use(traced: Traced, number: int) -> tuple[str, int]:
             if outside is var
         ]
         jaxpr, var = given[0] if given else (jaxpr, None)
-    return Lines().of(around)
+    return Lines().of(enclosing)
 
 
 def held_arrays(traced: Traced) -> list[bool]:
@@ -257,9 +259,9 @@ def in_optimizer(traced: Traced) -> list[bool]:
     return flags
 
 
-def short(place: str) -> str:
+def short(location: str) -> str:
     """`[0][1].opt_state[0].mu['w']` without what says that it is an argument."""
-    return place.removeprefix("[0]").removeprefix("[1]")
+    return location.removeprefix("[0]").removeprefix("[1]")
 
 
 def _is_optax_state(node: Any) -> bool:
@@ -272,12 +274,12 @@ def _names_optimizer(path: Any) -> bool:
 
 def half_results(traced: Traced) -> list[Finding]:
     """Scalars in 16 bits that are returned by themselves or in tuples: losses."""
-    kind = "half_loss"
+    check = "loss_16bit"
     return [
         Finding(
-            kind=kind,
+            check=check,
             message=f"result{jtu.keystr(path)} is a scalar of {aval.dtype.name}.",
-            fix=KINDS[kind].fix,
+            fix=CHECKS[check].fix,
         )
         for path, aval in traced.results
         if aval.shape == ()

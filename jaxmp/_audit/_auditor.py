@@ -10,16 +10,33 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmp._attention import MARK, choice_of, implementation_of
-from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
-from jaxmp._audit._kinds import FAULT, NOTE
+from jaxmp._audit._check_masks import Masks
+from jaxmp._audit._check_ops import (
+    check_carry,
+    check_half,
+    check_promotion,
+    check_root,
+    check_terms,
+)
+from jaxmp._audit._checks import ERROR, WARNING
+from jaxmp._audit._context import (
+    Body,
+    OpOccurrence,
+    PendingFindings,
+    PolicyContext,
+    dtype_of,
+    half_of,
+    named,
+)
+from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import (
     REDUCES,
     WAS_HALF,
+    ConditionalFinding,
     Flow,
     ForwardUse,
     HalfReduce,
     Logits,
-    Pending,
     Promotion,
     RoundedInput,
     WasFp8,
@@ -27,15 +44,6 @@ from jaxmp._audit._labels import (
     attention_words,
     logits_bytes,
     why_unfused,
-)
-from jaxmp._audit._lineage import GRADIENT
-from jaxmp._audit._masks import Masks
-from jaxmp._audit._operations import (
-    judge_carry,
-    judge_half,
-    judge_promotion,
-    judge_root,
-    judge_terms,
 )
 from jaxmp._audit._sections import bytes_words
 from jaxmp._core._compat import scan_counts
@@ -49,16 +57,16 @@ from jaxmp._core._jaxprs import (
     module_paths_of,
     sub_jaxprs,
 )
-from jaxmp._core._locations import FULL_PRECISION, Place, Places, call_site
+from jaxmp._core._locations import FULL_PRECISION, Location, Locations, call_site
 from jaxmp._core._matmuls import (
+    MATMULS,
     MULTIPLES,
-    PRODUCTS,
-    Product,
-    is_inner,
-    kernel_products,
+    Matmul,
+    is_inner_product,
+    kernel_matmuls,
+    matmul_of,
     multiple_of,
     padded,
-    product_of,
 )
 from jaxmp.fp8._eligible import why_not
 
@@ -82,13 +90,13 @@ _REDUCES_OVER_DEVICES = named("psum psum_invariant psum2 reduce_scatter")
 class Auditor:
     """Findings and counts of one program."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge, self.drafts, self.places = judge, Drafts(), Places()
-        self.flow = Flow(judge.ops)
+    def __init__(self, context: PolicyContext) -> None:
+        self.context, self.findings, self.locations = context, PendingFindings(), Locations()
+        self.flow = Flow(context.ops)
         self.equations = 0
         self.has_backward = False
         # A matmul of a backward pass that reads float16.
-        self.float16_backward: Site | None = None
+        self.float16_backward: OpOccurrence | None = None
         self._reduces: list[HalfReduce] = []
         # (names, line) of a matmul -> the fix of the promotion that makes it wide.
         self._causes: dict[tuple[Path, tuple[str, int]], str] = {}
@@ -103,48 +111,48 @@ class Auditor:
         self._flops: dict[int, tuple[Any, int]] = {}
         self.masks = Masks()
 
-    def run(self, jaxpr: Any, outer: Place, times: int, around: tuple[Any, ...] = ()) -> None:
+    def run(self, jaxpr: Any, outer: Location, times: int, enclosing: tuple[Any, ...] = ()) -> None:
         """Walks one jaxpr, and all inside of it.
 
         Args:
           jaxpr: without constants.
           outer: the place of the equation that holds it.
           times: how often it runs in all; 0 for a branch that is not counted.
-          around: the equations that hold it, the innermost first.
+          enclosing: the equations that hold it, the innermost first.
         """
         body = Body(jaxpr)
         for equation in jaxpr.eqns:
             self.equations += 1
-            place = self.places.of(equation, outer)
-            self.has_backward |= place.phase != "forward"
-            site = Site(equation, place, times, body, around)
+            location = self.locations.of(equation, outer)
+            self.has_backward |= location.phase != "forward"
+            op = OpOccurrence(equation, location, times, body, enclosing)
             name = equation.primitive.name
             if name in _ENTERED:
-                self.flow.call(site)
-                self._enter(site)
+                self.flow.call(op)
+                self._enter(op)
                 continue
-            special = _JUDGES.get(name)
+            special = _CHECKS.get(name)
             if special is not None:
-                special(self, site)
+                special(self, op)
             elif name in _KERNELS or name.startswith(_FUSED):
-                self._kernel(site)
-            pending = None
-            if name not in _PERIODIC or not self._judge_rounded(site):
-                pending = judge_half(site, self.judge, self.drafts)
-            if name in REDUCES and place.phase == FORWARD:
+                self._kernel(op)
+            conditional = None
+            if name not in _PERIODIC or not self._check_rounded(op):
+                conditional = check_half(op, self.context, self.findings)
+            if name in REDUCES and location.phase == FORWARD:
                 self._report(ForwardUse, equation.invars, "")
-            self.flow.step(site)
+            self.flow.step(op)
             self.masks.known.step(equation)
-            if pending is not None:
-                self.flow.mark(equation.outvars[0], pending)
-            if name == "dot_general" and place.phase == "forward":
-                self.flow.mark(equation.outvars[0], Logits(site))
+            if conditional is not None:
+                self.flow.mark(equation.outvars[0], conditional)
+            if name == "dot_general" and location.phase == "forward":
+                self.flow.mark(equation.outvars[0], Logits(op))
             elif name in ("add", "add_any"):
-                judge_terms(site, self.drafts, self.flow)
+                check_terms(op, self.findings, self.flow)
             elif name in _REDUCES_OVER_DEVICES:
-                self._mark_reduces(site)
+                self._mark_reduces(op)
             elif name == "convert_element_type":
-                judge_promotion(site, self.judge, self.drafts, self.flow)
+                check_promotion(op, self.context, self.findings, self.flow)
 
     def finish(self, jaxpr: Any) -> None:
         """Judges the results of the program, after the walk.
@@ -156,47 +164,49 @@ class Auditor:
         self._report(ForwardUse, jaxpr.outvars, "")
         self._name_remedies()
         for reduce in self._reduces:
-            reduce.report(self.drafts, is_asked=self.judge.wants_wide_reduces)
+            reduce.report(self.findings, is_asked=self.context.wants_wide_reduces)
 
-    def _report(self, cls: type[Pending], variables: Iterable[Any], harm: str) -> None:
+    def _report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         for label in {label for var in variables for label in self.flow.of(var)}:
             if isinstance(label, cls):
-                label.report(harm, self.drafts)
+                label.report(harm, self.findings)
 
     def _name_remedies(self) -> None:
         """Suggests autocast where a model is wrapped, and wrapping does not reach a matmul."""
         rows = self.matmuls
         if any(names and is_half(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
-            for draft in self.drafts:
-                if draft.kind not in ("fp32_matmul", "off_policy_matmul"):
+            for finding in self.findings:
+                if finding.check not in ("fp32_matmul", "off_policy_matmul"):
                     continue
-                draft.fix = draft.fix.replace(self.judge.wrap_code, self.judge.autocast_code)
+                finding.fix = finding.fix.replace(
+                    self.context.wrap_code, self.context.autocast_code
+                )
 
-    def _mark_reduces(self, site: Site) -> None:
+    def _mark_reduces(self, op: OpOccurrence) -> None:
         """Remembers a sum over devices in 16 bits."""
-        for operand, result in zip(site.equation.invars, site.equation.outvars, strict=True):
+        for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
             if is_half(dtype_of(operand)) and operand.aval.size > 1:
-                label = HalfReduce(site, GRADIENT in self.flow.of(operand))
+                label = HalfReduce(op, GRADIENT in self.flow.of(operand))
                 self._reduces.append(label)
                 self.flow.mark(result, label)
 
     # -- jaxprs inside ----------------------------------------------------------------------
 
-    def _enter(self, site: Site) -> None:
-        equation, name = site.equation, site.name
+    def _enter(self, op: OpOccurrence) -> None:
+        equation, name = op.equation, op.name
         inside = inners(equation)
-        if site.place.phase == FORWARD:
-            self.masks.take(site, _is_attention(equation))
-        if _is_attention(equation) and site.place.phase == FORWARD:
-            self._note_attention(site, sum(self._flops_of(inner.jaxpr) for inner in inside))
+        if op.location.phase == FORWARD:
+            self.masks.take(op, _is_attention(equation))
+        if _is_attention(equation) and op.location.phase == FORWARD:
+            self._note_attention(op, sum(self._flops_of(inner.jaxpr) for inner in inside))
         largest = self._largest(inside) if name == "cond" else None
         if name == "while":
-            self.notes[f"the loop at {self._where(site)} ends by a test: it is counted once"] = None
+            self.notes[f"the loop at {self._where(op)} ends by a test: it is counted once"] = None
         for inner in inside:
-            times = site.times * inner.times * (largest is None or inner is largest)
+            times = op.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
             self.masks.known.enter(equation, inner)
-            self.run(inner.jaxpr, site.place, times, (equation, *site.around))
+            self.run(inner.jaxpr, op.location, times, (equation, *op.enclosing))
             self.flow.leave(inner)
             self.masks.known.leave(equation, inner)
         if _is_attention(equation):
@@ -204,10 +214,10 @@ class Auditor:
             self.masks.known.forget(equation.outvars)
         if name == "scan":
             consts, carried = scan_counts(equation.params)
-            self._judge_loop(site, inside[0].jaxpr, consts, carried)
+            self._check_loop(op, inside[0].jaxpr, consts, carried)
         elif name == "while":
             consts = equation.params["body_nconsts"]
-            self._judge_loop(site, inside[1].jaxpr, consts, len(equation.outvars))
+            self._check_loop(op, inside[1].jaxpr, consts, len(equation.outvars))
 
     def _largest(self, branches: list[Any]) -> Any:
         """The branch of the most FLOPs; of those that have none, the longest."""
@@ -222,187 +232,191 @@ class Auditor:
 
     def _flops_in(self, equation: Any) -> int:
         name = equation.primitive.name
-        if name in PRODUCTS:
-            return product_of(equation).flops
+        if name in MATMULS:
+            return matmul_of(equation).flops
         if name not in _ENTERED:
-            return sum(one.flops for one in kernel_products(equation) or ())
+            return sum(one.flops for one in kernel_matmuls(equation) or ())
         counts = [inner.times * self._flops_of(inner.jaxpr) for inner in inners(equation)]
         return max(counts, default=0) if name == "cond" else sum(counts)
 
-    def _judge_loop(self, site: Site, loop: Any, consts: int, carried: int) -> None:
+    def _check_loop(self, op: OpOccurrence, loop: Any, consts: int, carried: int) -> None:
         incoming = loop.invars[consts : consts + carried]
         pairs = list(zip(incoming, loop.outvars[:carried], strict=True))
         if any(is_half(dtype_of(var)) for var in incoming if dtype_of(var) in _FLOATS):
-            judge_carry(site, Body(loop), pairs, self.drafts, self.flow)
+            check_carry(op, Body(loop), pairs, self.findings, self.flow)
 
     # -- products ---------------------------------------------------------------------------
 
-    def product(self, site: Site) -> None:
+    def product(self, op: OpOccurrence) -> None:
         """A matmul or convolution."""
-        found = product_of(site.equation)
+        found = matmul_of(op.equation)
         if found.is_integer:
-            self._note_integers(site, found)
+            self._note_integers(op, found)
             return
-        flops = self._count(site, found)
-        self._note_fp8(site, found)
-        if found.contracts and found.lhs in _FLOATS | {found.rhs} and not is_inner(site.equation):
-            if not self._is_attentions_own(site, found):
-                self._judge_dtypes(site, found, flops)
-            self._judge_sizes(site, found, flops)
-            self._judge_fp8(site, flops)
-        if site.place.phase == FORWARD and FLOAT16 in (found.lhs, found.rhs):
+        flops = self._count(op, found)
+        self._note_fp8(op, found)
+        if (
+            found.contracts
+            and found.lhs in _FLOATS | {found.rhs}
+            and not is_inner_product(op.equation)
+        ):
+            if not self._is_attentions_own(op, found):
+                self._check_dtypes(op, found, flops)
+            self._check_sizes(op, found, flops)
+            self._check_fp8(op, flops)
+        if op.location.phase == FORWARD and FLOAT16 in (found.lhs, found.rhs):
             self.flow.has_float16 = True
-        if site.place.phase == BACKWARD:
+        if op.location.phase == BACKWARD:
             if FLOAT16 in (found.lhs, found.rhs) and self.float16_backward is None:
-                self.float16_backward = site
-            for label in {x for var in site.equation.invars[:2] for x in self.flow.of(var)}:
+                self.float16_backward = op
+            for label in {x for var in op.equation.invars[:2] for x in self.flow.of(var)}:
                 if isinstance(label, HalfReduce):
                     label.is_activation = True
-        logits = attention_logits(site, self.flow)
-        if logits is not None and not any(map(_is_attention, site.around)):
-            self._judge_attention(logits, flops)
+        logits = attention_logits(op, self.flow)
+        if logits is not None and not any(map(_is_attention, op.enclosing)):
+            self._check_attention(logits, flops)
 
-    def _note_integers(self, site: Site, found: Product) -> None:
+    def _note_integers(self, op: OpOccurrence, found: Matmul) -> None:
         """Counts a matmul of integers or bools, which takes no floating-point operations."""
-        key = (site.place.names, site.place.phase, found.lhs.name, found.rhs.name)
+        key = (op.location.names, op.location.phase, found.lhs.name, found.rhs.name)
         self.matmuls.setdefault(key, [0, 0])[1] += 1
         pair = f"{found.lhs.name} x {found.rhs.name}"
-        text = f"the {pair} matmul at {self._where(site)} takes no floating-point operations"
+        text = f"the {pair} matmul at {self._where(op)} takes no floating-point operations"
         self.notes[text] = None
 
-    def _note_fp8(self, site: Site, found: Product) -> None:
+    def _note_fp8(self, op: OpOccurrence, found: Matmul) -> None:
         names = [dtype.name for dtype in (found.lhs, found.rhs) if is_fp8(dtype)]
-        labels = (label for var in site.equation.invars[:2] for label in self.flow.of(var))
+        labels = (label for var in op.equation.invars[:2] for label in self.flow.of(var))
         names += [label.name for label in labels if isinstance(label, WasFp8)]
         if names:
-            key = site.place.names, site.place.phase, self.drafts.line_of(site)
+            key = op.location.names, op.location.phase, self.findings.line_of(op)
             self.fp8[key] = names[0]
 
-    def _is_attentions_own(self, site: Site, found: Product) -> bool:
+    def _is_attentions_own(self, op: OpOccurrence, found: Matmul) -> bool:
         """Returns True for products that jaxmp's attention takes in FP32 from 16-bit operands.
 
         On devices without Tensor Cores it multiplies the gradient of the logits in FP32.
         """
-        calls = [equation for equation in site.around if _is_attention(equation)]
+        calls = [equation for equation in op.enclosing if _is_attention(equation)]
         return FLOAT32 in (found.lhs, found.rhs) and any(
             half_of(equation.invars) is not None for equation in calls
         )
 
-    def _judge_dtypes(self, site: Site, found: Product, flops: int) -> None:
+    def _check_dtypes(self, op: OpOccurrence, found: Matmul, flops: int) -> None:
         lhs, rhs = found.lhs, found.rhs
-        if {FLOAT32, FLOAT64} & {lhs, rhs} and site.place.phase == FORWARD:
-            self._report_cause(site, flops)
+        if {FLOAT32, FLOAT64} & {lhs, rhs} and op.location.phase == FORWARD:
+            self._report_cause(op, flops)
         if lhs != rhs:
             if lhs in _FLOATS or rhs in _FLOATS:
-                message = f"{site.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
+                message = f"{op.name} of {lhs.name} and {rhs.name} runs in {_wider(lhs, rhs)}."
                 narrow = min((lhs, rhs), key=lambda dtype: dtype.itemsize).name
                 fix = f"Cast the wider operand:\n    y = y.astype(jnp.{narrow})"
-                if site.place.phase != FORWARD:
+                if op.location.phase != FORWARD:
                     # The cotangent of a product with a wider preferred_element_type is wide.
                     fix = "In place of preferred_element_type:\n    (x @ w).astype(jnp.float32)"
-                fix = self._cause(site) or fix
-                self.drafts.add("mixed_operands", site, message, fix, flops=flops)
+                fix = self._cause(op) or fix
+                self.findings.add("mixed_operands", op, message, fix, flops=flops)
             return
-        wanted = self.judge.wanted(site.place)
+        wanted = self.context.wanted(op.location)
         if lhs in wanted or lhs not in CASTABLE:
             return
         if not wanted:
-            self._judge_unasked(site, flops)
+            self._check_unasked(op, flops)
         elif lhs == FLOAT32:
-            self._judge_fp32(site, min(dtype.name for dtype in wanted), flops)
+            self._check_fp32(op, min(dtype.name for dtype in wanted), flops)
         else:
             names = " or ".join(sorted(dtype.name for dtype in wanted))
-            message = f"{site.name} of {lhs.name} where the policies say {names}."
-            fix = f"Remove casts by hand, and apply the policies:\n    {self._policy_code(site)}"
-            self.drafts.add("off_policy_matmul", site, message, fix, flops=flops)
+            message = f"{op.name} of {lhs.name} where the policies say {names}."
+            fix = f"Remove casts by hand, and apply the policies:\n    {self._policy_code(op)}"
+            self.findings.add("off_policy_matmul", op, message, fix, flops=flops)
 
-    def _report_cause(self, site: Site, flops: int) -> None:
+    def _report_cause(self, op: OpOccurrence, flops: int) -> None:
         """Reports the promotions that make a matmul wide; their fix is the matmul's, too."""
-        harm = f", and {site.name} at {self._where(site)} reads it"
-        labels = {x for var in site.equation.invars[:2] for x in self.flow.of(var)}
+        harm = f", and {op.name} at {self._where(op)} reads it"
+        labels = {x for var in op.equation.invars[:2] for x in self.flow.of(var)}
         for label in labels:
             if isinstance(label, Promotion):
-                label.report(harm, self.drafts, flops)
-                key = site.place.names, self.drafts.line_of(site)
-                self._causes.setdefault(key, f"{label.fix}\nat {self._where(label.site)}.")
+                label.report(harm, self.findings, flops)
+                key = op.location.names, self.findings.line_of(op)
+                self._causes.setdefault(key, f"{label.fix}\nat {self._where(label.op)}.")
 
-    def _cause(self, site: Site) -> str:
+    def _cause(self, op: OpOccurrence) -> str:
         """The fix of the promotion that makes a matmul wide, or its gradient; "" if none."""
-        return self._causes.get((site.place.names, self.drafts.line_of(site)), "")
+        return self._causes.get((op.location.names, self.findings.line_of(op)), "")
 
-    def _judge_fp8(self, site: Site, flops: int) -> None:
+    def _check_fp8(self, op: OpOccurrence, flops: int) -> None:
         """A linear layer that the policies want in FP8 and that is not."""
-        operands = site.equation.invars[:2]
-        if site.name != "dot_general" or site.place.phase != FORWARD:
+        operands = op.equation.invars[:2]
+        if op.name != "dot_general" or op.location.phase != FORWARD:
             return
-        (_, contracted), (_, batch) = site.equation.params["dimension_numbers"]
+        (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
         # Batched products are attention's own, or of many kernels at once: no linear layer's.
         if batch or not all(is_half(dtype_of(operand)) for operand in operands):
             return
-        if not self.judge.wants_fp8(site.place):
+        if not self.context.wants_fp8(op.location):
             return
-        assert self.judge.policies is not None
+        assert self.context.policies is not None
         shape = operands[1].aval.shape
         inputs = math.prod(shape[axis] for axis in contracted)
         sizes = inputs, math.prod(shape) // max(inputs, 1)
-        why = why_not(*sizes, self.judge.policies.fp8, self.judge.target) if all(sizes) else ""
+        why = why_not(*sizes, self.context.policies.fp8, self.context.target) if all(sizes) else ""
         dtype = dtype_of(operands[0]).name
-        message = f"{site.name} of {dtype} where the policies say FP8: "
+        message = f"{op.name} of {dtype} where the policies say FP8: "
         message += why or "no layer of Flax makes it, or its author chose its product"
         narrow = "narrow" in why or "min_width" in why
-        module = "/".join(site.place.names[-1:]) or "module"
+        module = "/".join(op.location.names[-1:]) or "module"
         fix = f"say so: Rule('**/{module}', 'matmul=default')"
         fix = f"min_width = 0 under [fp8], or {fix}" if narrow else fix
-        self.drafts.add("not_fp8", site, f"{message}.", fix, level=NOTE, flops=flops)
+        self.findings.add("not_fp8", op, f"{message}.", fix, severity=WARNING, flops=flops)
 
-    def _judge_fp32(self, site: Site, wanted: str, flops: int) -> None:
-        highest = "HIGHEST" in str(site.equation.params.get("precision"))
+    def _check_fp32(self, op: OpOccurrence, wanted: str, flops: int) -> None:
+        highest = "HIGHEST" in str(op.equation.params.get("precision"))
         asked = "; its author asks for precision=HIGHEST" if highest else ""
-        message = f"{site.name} of float32 where the policies say {wanted}{asked}."
-        fix = self._cause(site) or self._remove_cast(site)
-        if site.place.names and not self._cause(site):
-            module = site.place.names[-1].partition(".")[0]
-            fix = fix or f"Apply the policies:\n    {self._policy_code(site)}"
+        message = f"{op.name} of float32 where the policies say {wanted}{asked}."
+        fix = self._cause(op) or self._remove_cast(op)
+        if op.location.names and not self._cause(op):
+            module = op.location.names[-1].partition(".")[0]
+            fix = fix or f"Apply the policies:\n    {self._policy_code(op)}"
             fix += f"\nor keep it in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
-        fix = fix or self._policy_code(site)
-        self.drafts.add(
-            "fp32_matmul", site, message, fix, level=NOTE if highest else FAULT, flops=flops
+        fix = fix or self._policy_code(op)
+        self.findings.add(
+            "fp32_matmul", op, message, fix, severity=WARNING if highest else ERROR, flops=flops
         )
 
-    def _policy_code(self, site: Site) -> str:
+    def _policy_code(self, op: OpOccurrence) -> str:
         """Code that makes a matmul follow the policies.
 
         If no matmul of a module is in low precision, the model is not wrapped. Otherwise this layer
         casts its operands itself, or its matmul is no layer's, and only autocast reaches it.
         """
-        return self.judge.wrap_code if site.place.names else self.judge.autocast_code
+        return self.context.wrap_code if op.location.names else self.context.autocast_code
 
-    def _remove_cast(self, site: Site) -> str:
+    def _remove_cast(self, op: OpOccurrence) -> str:
         """The user's own cast to FP32 that an operand of a matmul comes from; "" if none."""
-        for var in site.equation.invars[:2]:
-            maker = site.body.maker(var)
+        for var in op.equation.invars[:2]:
+            maker = op.body.maker(var)
             while maker is not None and maker.primitive.name in _MOVED:
-                maker = site.body.maker(maker.invars[0])
+                maker = op.body.maker(maker.invars[0])
             if maker is None or maker.primitive.name != "convert_element_type":
                 continue
             source = dtype_of(maker.invars[0])
-            if not is_half(source) or not self.drafts.is_own_call(maker):
+            if not is_half(source) or not self.findings.is_own_call(maker):
                 continue
-            if call_site(maker) == call_site(site.equation):
+            if call_site(maker) == call_site(op.equation):
                 return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
-            return f"Remove .astype(jnp.float32) at {self._where(site._replace(equation=maker))}"
+            return f"Remove .astype(jnp.float32) at {self._where(op._replace(equation=maker))}"
         return ""
 
-    def _judge_unasked(self, site: Site, flops: int) -> None:
-        operands = site.equation.invars[:2]
-        if dtype_of(operands[0]) != FLOAT32 or FULL_PRECISION in site.place.names:
+    def _check_unasked(self, op: OpOccurrence, flops: int) -> None:
+        operands = op.equation.invars[:2]
+        if dtype_of(operands[0]) != FLOAT32 or FULL_PRECISION in op.location.names:
             return
         if any(WAS_HALF in self.flow.of(var) for var in operands):
-            message = f"{site.name} of float32 whose operand was 16 bits before."
-            fix = self._cause(site) or self._remove_cast(site) or self._policy_code(site)
-            self.drafts.add("fp32_matmul", site, message, fix, flops=flops)
+            message = f"{op.name} of float32 whose operand was 16 bits before."
+            fix = self._cause(op) or self._remove_cast(op) or self._policy_code(op)
+            self.findings.add("fp32_matmul", op, message, fix, flops=flops)
 
-    def _judge_sizes(self, site: Site, found: Product, flops: int) -> None:
+    def _check_sizes(self, op: OpOccurrence, found: Matmul, flops: int) -> None:
         multiple = multiple_of(found.lhs) if found.lhs != FLOAT64 else 1
         odd = {role: size for role, size in found.widths.items() if size % multiple}
         if not odd:
@@ -413,73 +427,75 @@ class Auditor:
         worth = any(pads[role] <= 1.25 * size for role, size in odd.items())
         message = f"no multiple of {multiple}: {words}; padding costs {cost:.1%}."
         fix = f"make the width {', '.join(map(str, sorted(set(pads.values()))))}"
-        level = FAULT if worth else NOTE
-        self.drafts.add("misaligned_matmul", site, message, fix, level=level, flops=flops)
+        severity = ERROR if worth else WARNING
+        self.findings.add("misaligned_matmul", op, message, fix, severity=severity, flops=flops)
 
-    def _judge_attention(self, logits: Site, flops: int) -> None:
+    def _check_attention(self, logits: OpOccurrence, flops: int) -> None:
         shape = logits.equation.outvars[0].aval.shape
         message = (
             f"{why_unfused(logits)}; its logits {list(shape)} are "
             f"{bytes_words(logits_bytes(logits))} in memory."
         )
         fix = "jax.nn.dot_product_attention(query, key, value, implementation='cudnn')"
-        self.drafts.add("unfused_attention", logits, message, fix, level=NOTE, flops=2 * flops)
+        self.findings.add(
+            "unfused_attention", logits, message, fix, severity=WARNING, flops=2 * flops
+        )
 
-    def _note_attention(self, site: Site, flops: int) -> None:
+    def _note_attention(self, op: OpOccurrence, flops: int) -> None:
         """jaxmp's own attention, where it is not cuDNN's kernel."""
-        name = site.equation.params["name"]
+        name = op.equation.params["name"]
         implementation, argument = implementation_of(name)
         if implementation == "cudnn":
             return
-        choice = choice_of(name, [var.aval for var in site.equation.invars])
+        choice = choice_of(name, [var.aval for var in op.equation.invars])
         message, fix = attention_words(implementation, argument, choice)
-        flops *= site.times
-        self.drafts.add("unfused_attention", site, message, fix, level=NOTE, flops=flops)
+        flops *= op.times
+        self.findings.add("unfused_attention", op, message, fix, severity=WARNING, flops=flops)
 
     # -- inputs ------------------------------------------------------------------------------
 
-    def _judge_rounded(self, site: Site) -> bool:
+    def _check_rounded(self, op: OpOccurrence) -> bool:
         """Whether a sine or cosine is taken of an argument that was rounded on its way."""
-        labels = self.flow.of(site.equation.invars[0])
+        labels = self.flow.of(op.equation.invars[0])
         rounded = [label for label in labels if isinstance(label, RoundedInput)]
-        for source, dtype in rounded if site.place.phase == FORWARD else ():
+        for source, dtype in rounded if op.location.phase == FORWARD else ():
             step = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
-            way = f"on its way into {site.name}: {step}."
-            message = f"argument {source.place} is rounded to {dtype} {way}"
-            self.drafts.add("rounded_input", site, message, _keeping(source.name, dtype, site))
+            way = f"on its way into {op.name}: {step}."
+            message = f"argument {source.location} is rounded to {dtype} {way}"
+            self.findings.add("rounded_input", op, message, _keeping(source.name, dtype, op))
         return bool(rounded)
 
     # -- the rest ---------------------------------------------------------------------------
 
-    def cast(self, site: Site) -> None:
+    def cast(self, op: OpOccurrence) -> None:
         """A change of dtype."""
-        (operand,), (result,) = site.equation.invars, site.equation.outvars
+        (operand,), (result,) = op.equation.invars, op.equation.outvars
         source, target = dtype_of(operand), dtype_of(result)
         if source == target or not {source, target} <= _FLOATS or is_literal(operand):
             return
-        key = (site.place.names, site.place.phase, source.name, target.name)
+        key = (op.location.names, op.location.phase, source.name, target.name)
         row = self.casts.setdefault(key, [0, 0])
-        row[0] += result.aval.size * (source.itemsize + target.itemsize) * site.times
+        row[0] += result.aval.size * (source.itemsize + target.itemsize) * op.times
         row[1] += 1
 
-    def root(self, site: Site) -> None:
+    def root(self, op: OpOccurrence) -> None:
         """A square root."""
-        judge_root(site, self.judge, self.drafts)
+        check_root(op, self.context, self.findings)
 
-    def _kernel(self, site: Site) -> None:
+    def _kernel(self, op: OpOccurrence) -> None:
         """A kernel whose products are counted where they are known; nothing in it is judged."""
-        products = kernel_products(site.equation)
+        products = kernel_matmuls(op.equation)
         if products is None:
-            self._note_kernel(site)
+            self._note_kernel(op)
         for product in products or ():
-            self._count(site, product)
+            self._count(op, product)
 
-    def _count(self, site: Site, product: Product) -> int:
+    def _count(self, op: OpOccurrence, product: Matmul) -> int:
         """Counts a product, and returns the FLOPs of all its runs."""
-        flops = product.flops * site.times
-        phase = site.place.phase
+        flops = product.flops * op.times
+        phase = op.location.phase
         row = self.matmuls.setdefault(
-            (site.place.names, phase, product.lhs.name, product.rhs.name), [0, 0]
+            (op.location.names, phase, product.lhs.name, product.rhs.name), [0, 0]
         )
         row[0] += flops
         row[1] += 1
@@ -488,12 +504,12 @@ class Auditor:
                 self.aligned[multiple] += flops
         return flops
 
-    def _note_kernel(self, site: Site) -> None:
-        inside = "" if not sub_jaxprs(site.equation) else ", as is all inside of it"
-        self.notes[f"FLOPs of {site.name} at {self._where(site)} are not counted{inside}"] = None
+    def _note_kernel(self, op: OpOccurrence) -> None:
+        inside = "" if not sub_jaxprs(op.equation) else ", as is all inside of it"
+        self.notes[f"FLOPs of {op.name} at {self._where(op)} are not counted{inside}"] = None
 
-    def _where(self, site: Site) -> str:
-        file, line = self.drafts.line_of(site)
+    def _where(self, op: OpOccurrence) -> str:
+        file, line = self.findings.line_of(op)
         return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
 
 
@@ -502,10 +518,10 @@ def _is_attention(equation: Any) -> bool:
     return str(equation.params.get("name", "")).startswith(f"{MARK}_")
 
 
-def _keeping(name: str, dtype: str, site: Site) -> str:
+def _keeping(name: str, dtype: str, op: OpOccurrence) -> str:
     """The rules that leave an argument in FP32 where a module takes the sine of it."""
     kept = f"Rule('', keep_inputs=[{name!r}]), with the name of the model's own argument"
-    path = module_paths_of(site.place.names)[0]
+    path = module_paths_of(op.location.names)[0]
     return f"{kept}; or Rule({path!r}, 'c=f32,o={dtype}') for this module" if path else kept
 
 
@@ -513,8 +529,8 @@ def _wider(lhs: Any, rhs: Any) -> str:
     return max((lhs, rhs), key=lambda dtype: dtype.itemsize).name
 
 
-_JUDGES: dict[str, Any] = {
-    **dict.fromkeys(PRODUCTS, Auditor.product),
+_CHECKS: dict[str, Any] = {
+    **dict.fromkeys(MATMULS, Auditor.product),
     "convert_element_type": Auditor.cast,
     "sqrt": Auditor.root,
 }

@@ -126,12 +126,12 @@ def _real_gpus(target: str, mesh: Any, count: int) -> list[Any]:
     return found[:count] if len(found) >= count else []
 
 
-def _is_card(target: str, kind: str) -> bool:
+def _is_card(target: str, check: str) -> bool:
     """Whether a device calls itself that card, as in "NVIDIA A100-SXM4-80GB", whole.
 
     A slice of one, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", has fewer cores and less memory.
     """
-    words = re.split(r"[^a-z0-9]+", kind.lower())
+    words = re.split(r"[^a-z0-9]+", check.lower())
     return target in words and "mig" not in words
 
 
@@ -253,8 +253,8 @@ class _Move:
 def _no_callbacks(target: str, traced: Traced) -> AuditError:
     """What to say of a program that calls the host: XLA asks the device for that."""
     calls = (e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS)
-    places = {e.primitive.name: Lines().of((e,)) for e in calls}
-    words = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in places.items())
+    locations = {e.primitive.name: Lines().of((e,)) for e in calls}
+    words = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in locations.items())
     return AuditError(
         f"the program calls Python on the host ({words}), which cannot be compiled for {target} "
         "where the card is not there. Leave it out for the audit, as in\n"

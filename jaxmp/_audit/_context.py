@@ -1,4 +1,4 @@
-"""What every judge of an audit sees: the program around an equation, the policies, the findings."""
+"""Context of an audit's checks: enclosing equations, policies and pending findings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._audit._kinds import FAULT, KINDS
+from jaxmp._audit._checks import CHECKS, ERROR
 from jaxmp._core._dtypes import FLOAT32, HALF
 from jaxmp._core._jaxprs import Path, consumers, is_literal, module_paths_of
-from jaxmp._core._locations import FULL_PRECISION, Lines, Place, call_site
+from jaxmp._core._locations import FULL_PRECISION, Lines, Location, call_site
 from jaxmp._policies._op_table import OpTable
 from jaxmp._recipe_files._load import RecipeData
 
@@ -51,15 +51,15 @@ class Body:
         return None if is_literal(var) else self.producers.get(var)
 
 
-class Site(NamedTuple):
+class OpOccurrence(NamedTuple):
     """An equation, and where and how often it runs."""
 
     equation: Any
-    place: Place
+    location: Location
     times: int
     body: Body
     # The equations around it, the innermost first.
-    around: tuple[Any, ...]
+    enclosing: tuple[Any, ...]
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class Site(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
-class Judge:
+class PolicyContext:
     """What policies say of a place."""
 
     def __init__(
@@ -80,21 +80,21 @@ class Judge:
         self.recipe = recipe
         self.policies = None if recipe is None else recipe.policies
         self.ops = OpTable() if recipe is None else recipe.ops
-        # The kind of device that the program is traced for.
+        # The check of device that the program is traced for.
         self.target = target
         # The policies as a user writes them in code: "'bf16'", "recipe" or "policies".
         self.text = text
         self._wanted: dict[Path, frozenset[Any]] = {}
 
-    def wanted(self, place: Place) -> frozenset[Any]:
+    def wanted(self, location: Location) -> frozenset[Any]:
         """The dtypes in which matmuls at a place may compute; empty without policies.
 
         A program names no module types: what a rule by type asks for is allowed wherever a
         rule behind it, or the default, decides by path.
         """
-        found = self._wanted.get(place.names)
+        found = self._wanted.get(location.names)
         if found is None:
-            found = self._wanted[place.names] = self._search(place.names)
+            found = self._wanted[location.names] = self._search(location.names)
         return found
 
     def _search(self, names: Path) -> frozenset[Any]:
@@ -129,11 +129,11 @@ class Judge:
         """True if the policies say that gradients are summed over devices in FP32."""
         return self.recipe is not None and self.recipe.reduce_dtype == "float32"
 
-    def wants_fp8(self, place: Place) -> bool:
-        """Whether the policies say that linear layers at a place multiply in FP8."""
-        if self.policies is None or FULL_PRECISION in place.names:
+    def wants_fp8(self, location: Location) -> bool:
+        """Whether the policies say that linear layers at a location multiply in FP8."""
+        if self.policies is None or FULL_PRECISION in location.names:
             return False
-        path, _ = self.decide(place.names)
+        path, _ = self.decide(location.names)
         return self.policies.resolve(path).matmul == "fp8"
 
     def decide(self, names: Path) -> tuple[str, Any]:
@@ -153,11 +153,11 @@ class Judge:
 
 
 @dataclasses.dataclass
-class Draft:
-    """A finding whose module path and level are not settled yet."""
+class PendingFinding:
+    """A finding whose module path and severity are not settled yet."""
 
-    kind: str
-    level: str
+    check: str
+    severity: str
     names: Path
     primitive: str
     line: tuple[str, int]
@@ -172,48 +172,50 @@ class Draft:
     has_other_harm: bool = False
 
     def add_harm(self, flops: int | None) -> None:
-        """Counts harm to a product of that many FLOPs; None is harm of another kind."""
+        """Counts harm to a product of that many FLOPs; None is harm of another check."""
         self.harmed_flops += flops or 0
         self.has_other_harm |= flops is None
 
 
 # Findings about gradients after the backward pass, outside of every module.
-_OF_STEPS = frozenset({"half_accumulator", "half_all_reduce"})
+_OF_STEPS = frozenset({"accumulator_16bit", "all_reduce_16bit"})
 
 
-class Drafts:
-    """Findings, one for each kind, module and line."""
+class PendingFindings:
+    """Findings, one for each check, module and line."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Draft] = {}
+        self._found: dict[Any, PendingFinding] = {}
         self._lines = Lines()
 
     def add(
         self,
-        kind: str,
-        site: Site,
+        check: str,
+        op: OpOccurrence,
         message: str,
         fix: str = "",
         *,
-        level: str = FAULT,
+        severity: str = ERROR,
         flops: int = 0,
-    ) -> Draft:
+    ) -> PendingFinding:
         """Counts one operation, and returns the finding that it is part of."""
-        line = self._lines.of((site.equation, *site.around))
-        outside = site.place.is_outside and kind not in _OF_STEPS
-        key = kind, level, site.place.names, line, outside
-        draft = self._found.get(key)
-        if draft is None:
-            names, fix = site.place.names, fix or KINDS[kind].fix
-            draft = Draft(kind, level, names, site.name, line, message, fix, outside=outside)
-            self._found[key] = draft
-        draft.count += 1
-        draft.flops += flops
-        return draft
+        line = self._lines.of((op.equation, *op.enclosing))
+        outside = op.location.is_outside and check not in _OF_STEPS
+        key = check, severity, op.location.names, line, outside
+        finding = self._found.get(key)
+        if finding is None:
+            names, fix = op.location.names, fix or CHECKS[check].fix
+            finding = PendingFinding(
+                check, severity, names, op.name, line, message, fix, outside=outside
+            )
+            self._found[key] = finding
+        finding.count += 1
+        finding.flops += flops
+        return finding
 
-    def line_of(self, site: Site) -> tuple[str, int]:
+    def line_of(self, op: OpOccurrence) -> tuple[str, int]:
         """The user's own line of an operation."""
-        return self._lines.of((site.equation, *site.around))
+        return self._lines.of((op.equation, *op.enclosing))
 
     def is_own_call(self, equation: Any) -> bool:
         """Returns True if the call that made an equation is written in the user's own code."""

@@ -12,7 +12,7 @@ class _Row:
     line: int
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """`model.py:12`; "" where it is not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 

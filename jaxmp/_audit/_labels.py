@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._attention import ASKED, AttentionChoice
-from jaxmp._audit._context import Draft, Drafts, Site, dtype_of, named
-from jaxmp._audit._kinds import FAULT, NOTE
-from jaxmp._audit._lineage import (
+from jaxmp._audit._checks import ERROR, WARNING
+from jaxmp._audit._context import OpOccurrence, PendingFinding, PendingFindings, dtype_of, named
+from jaxmp._audit._dataflow import (
     GRADIENT,
     SCALAR,
     From,
@@ -39,7 +39,7 @@ class FloatInput(NamedTuple):
 
     # Its name, and where it is among the arguments.
     name: str
-    place: str
+    location: str
 
 
 class RoundedInput(NamedTuple):
@@ -49,37 +49,39 @@ class RoundedInput(NamedTuple):
     dtype: str
 
 
-class Pending:
+class ConditionalFinding:
     """A finding that is reported only if the value that it is about does harm."""
 
-    kind = ""
+    check = ""
 
-    def __init__(self, site: Site, message: str, fix: str, level: str = FAULT) -> None:
-        self.site, self.message, self.fix, self.level = site, message, fix, level
-        self.draft: Draft | None = None
+    def __init__(self, op: OpOccurrence, message: str, fix: str, severity: str = ERROR) -> None:
+        self.op, self.message, self.fix, self.severity = op, message, fix, severity
+        self.finding: PendingFinding | None = None
 
-    def report(self, harm: str, drafts: Drafts, flops: int | None = None) -> None:
+    def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:
         """Adds the finding, once, with the first harm.
 
         Args:
           harm: what the value does, in words.
-          drafts: where findings go.
+          findings: where findings go.
           flops: of the product that the harm consists in; None for other harm.
         """
-        if self.draft is None:
+        if self.finding is None:
             message = f"{self.message}{harm}."
-            self.draft = drafts.add(self.kind, self.site, message, self.fix, level=self.level)
-        self.draft.add_harm(flops)
+            self.finding = findings.add(
+                self.check, self.op, message, self.fix, severity=self.severity
+            )
+        self.finding.add_harm(flops)
 
 
-class Promotion(Pending):
+class Promotion(ConditionalFinding):
     """A 16-bit array that an operation promoted to FP32.
 
     Harm is an FP32 matmul, another 16-bit array that is promoted in turn, or an FP32 result of the
     program. A value that is cast back before that was promoted on purpose or at no cost.
     """
 
-    kind = "silent_promotion"
+    check = "implicit_promotion"
 
 
 class Stream:
@@ -89,14 +91,14 @@ class Stream:
 STREAM = Stream()
 
 
-class ForwardUse(Pending):
+class ForwardUse(ConditionalFinding):
     """A 16-bit exponential in a function that is differentiated.
 
     Harm is any use in the forward pass. JAX computes some for derivatives alone: that of erf, in an
     exact GELU, is exp(-x**2).
     """
 
-    kind = "half_exp"
+    check = "exp_16bit"
 
 
 # The gradient of a gather in 16 bits is a sum over devices in 16 bits.
@@ -116,43 +118,43 @@ Gather in 16 bits, and sum the gradient in FP32:
 class HalfReduce:
     """A sum over devices in 16 bits: of activations if a matmul of the backward pass reads it."""
 
-    def __init__(self, site: Site, is_gradient: bool) -> None:
-        self.site, self.is_gradient = site, is_gradient
+    def __init__(self, op: OpOccurrence, is_gradient: bool) -> None:
+        self.op, self.is_gradient = op, is_gradient
         self.is_activation = False
 
-    def report(self, drafts: Drafts, *, is_asked: bool) -> None:
+    def report(self, findings: PendingFindings, *, is_asked: bool) -> None:
         """Adds the finding.
 
         Args:
-          drafts: where it goes.
+          findings: where it goes.
           is_asked: True if the policies require that gradients are summed in FP32.
         """
-        dtype = dtype_of(self.site.equation.invars[0]).name
-        axes = self.site.equation.params.get("axes", self.site.equation.params.get("axis_name"))
+        dtype = dtype_of(self.op.equation.invars[0]).name
+        axes = self.op.equation.params.get("axes", self.op.equation.params.get("axis_name"))
         names = axes if isinstance(axes, (tuple, list)) else (axes,)
         name = repr(names[0]) if len(names) == 1 else repr(tuple(names))
         if not self.is_gradient or self.is_activation:
-            message = f"activations are summed over devices in {dtype} ({self.site.name})."
+            message = f"activations are summed over devices in {dtype} ({self.op.name})."
             fix = f"jax.lax.psum(x.astype(jnp.float32), {name}).astype(x.dtype)"
-            drafts.add("half_all_reduce", self.site, message, fix, level=NOTE)
+            findings.add("all_reduce_16bit", self.op, message, fix, severity=WARNING)
             return
-        message = f"gradients are summed over devices in {dtype} ({self.site.name})."
+        message = f"gradients are summed over devices in {dtype} ({self.op.name})."
         fix = f"jax.lax.pmean(grads.astype(jnp.float32), {name})"
-        if self.site.name == "reduce_scatter" and self.site.place.phase == BACKWARD:
+        if self.op.name == "reduce_scatter" and self.op.location.phase == BACKWARD:
             fix = _FIX_GATHER.format(name=name, dtype=dtype)
-        elif self.site.place.phase == BACKWARD:
+        elif self.op.location.phase == BACKWARD:
             fix = (
                 "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
                 f"    params = jax.lax.pcast(params, {name}, to='varying')"
             )
-        level = FAULT if is_asked else NOTE
-        drafts.add("half_all_reduce", self.site, message, fix, level=level)
+        severity = ERROR if is_asked else WARNING
+        findings.add("all_reduce_16bit", self.op, message, fix, severity=severity)
 
 
 class Logits(NamedTuple):
     """The result of a product, scaled, masked or biased since; attention's if a softmax follows."""
 
-    site: Site
+    op: OpOccurrence
     normalised: bool = False
 
 
@@ -184,7 +186,7 @@ _PLAIN = named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that `Flow` hands on by rules of their own.
-_OWN = (Pending, HalfReduce, Stream)
+_OWN = (ConditionalFinding, HalfReduce, Stream)
 
 
 class Flow:
@@ -227,19 +229,19 @@ class Flow:
         """Labels of results from a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
-    def call(self, site: Site) -> None:
+    def call(self, op: OpOccurrence) -> None:
         """Labels of the results of an equation that holds jaxprs, before these are entered.
 
         `leave` adds those that come out of them.
         """
-        self._step(site, is_call=True)
+        self._step(op, is_call=True)
 
-    def step(self, site: Site) -> None:
+    def step(self, op: OpOccurrence) -> None:
         """Labels of an equation's results."""
-        self._step(site, is_call=False)
+        self._step(op, is_call=False)
 
-    def _step(self, site: Site, *, is_call: bool) -> None:
-        equation, phase = site.equation, site.place.phase
+    def _step(self, op: OpOccurrence, *, is_call: bool) -> None:
+        equation, phase = op.equation, op.location.phase
         found = _NONE
         for var in equation.invars:
             if not is_literal(var) and var in self._labels:
@@ -247,9 +249,9 @@ class Flow:
         name = equation.primitive.name
         if phase == BACKWARD:
             if self.has_float16 and not self.has_scale:
-                self.has_scale = is_scale(site, self.of)
+                self.has_scale = is_scale(op, self.of)
             found |= _ONLY_GRADIENT
-        elif site.place.differentiated and phase == FORWARD and not is_call:
+        elif op.location.differentiated and phase == FORWARD and not is_call:
             self.differentiated.update(x.number for x in found if isinstance(x, From))
         if name == "convert_element_type":
             found = _after_cast(found, equation)
@@ -276,9 +278,11 @@ class Flow:
         if is_call:
             kept -= {GRADIENT} if phase == FORWARD and _is_matched(equation) else set()
         else:
-            kept |= lineage(site, self.of)
+            kept |= lineage(op, self.of)
             if name not in REDUCES:
-                lasting = (Pending, HalfReduce, Stream) if phase == FORWARD else HalfReduce
+                lasting = (
+                    (ConditionalFinding, HalfReduce, Stream) if phase == FORWARD else HalfReduce
+                )
                 kept |= {x for x in own if isinstance(x, lasting)}
         for var in equation.outvars:
             wide = dtype_of(var) in (FLOAT32, FLOAT64)
@@ -353,24 +357,24 @@ def _after_cast(found: Labels, equation: Any) -> Labels:
 # ---------------------------------------------------------------------------
 
 
-def attention_logits(site: Site, flow: Flow) -> Site | None:
+def attention_logits(op: OpOccurrence, flow: Flow) -> OpOccurrence | None:
     """The product q k^T, if this product multiplies the softmax of it by the values."""
-    if site.place.phase != FORWARD or site.name != "dot_general":
+    if op.location.phase != FORWARD or op.name != "dot_general":
         return None
-    contracted, batch = site.equation.params["dimension_numbers"]
-    for index, var in enumerate(site.equation.invars[:2]):
+    contracted, batch = op.equation.params["dimension_numbers"]
+    for index, var in enumerate(op.equation.invars[:2]):
         for label in flow.of(var):
             if not _is_logits(label) or not label.normalised or len(contracted[index]) != 1:
                 continue
-            logits = label.site.equation
+            logits = label.op.equation
             batches = logits.params["dimension_numbers"][1][0]
             size = math.prod(logits.outvars[0].aval.shape)
             if len(batches) == len(batch[0]) and size == math.prod(var.aval.shape):
-                return label.site
+                return label.op
     return None
 
 
-def why_unfused(logits: Site) -> str:
+def why_unfused(logits: OpOccurrence) -> str:
     """Why the fused kernel does not run in its place."""
     equation = logits.equation
     operand = equation.invars[0].aval
@@ -406,7 +410,7 @@ def attention_words(
         return f"{words}; no fused kernel because of: {argument or 'what was asked for'}.", fix
     blockers = [f"{one.argument}: {one.reason}" for one in choice.blockers]
     why = f"; not cuDNN's kernel, {'; '.join(blockers)}" * bool(blockers)
-    # A device that is not there is no fault of the call: what else blocks is mended first.
+    # A device that is not there is no error of the call: what else blocks is mended first.
     others = [one for one in choice.blockers if one.argument != "device"]
     changes = [one.change for one in others or choice.blockers]
     if choice.reason == ASKED:
@@ -416,7 +420,7 @@ def attention_words(
     return f"{words}: {choice.reason}{why}.", " ".join(changes)
 
 
-def logits_bytes(logits: Site) -> int:
+def logits_bytes(logits: OpOccurrence) -> int:
     """Bytes of QK^T in all runs."""
     aval = logits.equation.outvars[0].aval
     return math.prod(aval.shape) * aval.dtype.itemsize * logits.times

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_hlo import program_findings
+from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._compile import Compiled
-from jaxmp._audit._context import Draft
-from jaxmp._audit._judge_program import program_findings
-from jaxmp._audit._kinds import FAULT, KINDS, NOTE
-from jaxmp._audit._program import read
+from jaxmp._audit._context import PendingFinding
+from jaxmp._audit._hlo_stats import read
 from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import FULL_PRECISION, module_of, root_of
@@ -40,27 +40,27 @@ def make_report(
       compiled: the program for a GPU, if there is one.
       held: for each argument that is an array, whether an optimizer state or loss scale holds it.
     """
-    root = root_of(auditor.places.names)
+    root = root_of(auditor.locations.names)
     total = sum(flops for flops, _ in auditor.matmuls.values())
     notes = [*auditor.notes, *auditor.masks.check(root)]
-    auditor.masks.report(root, auditor.drafts)
-    drafts = [d for d in auditor.drafts if not (d.outside and auditor.has_backward)]
-    wide = sum(draft.flops for draft in drafts if draft.kind == "fp32_matmul")
+    auditor.masks.report(root, auditor.findings)
+    findings = [d for d in auditor.findings if not (d.outside and auditor.has_backward)]
+    wide = sum(finding.flops for finding in findings if finding.check == "fp32_matmul")
     few = {"fp32_matmul"} if wide < _SHARE * total else set()
-    findings = [*_joined(_finding(draft, root, total, few) for draft in drafts), *others]
+    findings = [*_joined(_finding(finding, root, total, few) for finding in findings), *others]
     modules, rules = _decisions(auditor, root)
     findings += [_never_fired(row) for row in rules if row.required and not row.modules]
-    policies = auditor.judge.policies
+    policies = auditor.context.policies
     gpu: dict[str, Any] = {}
-    if auditor.judge.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
+    if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
         notes.append(_EMULATED)
     if compiled is not None:
-        found = read(compiled, auditor.places.names, root, held)
+        found = read(compiled, auditor.locations.names, root, held)
         fp8 = {
             (module_of(names, root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
         }
-        findings += program_findings(found, auditor.judge, root, list(findings), fp8)
+        findings += program_findings(found, auditor.context, root, list(findings), fp8)
         notes += found.notes
         gpu = found._asdict() | {"notes": tuple(notes), "gpu": _gpu_words(compiled)}
     return AuditReport(
@@ -81,23 +81,23 @@ def _gpu_words(compiled: Compiled) -> str:
     return cards if compiled.is_real else f"{cards} (no such GPU on this machine)"
 
 
-def _finding(draft: Draft, root: Path, total: int, few: set[str]) -> Finding:
-    """The finding of a draft; `few` are kinds whose matmuls together take a small share."""
-    file, line = draft.line
-    flops = draft.harmed_flops if draft.kind == "silent_promotion" else draft.flops
-    is_small = 0 < flops < _SHARE * total and not draft.has_other_harm
-    alone = draft.kind in ("misaligned_matmul", "silent_promotion") and is_small
+def _finding(finding: PendingFinding, root: Path, total: int, few: set[str]) -> Finding:
+    """The finding of a finding; `few` are checks whose matmuls together take a small share."""
+    file, line = finding.line
+    flops = finding.harmed_flops if finding.check == "implicit_promotion" else finding.flops
+    is_small = 0 < flops < _SHARE * total and not finding.has_other_harm
+    alone = finding.check in ("misaligned_matmul", "implicit_promotion") and is_small
     return Finding(
-        kind=draft.kind,
-        level=NOTE if alone or draft.kind in few else draft.level,
-        module=module_of(draft.names, root),
-        primitive=draft.primitive,
+        check=finding.check,
+        severity=WARNING if alone or finding.check in few else finding.severity,
+        module=module_of(finding.names, root),
+        primitive=finding.primitive,
         file=file,
         line=line,
-        message=draft.message,
-        fix=draft.fix,
-        count=draft.count,
-        flops=draft.flops,
+        message=finding.message,
+        fix=finding.fix,
+        count=finding.count,
+        flops=finding.flops,
     )
 
 
@@ -105,7 +105,7 @@ def _joined(findings: Iterable[Finding]) -> list[Finding]:
     """One finding for what differs in its scopes and not in its module."""
     found: dict[Any, Finding] = {}
     for finding in findings:
-        key = finding.kind, finding.level, finding.module, finding.file, finding.line
+        key = finding.check, finding.severity, finding.module, finding.file, finding.line
         same = found.get(key)
         found[key] = finding if same is None else _added(same, finding)
     return list(found.values())
@@ -117,8 +117,8 @@ def _added(first: Finding, second: Finding) -> Finding:
 
 
 def _gravity(finding: Finding) -> Any:
-    kinds = list(KINDS)
-    return finding.level != FAULT, kinds.index(finding.kind), -finding.flops
+    checks = list(CHECKS)
+    return finding.severity != ERROR, checks.index(finding.check), -finding.flops
 
 
 def _rows(cls: Any, counted: dict[Any, list[int]], root: Path) -> tuple[Any, ...]:
@@ -140,15 +140,15 @@ def _rows(cls: Any, counted: dict[Any, list[int]], root: Path) -> tuple[Any, ...
 
 def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tuple[RuleRow, ...]]:
     """Which rule decided for each module that the program names, and what each rule decided."""
-    policies = auditor.judge.policies
+    policies = auditor.context.policies
     if policies is None:
         return (), ()
     modules: dict[str, ModuleRow] = {}
     decided: dict[Rule, dict[str, None]] = {rule: {} for rule in policies.rules}
-    for names in auditor.places.names:
+    for names in auditor.locations.names:
         if FULL_PRECISION in names:
             continue
-        path, rule = auditor.judge.decide(names)
+        path, rule = auditor.context.decide(names)
         module = module_of(names, root)
         if rule is not None:
             decided[rule][module] = None
@@ -179,7 +179,7 @@ def _value_text(name: str, value: Any) -> str:
 
 def _never_fired(row: RuleRow) -> Finding:
     return Finding(
-        kind="unused_rule",
+        check="unused_rule",
         message=f"the required rule {row.rule} decided for no module of this program.",
-        fix=KINDS["unused_rule"].fix,
+        fix=CHECKS["unused_rule"].fix,
     )

@@ -252,11 +252,13 @@ def _html_body(sections: Iterable[Section]) -> str:
 
 
 def _html_section(section: Section) -> str:
-    level = "h1" if section.mood else "h2"
+    severity = "h1" if section.mood else "h2"
     mood = f' class="{section.mood}"' if section.mood else ""
     text = f"<p>{_html(section.text)}</p>" if section.text else ""
     fixes = "".join(map(_html_fix, section.fixes))
-    return f"<{level}{mood}>{_html(section.title)}</{level}>{text}{_html_table(section)}{fixes}"
+    return (
+        f"<{severity}{mood}>{_html(section.title)}</{severity}>{text}{_html_table(section)}{fixes}"
+    )
 
 
 def _html_fix(fix: Fix) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._kinds import FAULT, KINDS
 from jaxmp._audit._render import WIDTH, html_fragment, html_page, markdown, plain_text
 from jaxmp._audit._sections import difference_sections, report_sections
-from jaxmp.errors import AuditError, AuditFailed, did_you_mean
+from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
 
 # Findings that an error lists.
 _LISTED = 20
@@ -30,11 +30,11 @@ _WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 class Finding:
     """Result of one check of an audit, at one source line of the audited program.
 
-    `AuditReport.findings` has them; `docs/audit.md` lists every `kind` with its meaning.
+    `AuditReport.findings` has them; `docs/audit.md` lists every `check` with its meaning.
 
     Args:
-      kind: the check that failed, such as "fp32_matmul".
-      level: "fault" if it should be fixed, "note" if it is only worth knowing.
+      check: the check that failed, such as "fp32_matmul".
+      severity: "error" if it should be fixed, "warning" if it is only worth knowing.
       module: the module path; "" is the root, or code outside of every module.
       primitive: the operation, as a jaxpr prints it; "" for a finding about an argument or a rule.
       file: path of the user's source file; "" if it is not known.
@@ -47,13 +47,13 @@ class Finding:
 
     Example:
       >>> x = jnp.ones((8, 8), jnp.bfloat16)
-      >>> (finding,) = audit(lambda x: jax.nn.softmax(x), x).faults
-      >>> finding.kind, finding.level
-      ('half_softmax', 'fault')
+      >>> (finding,) = audit(lambda x: jax.nn.softmax(x), x).errors
+      >>> finding.check, finding.severity
+      ('softmax_16bit', 'error')
     """
 
-    kind: str
-    level: str = FAULT
+    check: str
+    severity: str = ERROR
     module: str = ""
     primitive: str = ""
     file: str = ""
@@ -64,14 +64,14 @@ class Finding:
     flops: int = 0
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The source line as `model.py:12`; "" if it is not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
-        where = " at ".join(part for part in (self.module or "(root)", self.place) if part)
+        where = " at ".join(part for part in (self.module or "(root)", self.location) if part)
         times = f" ({self.count} times)" if self.count > 1 and self.primitive else ""
-        return f"{self.kind} in {where}{times}: {self.message} Fix: {self.fix}"
+        return f"{self.check} in {where}{times}: {self.message} Fix: {self.fix}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class ModuleRow:
 class AuditReport:
     """What runs in which dtype, and what is wrong with it. Frozen; made of plain data.
 
-    Prints the verdict, the faults with their fixes, the matmuls and the memory;
+    Prints the verdict, the errors with their fixes, the matmuls and the memory;
     `report.to_text(full=True)` has all else. Also renders itself under rich and in notebooks.
 
     Args:
@@ -134,7 +134,7 @@ class AuditReport:
       equations: number of operations of the program.
       gpu: the GPUs that it was compiled for; "" without `target`. Without it `gemms`, `memory`,
         `attention` and `collectives` are empty.
-      findings: faults first, then by FLOPs.
+      findings: errors first, then by FLOPs.
       matmuls: FLOPs per module, pass and operand dtypes.
       gemms: the matmuls of the GPU and their dtypes.
       memory: bytes on each device, and the bytes that the update moves.
@@ -171,13 +171,18 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault; notes are allowed."""
-        return not self.faults
+        """Whether there is no error; warnings are allowed."""
+        return not self.errors
 
     @property
-    def faults(self) -> tuple[Finding, ...]:
-        """The findings that are no notes."""
-        return tuple(finding for finding in self.findings if finding.level == FAULT)
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings with severity "error"."""
+        return tuple(finding for finding in self.findings if finding.severity == ERROR)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings with severity "warning"."""
+        return tuple(finding for finding in self.findings if finding.severity == WARNING)
 
     @property
     def matmul_flops(self) -> dict[tuple[str, str], int]:
@@ -226,10 +231,10 @@ class AuditReport:
         return dict(sums.most_common())
 
     def counts(self) -> dict[str, int]:
-        """Kind -> how many operations (or arguments, or rules) are faults of it; sorted."""
+        """Check -> how many operations (or arguments, or rules) are errors of it; sorted."""
         sums: Counter[str] = Counter()
-        for finding in self.faults:
-            sums[finding.kind] += finding.count
+        for finding in self.errors:
+            sums[finding.check] += finding.count
         return dict(sorted(sums.items()))
 
     # -- judgement --------------------------------------------------------------------------
@@ -238,28 +243,28 @@ class AuditReport:
         """Raises if the program does not hold what it should; for a project's own tests.
 
         Args:
-          fail_on: kinds that may not be found, notes of them included; None: no fault of any kind.
-          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only kinds
-            with more faults than it had fail.
+          fail_on: checks that may not find anything, warnings included; None: no errors at all.
+          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only checks
+            with more errors than it had fail.
 
         Raises:
-          AuditFailed: listing each finding with module, line and fix.
-          AuditError: if a kind is unknown, or the baseline cannot be read.
+          AuditFailedError: listing each finding with module, line and fix.
+          AuditError: if a check is unknown, or the baseline cannot be read.
 
         Example:
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
         """
-        kinds = _known_kinds(fail_on)
-        failed = [f for f in self.findings if _fails(f, kinds)]
+        checks = _known_kinds(fail_on)
+        failed = [f for f in self.findings if _fails(f, checks)]
         if baseline is not None:
-            before = _counted(as_report(baseline).findings, kinds)
-            worse = {k for k, n in _counted(self.findings, kinds).items() if n > before.get(k, 0)}
-            failed = [finding for finding in failed if finding.kind in worse]
+            before = _counted(as_report(baseline).findings, checks)
+            worse = {k for k, n in _counted(self.findings, checks).items() if n > before.get(k, 0)}
+            failed = [finding for finding in failed if finding.check in worse]
         if failed:
             more = " more than the baseline allows" if baseline is not None else ""
             lines = [f"  {finding}" for finding in failed[:_LISTED]]
             lines += [f"  and {len(failed) - _LISTED} more"] * (len(failed) > _LISTED)
-            raise AuditFailed("\n".join([f"The audit found{more}:", *lines]))
+            raise AuditFailedError("\n".join([f"The audit found{more}:", *lines]))
 
     def diff(self, other: AuditReport | str | Path) -> AuditDiff:
         """What changed from this report to `other`.
@@ -283,15 +288,15 @@ class AuditReport:
         return self.to_text()
 
     def __repr__(self) -> str:
-        found = ", ".join(f"{kind}: {count}" for kind, count in self.counts().items()) or "ok"
+        found = ", ".join(f"{check}: {count}" for check, count in self.counts().items()) or "ok"
         return f"<AuditReport of {self.equations} equations; {found}>"
 
     def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
 
         Args:
-          full: False: the verdict, the faults with their fixes, the matmuls and the memory. True:
-            also notes, modules, casts, alignment, collectives and rules.
+          full: False: the verdict, the errors with their fixes, the matmuls and the memory. True:
+            also warnings, modules, casts, alignment, collectives and rules.
           width: characters of a line; only code may be longer.
 
         Example:
@@ -414,24 +419,24 @@ def as_report(baseline: Any) -> AuditReport:
 def _known_kinds(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
     if fail_on is None:
         return None
-    kinds = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
-    for kind in sorted(kinds - set(KINDS)):
+    checks = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
+    for check in sorted(checks - set(CHECKS)):
         raise AuditError(
-            f"fail_on={kind!r} is no kind of finding.{did_you_mean(kind, KINDS)} Allowed: "
-            f"{', '.join(KINDS)}; for example report.check(fail_on=['fp32_matmul'])."
+            f"fail_on={check!r} is no check of finding.{did_you_mean(check, CHECKS)} Allowed: "
+            f"{', '.join(CHECKS)}; for example report.check(fail_on=['fp32_matmul'])."
         )
-    return kinds
+    return checks
 
 
-def _fails(finding: Finding, kinds: frozenset[str] | None) -> bool:
-    return finding.level == FAULT if kinds is None else finding.kind in kinds
+def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
+    return finding.severity == ERROR if checks is None else finding.check in checks
 
 
-def _counted(findings: Iterable[Finding], kinds: frozenset[str] | None) -> Counter[str]:
+def _counted(findings: Iterable[Finding], checks: frozenset[str] | None) -> Counter[str]:
     sums: Counter[str] = Counter()
     for finding in findings:
-        if _fails(finding, kinds):
-            sums[finding.kind] += finding.count
+        if _fails(finding, checks):
+            sums[finding.check] += finding.count
     return sums
 
 
@@ -451,8 +456,8 @@ class AuditDiff:
     Example:
       >>> x = jnp.ones((8, 8), jnp.bfloat16)
       >>> change = audit(lambda x: x @ x, x).diff(audit(lambda x: jax.nn.softmax(x @ x), x))
-      >>> [finding.kind for finding in change.added], change.removed
-      (['half_softmax'], ())
+      >>> [finding.check for finding in change.added], change.removed
+      (['softmax_16bit'], ())
     """
 
     before: AuditReport
@@ -506,4 +511,4 @@ def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Fi
 
 
 def _identity(finding: Finding) -> tuple[str, ...]:
-    return finding.kind, finding.level, finding.module, finding.primitive, finding.file
+    return finding.check, finding.severity, finding.module, finding.primitive, finding.file

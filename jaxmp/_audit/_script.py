@@ -27,12 +27,12 @@ import numpy as np
 import jaxmp
 from jaxmp._audit import audit_call
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._context import Judge, named
+from jaxmp._audit._context import PolicyContext, named
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations, inners, is_literal
-from jaxmp._core._locations import Lines, Place
-from jaxmp._core._matmuls import PRODUCTS
+from jaxmp._core._locations import Lines, Location
+from jaxmp._core._matmuls import MATMULS
 from jaxmp.errors import AuditError, JaxmpError, did_you_mean
 
 # ---------------------------------------------------------------------------
@@ -67,14 +67,14 @@ class ScriptFunction:
 
     Args:
       name: its name.
-      place: `train.py:12`; "" if it is not known.
+      location: `train.py:12`; "" if it is not known.
       flops: FLOPs of its matmuls in one call.
       takes_gradients: whether it has a backward pass.
       updates: whether it returns updated arrays, such as parameters.
     """
 
     name: str
-    place: str
+    location: str
     flops: int
     takes_gradients: bool
     updates: bool
@@ -166,13 +166,13 @@ class _Watched:
 
     def __init__(self, call: _compat.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
-        auditor = Auditor(Judge(None))
-        if any(equation.primitive.name in PRODUCTS for equation in equations(body)):
-            auditor.run(body, Place(), 1)
+        auditor = Auditor(PolicyContext(None))
+        if any(equation.primitive.name in MATMULS for equation in equations(body)):
+            auditor.run(body, Location(), 1)
         takes_gradients = has_backward(body)
         self.row = ScriptFunction(
             name=call.name,
-            place=_place(call.source, body),
+            location=_place(call.source, body),
             flops=sum(flops for flops, _ in auditor.matmuls.values()),
             takes_gradients=takes_gradients,
             updates=takes_gradients and updates_state(body),
@@ -365,8 +365,8 @@ def _place(source: Any, jaxpr: Any) -> str:
         code = source.__code__
         file, line = Lines().first_own([(code.co_filename, code.co_firstlineno)])
     if not file:
-        places = (Lines().of((equation,)) for equation in equations(jaxpr))
-        file, line = next((place for place in places if place[0]), ("", 0))
+        locations = (Lines().of((equation,)) for equation in equations(jaxpr))
+        file, line = next((location for location in locations if location[0]), ("", 0))
     return f"{Path(file).name}:{line}" if file else ""
 
 

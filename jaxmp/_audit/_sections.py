@@ -8,17 +8,17 @@ import textwrap
 from collections import Counter
 from typing import Any, NamedTuple
 
-from jaxmp._audit._kinds import NOTE
+from jaxmp._audit._checks import WARNING
 
 _PHASES = ("forward", "backward", "recompute")
 # Rows that a table of modules shows; the rest is added up in one more.
 _LONGEST = 40
-# Rows of the table of faults in the short report.
-_MOST_FAULTS = 20
+# Rows of the table of errors in the short report.
+_MOST_ERRORS = 20
 
 
 class Fix(NamedTuple):
-    """The remedy of one or more rows of the table of faults."""
+    """The remedy of one or more rows of the table of errors."""
 
     title: str
     # (is code, text): sentences and code in turn; code keeps its lines.
@@ -42,19 +42,19 @@ def report_sections(report: Any, full: bool = False) -> list[Section]:
 
     Args:
       report: the report.
-      full: False: verdict, faults with their fixes, matmuls and memory; True: all else too.
+      full: False: verdict, errors with their fixes, matmuls and memory; True: all else too.
     """
-    groups = _alike(report.faults)
+    groups = _alike(report.errors)
     sections = [
         _verdict(report, len(groups)),
-        *_faults(groups, None if full else _MOST_FAULTS),
+        *_errors(groups, None if full else _MOST_ERRORS),
         _matmuls(report),
         _gemms(report),
         _memory(report),
     ]
     if full:
         sections += [
-            *_notes(report),
+            *_warnings(report),
             _alignment(report),
             _modules(report),
             _casts(report),
@@ -99,7 +99,7 @@ def _signed(value: int, words: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _verdict(report: Any, faults: int) -> Section:
+def _verdict(report: Any, errors: int) -> Section:
     against = (
         f"Checked against {report.policies}" if report.policies else "Checked without policies"
     )
@@ -109,8 +109,8 @@ def _verdict(report: Any, faults: int) -> Section:
     if report.flops:
         share = f"{share_words(report.low_precision_share)} of the matmul FLOPs"
         share += f" ({flops_words(report.flops)}) run in 16 bits or FP8."
-    title = f"Precision audit: {counted(faults, 'fault') if faults else 'ok'}"
-    return Section(title, f"{share} {size}", mood="bad" if faults else "good")
+    title = f"Precision audit: {counted(errors, 'error') if errors else 'ok'}"
+    return Section(title, f"{share} {size}", mood="bad" if errors else "good")
 
 
 # -- findings -------------------------------------------------------------------------------
@@ -120,24 +120,24 @@ def _alike(findings: Any) -> list[list[Any]]:
     """Groups findings that share one row: their modules differ in a number alone."""
     groups: dict[Any, list[Any]] = {}
     for finding in findings:
-        key = finding.kind, _numberless(finding.module), finding.file, finding.line, finding.fix
+        key = finding.check, _numberless(finding.module), finding.file, finding.line, finding.fix
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
 
-def _faults(groups: list[list[Any]], most: int | None) -> list[Section]:
+def _errors(groups: list[list[Any]], most: int | None) -> list[Section]:
     left_out = len(groups[most:]) if most else 0
     text = f"The first {most}; --full prints {left_out} more." if left_out else ""
     return _finding_sections("Faults", groups[:most], text)
 
 
-def _notes(report: Any) -> list[Section]:
+def _warnings(report: Any) -> list[Section]:
     """The notes, grouped by check and fix."""
     groups: dict[Any, list[Any]] = {}
     for finding in report.findings:
-        if finding.level == NOTE:
-            groups.setdefault((finding.kind, finding.fix), []).append(finding)
-    return _finding_sections("Notes: no faults, worth knowing", list(groups.values()))
+        if finding.severity == WARNING:
+            groups.setdefault((finding.check, finding.fix), []).append(finding)
+    return _finding_sections("Warnings", list(groups.values()))
 
 
 def _finding_sections(title: str, groups: list[list[Any]], text: str = "") -> list[Section]:
@@ -148,7 +148,7 @@ def _finding_sections(title: str, groups: list[list[Any]], text: str = "") -> li
         if group[0].fix:
             alike.setdefault(group[0].fix, []).append(number)
     fixes = tuple(
-        Fix(_fix_title(numbers, groups[numbers[0]][0].place), fix_parts(fix))
+        Fix(_fix_title(numbers, groups[numbers[0]][0].location), fix_parts(fix))
         for fix, numbers in alike.items()
     )
     return [
@@ -163,15 +163,15 @@ def _finding_row(group: list[Any]) -> tuple[str, ...]:
     # The message of a finding about an argument contains its number.
     times = f" ({counted(count, 'operation')})" if count > 1 and first.primitive else ""
     lines = len({(finding.file, finding.line) for finding in group})
-    place = first.place + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
-    where = f"{module}, {place}" if place else module
-    return first.kind, where, first.message + times
+    location = first.location + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
+    where = f"{module}, {location}" if location else module
+    return first.check, where, first.message + times
 
 
-def _fix_title(numbers: list[int], place: str) -> str:
+def _fix_title(numbers: list[int], location: str) -> str:
     """`1 (model.py:12)`, or `1, 3` for a remedy of several rows."""
     title = ", ".join(str(number + 1) for number in numbers)
-    return f"{title} ({place})" if place and len(numbers) == 1 else title
+    return f"{title} ({location})" if location and len(numbers) == 1 else title
 
 
 _INDENT = "    "
@@ -203,13 +203,13 @@ def _is_code(text: str) -> bool:
 
 def _more(report: Any) -> Section:
     """The number of notes, and how to print what is left out."""
-    notes: Counter[str] = Counter()
+    warnings: Counter[str] = Counter()
     for finding in report.findings:
-        if finding.level == NOTE:
-            notes[finding.kind] += 1
-    words = ", ".join(f"{kind} ({counted(n, 'place')})" for kind, n in notes.items())
+        if finding.severity == WARNING:
+            warnings[finding.check] += 1
+    words = ", ".join(f"{check} ({counted(n, 'location')})" for check, n in warnings.items())
     more = "--full, or report.to_text(full=True), prints"
-    more += f" the notes ({words}), and" if notes else ""
+    more += f" the warnings ({words}), and" if warnings else ""
     return Section("More", f"{more} modules, casts, alignment and rules.")
 
 
@@ -334,16 +334,16 @@ def _gemm_lines(report: Any) -> Section:
     alike: dict[Any, list[Any]] = {}
     for row in report.gemms:
         words = " x ".join(_pair((row.lhs, row.rhs)))
-        alike.setdefault((_numberless(row.module), row.place, words), []).append(row)
+        alike.setdefault((_numberless(row.module), row.location, words), []).append(row)
     rows = [
         (
             _together(sorted({row.module for row in group})),
-            place,
+            location,
             words,
             ", ".join(phase for phase in _PHASES if phase in {row.phase for row in group}),
             flops_words(sum(row.flops for row in group)),
         )
-        for (_, place, words), group in alike.items()
+        for (_, location, words), group in alike.items()
     ]
     columns = ("module", "line", "multiplied in", "passes", "FLOPs")
     text = _left_out(rows).replace("matmuls", "gemms")
@@ -353,7 +353,7 @@ def _gemm_lines(report: Any) -> Section:
 def _attention(report: Any) -> Section:
     alike: dict[Any, list[Any]] = {}
     for row in report.attention:
-        key = _numberless(row.module), row.place, row.phase, row.kernel, row.dtype
+        key = _numberless(row.module), row.location, row.phase, row.kernel, row.dtype
         alike.setdefault(key, []).append(row)
     rows = tuple(
         (
@@ -378,7 +378,7 @@ def _collectives(report: Any) -> Section:
             counted(row.count, "array"),
             row.phase,
             module_words(row.module),
-            row.place,
+            row.location,
         )
         for row in report.collectives
     )

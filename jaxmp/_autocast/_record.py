@@ -16,7 +16,7 @@ from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits, is_half
 from jaxmp._core._jaxprs import FORWARD, inners, phase_of
 from jaxmp._core._locations import Lines
-from jaxmp._core._matmuls import PRODUCTS, product_of
+from jaxmp._core._matmuls import MATMULS, matmul_of
 
 # Maximum number of rows that `str()` prints.
 _LISTED = 60
@@ -162,7 +162,7 @@ class Record:
 
     def as_recorded(self, equation: Any, names: tuple[str, ...], reason: str) -> None:
         """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
-        if equation.primitive.name in PRODUCTS:
+        if equation.primitive.name in MATMULS:
             self._add(equation, names, [var.aval.dtype for var in equation.invars[:2]], reason)
             return
         if equation.primitive.name in _KERNELS:
@@ -191,7 +191,7 @@ class Record:
           in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
         """
         name = equation.primitive.name
-        if name not in PRODUCTS:
+        if name not in MATMULS:
             if category == "opaque":
                 self.as_recorded(equation, names, self._why_opaque(name))
             return
@@ -249,7 +249,7 @@ class Record:
         return f"inside {name}: {reason}"
 
     def _add(self, equation: Any, names: tuple[str, ...], dtypes: list[Any], reason: str) -> None:
-        product = product_of(equation)
+        product = matmul_of(equation)
         file, line = self._lines.of((equation, *self._around))
         shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))
         row = AutocastDecision(

@@ -34,7 +34,7 @@ FULL_PRECISION = "jaxmp_full_precision"
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """What an equation's name stack says, with those of the equations around it."""
 
     names: Path = ()
@@ -48,15 +48,15 @@ class Place(NamedTuple):
         return not self.names and not self.differentiated
 
 
-class Places:
-    """The places of a program's equations; made once for each name stack."""
+class Locations:
+    """The locations of a program's equations; made once for each name stack."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Place, str], Place] = {}
+        self._found: dict[tuple[Location, str], Location] = {}
         self.names: dict[Path, None] = {}
 
-    def of(self, equation: Any, outer: Place) -> Place:
-        """The place of an equation inside an equation at `outer`."""
+    def of(self, equation: Any, outer: Location) -> Location:
+        """The location of an equation inside an equation at `outer`."""
         key = outer, str(equation.source_info.name_stack)
         found = self._found.get(key)
         if found is None:
@@ -65,7 +65,7 @@ class Places:
                 self.names[found.names[:length]] = None
         return found
 
-    def _make(self, outer: Place, stack: str) -> Place:
+    def _make(self, outer: Location, stack: str) -> Location:
         phase = phase_of(stack, outer.phase)
         own = scope_names(stack)
         names = outer.names + own
@@ -73,7 +73,7 @@ class Places:
             # Backwards, scopes around a rematerialised region are named twice.
             short = outer.names + collapsed(own)
             names = short if short in self.names else names
-        return Place(names, phase, outer.differentiated or "jvp(" in stack)
+        return Location(names, phase, outer.differentiated or "jvp(" in stack)
 
 
 def root_of(names: dict[Path, None]) -> Path:

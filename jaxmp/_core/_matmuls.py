@@ -16,7 +16,7 @@ from jaxmp._core._jaxprs import inners, sub_jaxprs
 # Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
 MULTIPLES = (8, 16, 64, 128)
 
-PRODUCTS = (
+MATMULS = (
     "dot_general",
     "conv_general_dilated",
     "ragged_dot_general",
@@ -24,7 +24,7 @@ PRODUCTS = (
 )
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """One product, as a matmul [M, K] x [K, N]."""
 
     lhs: Any  # dtype
@@ -42,7 +42,7 @@ class Product(NamedTuple):
         return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
 
 
-def is_inner(equation: Any) -> bool:
+def is_inner_product(equation: Any) -> bool:
     """Returns True for inner products of vectors, which no Tensor Core takes.
 
     They multiply and sum, as a loss does that takes the logits of its labels.
@@ -54,13 +54,13 @@ def is_inner(equation: Any) -> bool:
     return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
 
 
-def product_of(equation: Any) -> Product:
-    """What an equation of `PRODUCTS` multiplies."""
+def matmul_of(equation: Any) -> Matmul:
+    """What an equation of `MATMULS` multiplies."""
     lhs, rhs = (var.aval for var in equation.invars[:2])
     out = equation.outvars[0].aval
     measure = _SIZES[equation.primitive.name]
     flops, widths, contracts = measure(equation.params, lhs.shape, rhs.shape, out.shape)
-    return Product(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
+    return Matmul(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
 
 
 def _dot(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
@@ -125,7 +125,7 @@ def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, i
     return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True
 
 
-_SIZES = dict(zip(PRODUCTS, (_dot, _conv, _ragged, _scaled), strict=True))
+_SIZES = dict(zip(MATMULS, (_dot, _conv, _ragged, _scaled), strict=True))
 
 
 # ---------------------------------------------------------------------------
@@ -135,7 +135,7 @@ _SIZES = dict(zip(PRODUCTS, (_dot, _conv, _ragged, _scaled), strict=True))
 _FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
 
 
-def kernel_products(equation: Any) -> list[Product] | None:
+def kernel_matmuls(equation: Any) -> list[Matmul] | None:
     """The products inside a fused kernel; None if its FLOPs are not known.
 
     Known are cuDNN's attention, and Pallas kernels without loops that end by a test.
@@ -147,7 +147,7 @@ def kernel_products(equation: Any) -> list[Product] | None:
     return _pallas(equation) if name == "pallas_call" else None
 
 
-def _fused_attention(equation: Any, *, backward: bool) -> list[Product]:
+def _fused_attention(equation: Any, *, backward: bool) -> list[Matmul]:
     params = equation.params
     query, key, value = (var.aval for var in equation.invars[:3])
     in_order = getattr(params.get("layout", 0), "value", params.get("layout", 0)) == 0
@@ -162,7 +162,7 @@ def _fused_attention(equation: Any, *, backward: bool) -> list[Product]:
         backward=backward,
     )
     widths = {"K": query.shape[3], "N": keys}
-    return [Product(query.dtype, key.dtype, equation.outvars[0].aval.dtype, flops, widths, True)]
+    return [Matmul(query.dtype, key.dtype, equation.outvars[0].aval.dtype, flops, widths, True)]
 
 
 def attention_flops(
@@ -193,7 +193,7 @@ def attention_flops(
     return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
 
 
-def _pallas(equation: Any) -> list[Product] | None:
+def _pallas(equation: Any) -> list[Matmul] | None:
     mapping = equation.params.get("grid_mapping")
     grid = getattr(mapping, "grid", ())
     if not all(isinstance(size, int) for size in grid):
@@ -203,13 +203,13 @@ def _pallas(equation: Any) -> list[Product] | None:
     return None if found is None else [one._replace(flops=one.flops * steps) for one in found]
 
 
-def _products_in(jaxpr: Any) -> list[Product] | None:
+def _products_in(jaxpr: Any) -> list[Matmul] | None:
     """The products of a kernel's body; None if a loop or branch depends on data."""
-    products: list[Product] = []
+    products: list[Matmul] = []
     for equation in jaxpr_body(jaxpr)[0].eqns:
         name = equation.primitive.name
-        if name in PRODUCTS:
-            products.append(product_of(equation))
+        if name in MATMULS:
+            products.append(matmul_of(equation))
         elif sub_jaxprs(equation):
             inside = [(inner.times, _products_in(inner.jaxpr)) for inner in inners(equation)]
             if name in ("while", "cond") and any(found != [] for _, found in inside):

@@ -107,8 +107,8 @@ def _product(
 
 def _kernel(holder: Instruction) -> str:
     """Who runs a product that is part of a fusion."""
-    kind = str(holder.config.get("fusion_backend_config", {}).get("kind", ""))
-    return "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "xla"
+    check = str(holder.config.get("fusion_backend_config", {}).get("check", ""))
+    return "cudnn" if "cudnn" in check else "triton" if "triton" in check else "xla"
 
 
 def _plain(program: Program, step: Step, inside: Computation, dot: Instruction) -> _Product:

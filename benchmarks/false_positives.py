@@ -1,14 +1,14 @@
-"""Counts the false faults of `jaxmp.audit` on models and training steps that nobody here wrote.
+"""Counts the false errors of `jaxmp.audit` on models and training steps that nobody here wrote.
 
-    python benchmarks/false_faults.py                                 # installed packages
-    python benchmarks/false_faults.py CHECKOUTS                       # and checkouts
-    python benchmarks/false_faults.py CHECKOUTS --out faults.json
-    python benchmarks/false_faults.py --markdown faults.json
+    python benchmarks/false_positives.py                                 # installed packages
+    python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
+    python benchmarks/false_positives.py CHECKOUTS --out errors.json
+    python benchmarks/false_positives.py --markdown errors.json
 
 The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and as their
 authors run them in bfloat16 where they have a switch; the training steps are those of
-`field_report.py`. Every fault has to be in the list of reviewed true findings
-(`reviewed_findings.py`). A fault that is not in it is false, or has not been reviewed: it is
+`field_report.py`. Every error has to be in the list of reviewed true findings
+(`reviewed_findings.py`). A error that is not in it is false, or has not been reviewed: it is
 printed, and the exit status is 1. Only traces are audited; nothing is computed but the initial
 parameters of toy models.
 """
@@ -83,24 +83,24 @@ def steps(checkouts: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
 
 
 def judged(name: str, way: str, findings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Divides the faults of an audit into true ones, by the list, and false ones."""
-    faults = [finding for finding in findings if finding["level"] == "fault"]
-    true = [fault for fault in faults if review_of(fault) is not None]
+    """Divides the errors of an audit into true ones, by the list, and false ones."""
+    errors = [finding for finding in findings if finding["severity"] == "error"]
+    true = [error for error in errors if review_of(error) is not None]
     return {
         "name": name,
         "way": way,
         "true": true,
-        "false": [fault for fault in faults if fault not in true],
+        "false": [error for error in errors if error not in true],
     }
 
 
-def false_faults(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of text for each false fault."""
+def false_positives(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of text for each false error."""
     return [
-        f"{row['name']} ({row['way']}): {fault['kind']} at {fault['file']}:{fault['line']}, "
-        f"{fault['text']!r}: {fault['message']}"
+        f"{row['name']} ({row['way']}): {error['check']} at {error['file']}:{error['line']}, "
+        f"{error['text']!r}: {error['message']}"
         for row in rows
-        for fault in row["false"]
+        for error in row["false"]
     ]
 
 
@@ -127,7 +127,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Counts the audit's false faults.")
+    parser = argparse.ArgumentParser(description="Counts the audit's false errors.")
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
@@ -138,16 +138,16 @@ def main() -> int:
     found = list(models(args.checkouts))
     found += [] if args.checkouts is None else list(steps(args.checkouts))
     rows = [judged(*audit) for audit in found]
-    lines = false_faults(rows)
+    lines = false_positives(rows)
     report = {
-        "command": "false_faults.py" + " CHECKOUTS" * (args.checkouts is not None),
+        "command": "false_positives.py" + " CHECKOUTS" * (args.checkouts is not None),
         "versions": versions(),
         "false": len(lines),
         "audits": rows,
     }
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false faults"]))
+    print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false errors"]))
     return int(bool(lines))
 
 

@@ -13,8 +13,8 @@ from jaxmp._attention._declared import (
     declaration_of,
     structure_of,
 )
-from jaxmp._audit._context import Drafts, Site
-from jaxmp._audit._kinds import NOTE
+from jaxmp._audit._checks import WARNING
+from jaxmp._audit._context import OpOccurrence, PendingFindings
 from jaxmp._core._compat import is_within
 from jaxmp._core._jaxprs import Path, is_literal
 from jaxmp._core._locations import module_of
@@ -34,7 +34,7 @@ class _Declared(NamedTuple):
 class _Passed(NamedTuple):
     """A mask that attention receives as an array, and what it is; None: nothing is known."""
 
-    site: Site
+    op: OpOccurrence
     actual: Declaration | None
 
 
@@ -47,16 +47,16 @@ class Masks:
         self._passed: list[_Passed] = []
         self._structures: dict[int, tuple[np.ndarray, Declaration | None]] = {}
 
-    def take(self, site: Site, is_attention: bool) -> None:
+    def take(self, op: OpOccurrence, is_attention: bool) -> None:
         """Takes a jitted function of the forward pass: of attention, of a declaration, or other."""
-        mask = _mask_of(site.equation)
+        mask = _mask_of(op.equation)
         if mask is None:
             return
-        declared = declaration_of(str(site.equation.params.get("name", "")), "")
+        declared = declaration_of(str(op.equation.params.get("name", "")), "")
         if declared is not None:
-            self._declared.append(_Declared(site.place.names, declared, self.known.value(mask)))
+            self._declared.append(_Declared(op.location.names, declared, self.known.value(mask)))
         elif is_attention and mask.aval.shape[-2] > 1:
-            self._passed.append(_Passed(site, self._structure(self.known.value(mask))))
+            self._passed.append(_Passed(op, self._structure(self.known.value(mask))))
 
     def _structure(self, mask: np.ndarray | None) -> Declaration | None:
         if mask is None:
@@ -93,22 +93,22 @@ class Masks:
             "jaxmp.linen.explain or jaxmp.nnx.explain with a batch compares them"
         ]
 
-    def report(self, root: Path, drafts: Drafts) -> None:
+    def report(self, root: Path, findings: PendingFindings) -> None:
         """Adds a finding for each array that a declaration could replace."""
-        layers = [passed for passed in self._passed if _is_of_layer(passed.site)]
-        kinds = {passed.actual for passed in layers} | {one.declared for one in self._declared}
-        for site, actual in self._passed:
+        layers = [passed for passed in self._passed if _is_of_layer(passed.op)]
+        checks = {passed.actual for passed in layers} | {one.declared for one in self._declared}
+        for op, actual in self._passed:
             if actual is None:
                 continue
             message = (
                 f"attention reads its mask as an array, and it is {_words(actual)} for every input."
             )
-            if any(site is passed.site for passed in layers):
-                path = module_of(site.place.names, root)
-                fix = _declaration_fix(actual, path if len(kinds) > 1 else None)
+            if any(op is passed.op for passed in layers):
+                path = module_of(op.location.names, root)
+                fix = _declaration_fix(actual, path if len(checks) > 1 else None)
             else:
                 fix = _argument_fix(actual)
-            drafts.add("dense_mask", site, message, fix, level=NOTE)
+            findings.add("dense_mask", op, message, fix, severity=WARNING)
 
 
 def _words(actual: Declaration) -> str:
@@ -125,8 +125,8 @@ def _mask_of(equation: Any) -> Any:
     return None
 
 
-def _is_of_layer(site: Site) -> bool:
-    return is_within(site.equation.source_info, layer_attention)
+def _is_of_layer(op: OpOccurrence) -> bool:
+    return is_within(op.equation.source_info, layer_attention)
 
 
 def _some(paths: list[str]) -> str:

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxmp._audit._context import Judge
+from jaxmp._audit._checks import CHECKS, ERROR, WARNING
+from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
-from jaxmp._audit._kinds import FAULT, KINDS, NOTE
 from jaxmp._audit._report import Finding
 from jaxmp._audit._sections import bytes_words
 from jaxmp._core._dtypes import FLOAT32, is_half
 from jaxmp._core._jaxprs import BACKWARD, Path
-from jaxmp._core._locations import Place
+from jaxmp._core._locations import Location
 
 # Smaller arrays, such as norms and losses, are gathered in whatever dtype they have.
 _SMALL = 4096  # bytes
@@ -32,7 +32,7 @@ grads = jax.shard_map(gradients, mesh=mesh, **specs)(params, batch)"""
 
 def program_findings(
     compilation: Compilation,
-    judge: Judge,
+    context: PolicyContext,
     root: Path,
     known: Iterable[Finding],
     fp8: Mapping[tuple[str, str, str, int], str],
@@ -41,38 +41,40 @@ def program_findings(
 
     Args:
       compilation: its rows.
-      judge: of the policies.
+      context: of the policies.
       root: the scope that is named after the root's class.
       known: findings of the traced program, which are not said again.
       fp8: (module, phase, file, line) of products that were traced with FP8 operands -> the dtype.
         XLA may take a cast to FP8 and back away, so that the compiled program shows none.
     """
     known = list(known)
-    said = {finding.module for finding in known if finding.kind == "fp32_matmul"}
-    reduced = {(f.file, f.line) for f in known if f.kind == "half_all_reduce"}
+    said = {finding.module for finding in known if finding.check == "fp32_matmul"}
+    reduced = {(f.file, f.line) for f in known if f.check == "all_reduce_16bit"}
     for row in compilation.gemms:
         was = row.was_fp8 or fp8.get((row.module, row.phase, row.file, row.line), "")
         if was and not (row.lhs.startswith("float8") and row.rhs.startswith("float8")):
             message = f"operands pass through {was}; the product runs in {row.lhs} x {row.rhs}."
             yield _finding("fp8_fallback", row, message)
         wide = row.lhs in _WIDE or row.rhs in _WIDE
-        if wide and row.module not in said and _is_half_wanted(judge, row.module, root):
+        if wide and row.module not in said and _is_half_wanted(context, row.module, root):
             yield _finding("fp32_gemm", row, f"the GPU multiplies in {row.lhs} x {row.rhs} here.")
     for row in compilation.collectives:
         if (row.file, row.line) not in reduced or row.operation == "all-gather":
-            yield from _judge_collective(row, judge, root)
+            yield from _check_collective(row, context, root)
     if not compilation.memory.aliased:
-        kind = "undonated_state"
+        check = "undonated_state"
         message = "no argument is donated: old and new state are in memory together."
-        yield Finding(kind=kind, level=KINDS[kind].level, message=message, fix=KINDS[kind].fix)
+        yield Finding(
+            check=check, severity=CHECKS[check].severity, message=message, fix=CHECKS[check].fix
+        )
 
 
-def _judge_collective(row: CollectiveRow, judge: Judge, root: Path) -> Iterator[Finding]:
+def _check_collective(row: CollectiveRow, context: PolicyContext, root: Path) -> Iterator[Finding]:
     if row.bytes < _SMALL * row.count:
         return
     size = bytes_words(row.bytes)
     if row.operation == "all-gather" and row.dtype == "float32":
-        if row.module and _is_half_wanted(judge, row.module, root):
+        if row.module and _is_half_wanted(context, row.module, root):
             fix = (
                 "cast the shard first: jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16),"
                 " sharding_of_w)"
@@ -87,29 +89,29 @@ def _judge_collective(row: CollectiveRow, judge: Judge, root: Path) -> Iterator[
             if is_gradient
             else "None is needed: activations are summed in the compute dtype."
         )
-        finding = _finding("half_all_reduce", row, message, fix)
-        is_fault = is_gradient and judge.wants_wide_reduces
-        yield dataclasses.replace(finding, level=FAULT if is_fault else NOTE)
+        finding = _finding("all_reduce_16bit", row, message, fix)
+        is_fault = is_gradient and context.wants_wide_reduces
+        yield dataclasses.replace(finding, severity=ERROR if is_fault else WARNING)
 
 
-def _is_half_wanted(judge: Judge, module: str, root: Path) -> bool:
+def _is_half_wanted(context: PolicyContext, module: str, root: Path) -> bool:
     """Whether the policies say 16 bits, and nothing else, for a module."""
     below = tuple(module.split("/")) if module else ()
-    wanted = judge.wanted(Place((*root, *below)))
+    wanted = context.wanted(Location((*root, *below)))
     return bool(wanted) and FLOAT32 not in wanted and all(map(is_half, wanted))
 
 
-def _finding(kind: str, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
+def _finding(check: str, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
     what: Any = row
     return Finding(
-        kind=kind,
-        level=KINDS[kind].level,
+        check=check,
+        severity=CHECKS[check].severity,
         module=row.module,
         primitive=getattr(what, "operation", "dot"),
         file=row.file,
         line=row.line,
         message=message,
-        fix=fix or KINDS[kind].fix,
+        fix=fix or CHECKS[check].fix,
         count=row.count,
         flops=getattr(what, "flops", 0),
     )

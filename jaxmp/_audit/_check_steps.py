@@ -9,10 +9,10 @@ import jax.tree_util as jtu
 
 from jaxmp._audit._arguments import Traced, in_optimizer, short
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_ops import FIX_ACCUMULATOR
+from jaxmp._audit._checks import ERROR, WARNING
 from jaxmp._audit._context import dtype_of
-from jaxmp._audit._kinds import FAULT, NOTE
-from jaxmp._audit._lineage import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
-from jaxmp._audit._operations import FIX_ACCUMULATOR
+from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
 from jaxmp._audit._report import Finding
 from jaxmp._core._dtypes import CASTABLE, FLOAT64, is_half
 from jaxmp._recipe_files._load import RecipeData
@@ -44,12 +44,12 @@ def step_findings(
     step = _Step(auditor, traced)
     if not step.is_training:
         return
-    said = {finding.kind for finding in known}
+    said = {finding.check for finding in known}
     yield from step.missing_masters(
-        NOTE if recipe is not None and recipe.master == "none" else FAULT
+        WARNING if recipe is not None and recipe.master == "none" else ERROR
     )
     yield from step.accumulators()
-    if "half_optimizer_state" not in said:
+    if "optimizer_state_16bit" not in said:
         yield from step.moments()
     if "unused_loss_scale" not in said:
         yield from step.missing_loss_scale()
@@ -61,7 +61,7 @@ class _Step:
     def __init__(self, auditor: Auditor, traced: Traced) -> None:
         self.auditor, self.flow = auditor, auditor.flow
         leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
-        self.places = [short(jtu.keystr(path)) for path, _ in leaves]
+        self.locations = [short(jtu.keystr(path)) for path, _ in leaves]
         self.in_optimizer = in_optimizer(traced)
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
@@ -100,7 +100,7 @@ class _Step:
             if is_half(self.dtypes[number]):
                 yield number, updates[0]
 
-    def missing_masters(self, level: str) -> Iterator[Finding]:
+    def missing_masters(self, severity: str) -> Iterator[Finding]:
         """16-bit parameters to which a step is added in 16 bits."""
         found = {
             number: update
@@ -117,7 +117,7 @@ class _Step:
             "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
         )
         words = "are updated without FP32 masters: steps below {least} of a value are rounded away"
-        yield from self._findings("missing_master", found, words, fix, level)
+        yield from self._findings("missing_master", found, words, fix, severity)
 
     def accumulators(self) -> Iterator[Finding]:
         """Sums and averages over steps in 16 bits."""
@@ -131,14 +131,14 @@ class _Step:
             and not self.in_optimizer[number]
         }
         words = "accumulate gradients: a sum of ones stalls at {stall}"
-        yield from self._findings("half_accumulator", sums, words, FIX_ACCUMULATOR)
+        yield from self._findings("accumulator_16bit", sums, words, FIX_ACCUMULATOR)
         averages = {n: u for n, u in self._half() if self._is_average(u)}
         fix = (
             "Keep the average in FP32:\n"
             "    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
         )
         words = "average parameters: changes below {least} of a value are rounded away"
-        yield from self._findings("half_accumulator", averages, words, fix)
+        yield from self._findings("accumulator_16bit", averages, words, fix)
 
     def moments(self) -> Iterator[Finding]:
         """The optimizer's moments, where it is written by hand."""
@@ -152,14 +152,14 @@ class _Step:
         }
         words = "average gradients: small updates are rounded away"
         fix = "Make the moments in FP32:\n    jnp.zeros(p.shape, jnp.float32)"
-        yield from self._findings("half_optimizer_state", found, words, fix)
+        yield from self._findings("optimizer_state_16bit", found, words, fix)
 
     def missing_loss_scale(self) -> Iterator[Finding]:
         """A backward pass in float16 whose cotangents are not scaled."""
-        site = self.auditor.float16_backward
-        if site is None or self.flow.scale_used or self.flow.has_scale:
+        op = self.auditor.float16_backward
+        if op is None or self.flow.scale_used or self.flow.has_scale:
             return
-        file, line = self.auditor.drafts.line_of(site)
+        file, line = self.auditor.findings.line_of(op)
         fix = (
             "tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
             "loss, grads = state.value_and_grad(loss_fn)(batch)"
@@ -167,7 +167,7 @@ class _Step:
             else "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
         )
         yield Finding(
-            kind="missing_loss_scale",
+            check="missing_loss_scale",
             message="the backward pass multiplies in float16 without a loss scale: gradients below"
             " 6e-8 become zero.",
             fix=fix,
@@ -176,15 +176,15 @@ class _Step:
         )
 
     def _findings(
-        self, kind: str, found: dict[int, Update], words: str, fix: str, level: str = FAULT
+        self, check: str, found: dict[int, Update], words: str, fix: str, severity: str = ERROR
     ) -> Iterator[Finding]:
         for dtype in sorted({self.dtypes[n].name for n in found}):
             numbers = [n for n in found if self.dtypes[n].name == dtype]
-            file, line = self.auditor.drafts.line_of(found[numbers[0]].site)
-            which = f"such as {self.places[numbers[0]]}"
+            file, line = self.auditor.findings.line_of(found[numbers[0]].op)
+            which = f"such as {self.locations[numbers[0]]}"
             yield Finding(
-                kind=kind,
-                level=level,
+                check=check,
+                severity=severity,
                 file=file,
                 line=line,
                 message=_filled(f"arguments in {dtype}, {which}, {words}.", dtype),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jaxmp._audit._context import Site, dtype_of, named
+from jaxmp._audit._context import OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import is_half
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
 
@@ -44,9 +44,9 @@ class Update:
     """A sum of an argument and what was computed from gradients, or from other arguments."""
 
     def __init__(
-        self, number: int, factor: str, site: Site, others: frozenset[int], has_gradient: bool
+        self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
     ) -> None:
-        self.number, self.factor, self.site = number, factor, site
+        self.number, self.factor, self.op = number, factor, op
         # The other arguments that are summands.
         self.others, self.has_gradient = others, has_gradient
 
@@ -68,15 +68,15 @@ def is_lineage(label: Any) -> bool:
     return isinstance(label, _LABELS)
 
 
-def lineage(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
+def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
     """The labels of an equation's results, from those of its operands.
 
     Args:
-      site: the equation; what is differentiated, and derivatives, have no lineage.
+      op: the equation; what is differentiated, and derivatives, have no lineage.
       labels_of: operand -> its labels.
     """
-    equation, name = site.equation, site.name
-    if name not in _RULES or site.place.phase != FORWARD or site.place.differentiated:
+    equation, name = op.equation, op.name
+    if name not in _RULES or op.location.phase != FORWARD or op.location.differentiated:
         return frozenset()
     each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
     if name in _SAME:
@@ -91,7 +91,7 @@ def lineage(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset
     if name in _SUMS:
         second = _negated(each[1]) if name == "sub" else each[1]
         summands = {x for x in each[0] | second if isinstance(x, From)}
-        return frozenset(summands | _updates(site, summands, labels_of) | _terms(site, labels_of))
+        return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
     return frozenset()
 
 
@@ -143,7 +143,7 @@ def _times(first: str, second: str) -> str:
 
 
 def _updates(
-    site: Site, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
+    op: OpOccurrence, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
 ) -> set[Any]:
     """The arguments that this sum updates.
 
@@ -151,22 +151,22 @@ def _updates(
     """
     numbers = {x.number for x in summands}
     replaced = {x.number for x in summands if x.factor == MINUS}
-    has_gradient = any(GRADIENT in labels_of(var) for var in site.equation.invars)
+    has_gradient = any(GRADIENT in labels_of(var) for var in op.equation.invars)
     updates = set()
     for summand in summands:
         others = frozenset(numbers - {summand.number})
         is_own = summand.factor in _OWN and summand.number not in replaced
         if is_own and (has_gradient or others):
-            updates.add(Update(summand.number, summand.factor, site, others, has_gradient))
+            updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
     return updates
 
 
-def _terms(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
+def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
     """The number of gradients that are summed, if nothing else is."""
-    if not is_half(dtype_of(site.equation.outvars[0])) or site.equation.outvars[0].aval.size == 1:
+    if not is_half(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
         return set()
     counts = []
-    for var in site.equation.invars:
+    for var in op.equation.invars:
         labels = labels_of(var)
         if GRADIENT not in labels or any(isinstance(x, From) for x in labels):
             return set()
@@ -182,25 +182,25 @@ def is_chosen_scale(equation: Any) -> bool:
     return any(value is not None and abs(value) >= 8 for value in values)
 
 
-def is_scale(site: Site, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+def is_scale(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     """Returns True for an equation of a backward pass that reads a loss scale.
 
     That is a scalar of the program's state, or a constant factor that is large.
     """
-    if site.place.phase != BACKWARD:
+    if op.location.phase != BACKWARD:
         return False
-    return any(_is_scale(site, var, labels_of) for var in site.equation.invars)
+    return any(_is_scale(op, var, labels_of) for var in op.equation.invars)
 
 
-def _is_scale(site: Site, var: Any, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+def _is_scale(op: OpOccurrence, var: Any, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
     value = _value(var) if is_half(dtype_of(var)) or dtype_of(var) == "float32" else None
     if value is None:
         return SCALAR in labels_of(var)
     size = abs(value)
-    if site.name == "div" and var is site.equation.invars[1]:
+    if op.name == "div" and var is op.equation.invars[1]:
         size = 1 / size if size else 0
-    scalar = math.prod(site.equation.outvars[0].aval.shape) == 1
+    scalar = math.prod(op.equation.outvars[0].aval.shape) == 1
     is_power = size >= 128 and math.frexp(size)[0] == 0.5
-    return site.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))
+    return op.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))

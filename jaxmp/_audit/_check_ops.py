@@ -6,10 +6,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._audit._context import Body, Drafts, Judge, Site, dtype_of, half_of, named
-from jaxmp._audit._kinds import FAULT, NOTE
-from jaxmp._audit._labels import STREAM, Flow, ForwardUse, Pending, Promotion
-from jaxmp._audit._lineage import GRADIENT, Terms
+from jaxmp._audit._checks import ERROR, WARNING
+from jaxmp._audit._context import (
+    Body,
+    OpOccurrence,
+    PendingFindings,
+    PolicyContext,
+    dtype_of,
+    half_of,
+    named,
+)
+from jaxmp._audit._dataflow import GRADIENT, Terms
+from jaxmp._audit._labels import STREAM, ConditionalFinding, Flow, ForwardUse, Promotion
 from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, is_half
 from jaxmp._core._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
@@ -54,41 +62,43 @@ _FIX_CARRY = (
 )
 
 
-def judge_half(site: Site, judge: Judge, drafts: Drafts) -> Pending | None:
+def check_half(
+    op: OpOccurrence, context: PolicyContext, findings: PendingFindings
+) -> ConditionalFinding | None:
     """Judges an operation of the op table's FP32 rows that reads 16 bits.
 
     Returns:
       What is reported only if the result is used in the forward pass, with which to mark it.
     """
-    dtype = half_of(site.equation.invars)
-    if dtype is None or judge.ops.category(site.name) != "fp32" or _is_unread(site):
+    dtype = half_of(op.equation.invars)
+    if dtype is None or context.ops.category(op.name) != "fp32" or _is_unread(op):
         return None
-    if site.name in _REDUCTIONS:
-        _judge_sum(site, dtype, drafts)
-    elif site.place.phase == BACKWARD:
+    if op.name in _REDUCTIONS:
+        _check_sum(op, dtype, findings)
+    elif op.location.phase == BACKWARD:
         return None
-    elif site.name in _POWERS:
-        message = f"{site.name} of {dtype.name}; float16 overflows from 65504 on"
-        return _forward_use(ForwardUse(site, message, "", NOTE), drafts)
-    elif site.name == "rsqrt":
-        _add_norm(site, dtype, judge, drafts)
+    elif op.name in _POWERS:
+        message = f"{op.name} of {dtype.name}; float16 overflows from 65504 on"
+        return _forward_use(ForwardUse(op, message, "", WARNING), findings)
+    elif op.name == "rsqrt":
+        _add_norm(op, dtype, context, findings)
     else:
-        return _judge_exponential(site, dtype, judge, drafts)
+        return _check_exponential(op, dtype, context, findings)
     return None
 
 
-def _is_unread(site: Site) -> bool:
+def _is_unread(op: OpOccurrence) -> bool:
     """Whether nothing reads the result: derivatives leave such, and no compiler keeps them."""
-    return not any(var in site.body.consumers for var in site.equation.outvars)
+    return not any(var in op.body.consumers for var in op.equation.outvars)
 
 
-def judge_root(site: Site, judge: Judge, drafts: Drafts) -> None:
+def check_root(op: OpOccurrence, context: PolicyContext, findings: PendingFindings) -> None:
     """A square root of 16 bits whose argument is a mean: a norm that is divided by."""
-    dtype = half_of(site.equation.invars)
-    if dtype is not None and site.place.phase != BACKWARD:
-        makers = _made_of(site.equation.invars[0], site.body, _NEAR)
+    dtype = half_of(op.equation.invars)
+    if dtype is not None and op.location.phase != BACKWARD:
+        makers = _made_of(op.equation.invars[0], op.body, _NEAR)
         if any(map(_holds_sum, makers)):
-            _add_norm(site, dtype, judge, drafts)
+            _add_norm(op, dtype, context, findings)
 
 
 def _holds_sum(equation: Any) -> bool:
@@ -97,37 +107,39 @@ def _holds_sum(equation: Any) -> bool:
     return any(found.primitive.name in _SUMS for found in (equation, *inside))
 
 
-def _add_norm(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> None:
-    message = f"{site.name} of {dtype.name}: a variance has {_digits(dtype)} there."
+def _add_norm(
+    op: OpOccurrence, dtype: Any, context: PolicyContext, findings: PendingFindings
+) -> None:
+    message = f"{op.name} of {dtype.name}: a variance has {_digits(dtype)} there."
     fix = "Take mean and variance in FP32, and cast the result:\n    x = x.astype(jnp.float32)"
-    fix = fix if drafts.is_own_call(site.equation) else judge.wrap_code
-    drafts.add("half_norm", site, message, fix)
+    fix = fix if findings.is_own_call(op.equation) else context.wrap_code
+    findings.add("norm_16bit", op, message, fix)
 
 
 def _digits(dtype: Any) -> str:
     return "8 bits of mantissa" if dtype.name == "bfloat16" else "no value below 6e-8"
 
 
-def _judge_sum(site: Site, dtype: Any, drafts: Drafts) -> None:
-    terms = _terms(site.equation)
-    if terms < _FEW or _counts_largest(site):
+def _check_sum(op: OpOccurrence, dtype: Any, findings: PendingFindings) -> None:
+    terms = _terms(op.equation)
+    if terms < _FEW or _counts_largest(op):
         return
     stall = "256 in bfloat16" if dtype.name == "bfloat16" else "2048 in float16"
-    message = f"{site.name} of {terms:,} terms in {dtype.name}: a sum of ones stalls at {stall}."
-    if site.place.phase == BACKWARD:
+    message = f"{op.name} of {terms:,} terms in {dtype.name}: a sum of ones stalls at {stall}."
+    if op.location.phase == BACKWARD:
         message = f"gradient of a broadcast or of indexing: {message}"
-        drafts.add("half_reduction", site, message, _FIX_GRADIENT, level=NOTE)
-    elif site.name == "reduce_window_sum":
-        drafts.add("half_reduction", site, message, level=NOTE)
+        findings.add("reduction_16bit", op, message, _FIX_GRADIENT, severity=WARNING)
+    elif op.name == "reduce_window_sum":
+        findings.add("reduction_16bit", op, message, severity=WARNING)
     else:
-        drafts.add("half_reduction", site, message, _FIX_SUMS.get(site.name, _FIX_SUM))
+        findings.add("reduction_16bit", op, message, _FIX_SUMS.get(op.name, _FIX_SUM))
 
 
-def _counts_largest(site: Site) -> bool:
+def _counts_largest(op: OpOccurrence) -> bool:
     """Returns True for the number of largest elements, which divides a maximum's gradient."""
-    for maker in _made_of(site.equation.invars[0], site.body, _LAYOUT):
+    for maker in _made_of(op.equation.invars[0], op.body, _LAYOUT):
         if maker.primitive.name == "eq":
-            sides = (_made_of(var, site.body, _LAYOUT) for var in maker.invars)
+            sides = (_made_of(var, op.body, _LAYOUT) for var in maker.invars)
             names = {found.primitive.name for side in sides for found in side}
             return bool(names & {"reduce_max", "reduce_min"})
     return False
@@ -147,26 +159,28 @@ def _terms(equation: Any) -> int:
     return math.prod(equation.invars[1].aval.shape[:-1])
 
 
-def _judge_exponential(site: Site, dtype: Any, judge: Judge, drafts: Drafts) -> Pending | None:
-    if site.name in ("exp", "exp2"):
-        sums = [e for e in _reads(site.equation, site.body) if e.primitive.name in _SUMS]
+def _check_exponential(
+    op: OpOccurrence, dtype: Any, context: PolicyContext, findings: PendingFindings
+) -> ConditionalFinding | None:
+    if op.name in ("exp", "exp2"):
+        sums = [e for e in _reads(op.equation, op.body) if e.primitive.name in _SUMS]
         if sums:
-            logs = (e.primitive.name for total in sums for e in _reads(total, site.body))
+            logs = (e.primitive.name for total in sums for e in _reads(total, op.body))
             loss = "log" in logs
-            kind, words = ("half_loss", "log-sum-exp") if loss else ("half_softmax", "softmax")
+            check, words = ("loss_16bit", "log-sum-exp") if loss else ("softmax_16bit", "softmax")
             message = f"{words} in {dtype.name}: its weights have {_weight_digits(dtype)}."
-            is_own = drafts.is_own_call(site.equation)
-            softmax = _FIX_SOFTMAX if is_own else judge.wrap_code
-            drafts.add(kind, site, message, _FIX_LOSS if loss else softmax)
+            is_own = findings.is_own_call(op.equation)
+            softmax = _FIX_SOFTMAX if is_own else context.wrap_code
+            findings.add(check, op, message, _FIX_LOSS if loss else softmax)
             return None
-    if site.name == "log" and _follows_sum_of_exp(site):
-        drafts.add("half_loss", site, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
+    if op.name == "log" and _follows_sum_of_exp(op):
+        findings.add("loss_16bit", op, f"log-sum-exp in {dtype.name}.", _FIX_LOSS)
         return None
-    if site.around and site.around[0].params.get("name") in _BOUNDED:
+    if op.enclosing and op.enclosing[0].params.get("name") in _BOUNDED:
         return None
-    fix = f"Take {site.name} in FP32:\n    x = x.astype(jnp.float32)"
-    level = NOTE if _is_bounded(site.equation, site.body) else FAULT
-    return _forward_use(ForwardUse(site, f"{site.name} of {dtype.name}", fix, level), drafts)
+    fix = f"Take {op.name} in FP32:\n    x = x.astype(jnp.float32)"
+    severity = WARNING if _is_bounded(op.equation, op.body) else ERROR
+    return _forward_use(ForwardUse(op, f"{op.name} of {dtype.name}", fix, severity), findings)
 
 
 def _is_bounded(equation: Any, body: Body) -> bool:
@@ -197,14 +211,14 @@ def _is_zero(var: Any, body: Body) -> bool:
     return is_literal(var) and var.aval.size == 1 and float(var.val) == 0
 
 
-def _forward_use(pending: ForwardUse, drafts: Drafts) -> Pending | None:
+def _forward_use(conditional: ForwardUse, findings: PendingFindings) -> ConditionalFinding | None:
     """Reports an operation, unless it may serve a derivative alone: then that is to be seen."""
-    if pending.site.place.phase != FORWARD:
+    if conditional.op.location.phase != FORWARD:
         # What is computed again was reported where it was computed first.
         return None
-    if pending.site.place.differentiated:
-        return pending
-    pending.report("", drafts)
+    if conditional.op.location.differentiated:
+        return conditional
+    conditional.report("", findings)
     return None
 
 
@@ -212,10 +226,10 @@ def _weight_digits(dtype: Any) -> str:
     return "8 bits" if dtype.name == "bfloat16" else "11 bits, and logits end at 65504"
 
 
-def _follows_sum_of_exp(site: Site) -> bool:
-    makers = list(_made_of(site.equation.invars[0], site.body, _LAYOUT))
+def _follows_sum_of_exp(op: OpOccurrence) -> bool:
+    makers = list(_made_of(op.equation.invars[0], op.body, _LAYOUT))
     return any(
-        "exp" in (inner.primitive.name for inner in _made_of(maker.invars[0], site.body, _LAYOUT))
+        "exp" in (inner.primitive.name for inner in _made_of(maker.invars[0], op.body, _LAYOUT))
         for maker in makers
         if maker.primitive.name in _SUMS
     )
@@ -248,18 +262,22 @@ def _made_of(var: Any, body: Body, through: frozenset[str], depth: int = 12) -> 
 # ---------------------------------------------------------------------------
 
 
-def judge_carry(
-    site: Site, loop: Body, carry: list[tuple[Any, Any]], drafts: Drafts, flow: Flow
+def check_carry(
+    op: OpOccurrence,
+    loop: Body,
+    carry: list[tuple[Any, Any]],
+    findings: PendingFindings,
+    flow: Flow,
 ) -> None:
     """A loop that adds to a carry in 16 bits what does not depend on that carry.
 
     A residual stream, whose addend is computed from the carry itself, is no running sum.
 
     Args:
-      site: of the loop.
+      op: of the loop.
       loop: the loop's body.
       carry: (variable that comes in, variable that goes out) of each carry.
-      drafts: where findings go.
+      findings: where findings go.
       flow: labels of the loop's variables.
     """
     for before, after in carry:
@@ -271,28 +289,28 @@ def judge_carry(
             ):
                 name = dtype_of(before).name
                 message = f"a running sum over the steps of a loop in {name}."
-                inner = site._replace(equation=adding, around=(site.equation, *site.around))
-                if _is_after_gradient(site) and GRADIENT in flow.of(adding.outvars[0]):
+                inner = op._replace(equation=adding, enclosing=(op.equation, *op.enclosing))
+                if _is_after_gradient(op) and GRADIENT in flow.of(adding.outvars[0]):
                     message = f"gradients are added up over the steps of a loop in {name}."
-                    drafts.add("half_accumulator", inner, message, FIX_ACCUMULATOR)
+                    findings.add("accumulator_16bit", inner, message, FIX_ACCUMULATOR)
                 else:
-                    drafts.add("half_reduction", inner, message, _FIX_CARRY)
+                    findings.add("reduction_16bit", inner, message, _FIX_CARRY)
                 break
 
 
-def _is_after_gradient(site: Site) -> bool:
+def _is_after_gradient(op: OpOccurrence) -> bool:
     """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
-    return site.place.phase == FORWARD and not site.place.differentiated
+    return op.location.phase == FORWARD and not op.location.differentiated
 
 
-def judge_terms(site: Site, drafts: Drafts, flow: Flow) -> None:
+def check_terms(op: OpOccurrence, findings: PendingFindings, flow: Flow) -> None:
     """Three or more gradients that are summed in 16 bits, without a loop."""
-    (result,) = site.equation.outvars
-    if not _is_after_gradient(site):
+    (result,) = op.equation.outvars
+    if not _is_after_gradient(op):
         return
     if any(isinstance(label, Terms) and label.number > 2 for label in flow.of(result)):
         message = f"gradients of several microbatches are added up in {dtype_of(result).name}."
-        drafts.add("half_accumulator", site, message, FIX_ACCUMULATOR)
+        findings.add("accumulator_16bit", op, message, FIX_ACCUMULATOR)
 
 
 def _adds_to(adding: Any, before: Any, loop: Body) -> bool:
@@ -325,29 +343,31 @@ def _dependents(start: Any, body: Body) -> set[Any]:
 # ---------------------------------------------------------------------------
 
 
-def judge_promotion(site: Site, judge: Judge, drafts: Drafts, flow: Flow) -> None:
+def check_promotion(
+    op: OpOccurrence, context: PolicyContext, findings: PendingFindings, flow: Flow
+) -> None:
     """Marks a cast to a wider dtype that JAX inserted because the other operand is wider.
 
     JAX casts and computes in one call, at one line of the source; a cast that somebody wrote is a
     call of its own, and autocast marks those that it inserts. The promotion is reported where the
     wide value does harm (`Promotion`); a residual stream that was FP32 from the start is a note.
     """
-    if AUTOCAST in str(site.equation.source_info.name_stack) or site.place.phase != FORWARD:
+    if AUTOCAST in str(op.equation.source_info.name_stack) or op.location.phase != FORWARD:
         return
-    (operand,), (result,) = site.equation.invars, site.equation.outvars
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
     source, target = dtype_of(operand), dtype_of(result)
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
-    wanted = judge.wanted(site.place)
+    wanted = context.wanted(op.location)
     if GRADIENT in flow.of(operand) or (wanted and not any(is_half(dtype) for dtype in wanted)):
         return
-    size = math.prod(_unbroadcast(operand, site.body).aval.shape)
-    for reader in site.body.readers(result):
+    size = math.prod(_unbroadcast(operand, op.body).aval.shape)
+    for reader in op.body.readers(result):
         # A small array, such as a bias beside an FP32 activation, costs nothing.
         if reader.primitive.name in _BINARY and 2 * size >= reader.outvars[0].aval.size:
-            others = _wide_operands(reader, result, site)
+            others = _wide_operands(reader, result, op)
             if others:
-                _add_promotion(site, reader, others, drafts, flow)
+                _add_promotion(op, reader, others, findings, flow)
 
 
 def _is_wider(source: Any, target: Any) -> bool:
@@ -356,37 +376,41 @@ def _is_wider(source: Any, target: Any) -> bool:
     )
 
 
-def _add_promotion(site: Site, reader: Any, others: list[Any], drafts: Drafts, flow: Flow) -> None:
-    (operand,), (result,) = site.equation.invars, site.equation.outvars
+def _add_promotion(
+    op: OpOccurrence, reader: Any, others: list[Any], findings: PendingFindings, flow: Flow
+) -> None:
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
     source, target = dtype_of(operand).name, dtype_of(result).name
-    here = site._replace(equation=reader)
+    here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} gives {target}"
     earlier = [x for var in others for x in flow.of(var) if isinstance(x, Promotion)]
     if earlier:
-        file, line = drafts.line_of(here)
-        place = f" at {file.rpartition('/')[2]}:{line}" if file else ""
+        file, line = findings.line_of(here)
+        location = f" at {file.rpartition('/')[2]}:{line}" if file else ""
         # One expression, such as `mean + noise * std`, does no harm to its own parts.
-        own = _own_line(here, drafts)
+        own = _own_line(here, findings)
         for promotion in earlier:
-            if own and _own_line(promotion.site, drafts) == own:
+            if own and _own_line(promotion.op, findings) == own:
                 continue
-            promotion.report(f", and it also promotes {source}{place}", drafts)
-    elif any(_is_stream(var, operand, site, flow) for var in others):
+            promotion.report(f", and it also promotes {source}{location}", findings)
+    elif any(_is_stream(var, operand, op, flow) for var in others):
         flow.mark(result, STREAM)
         fix = f"Cast the stream where it starts:\n    x = x.astype(jnp.{source})"
         message = f"{message}: the residual stream or carry is {target} from its start on."
-        drafts.add("silent_promotion", here, message, fix, level=NOTE)
+        findings.add("implicit_promotion", here, message, fix, severity=WARNING)
     else:
-        flow.mark(result, Promotion(here, message, _fix_promotion(here, others, source, drafts)))
+        flow.mark(result, Promotion(here, message, _fix_promotion(here, others, source, findings)))
 
 
-def _own_line(site: Site, drafts: Drafts) -> tuple[str, int] | None:
+def _own_line(op: OpOccurrence, findings: PendingFindings) -> tuple[str, int] | None:
     """The line of an operation that the user's own code calls; None for a layer's."""
-    return drafts.line_of(site) if drafts.is_own_call(site.equation) else None
+    return findings.line_of(op) if findings.is_own_call(op.equation) else None
 
 
-def _fix_promotion(site: Site, others: list[Any], source: str, drafts: Drafts) -> str:
-    if not drafts.is_own_call(site.equation):
+def _fix_promotion(
+    op: OpOccurrence, others: list[Any], source: str, findings: PendingFindings
+) -> str:
+    if not findings.is_own_call(op.equation):
         words = f"Set the layer's dtype=jnp.{source}, or cast its result"
         return f"{words}:\n    y = y.astype(jnp.{source})"
     numbers = [var for var in others if is_literal(var)]
@@ -414,40 +438,40 @@ def _derives(var: Any, source: Any, body: Body) -> bool:
     return False
 
 
-def _is_stream(var: Any, operand: Any, site: Site, flow: Flow) -> bool:
+def _is_stream(var: Any, operand: Any, op: OpOccurrence, flow: Flow) -> bool:
     """Returns True for a stream, such as a residual one, to which a branch in 16 bits is added."""
-    if STREAM in flow.of(var) or _is_carry(var, site):
+    if STREAM in flow.of(var) or _is_carry(var, op):
         return True
-    return _derives(operand, var, site.body)
+    return _derives(operand, var, op.body)
 
 
-def _is_carry(var: Any, site: Site) -> bool:
+def _is_carry(var: Any, op: OpOccurrence) -> bool:
     """Returns True for a value that the enclosing loop carries from step to step."""
-    if not site.around or is_literal(var):
+    if not op.enclosing or is_literal(var):
         return False
-    loop = site.around[0]
+    loop = op.enclosing[0]
     if loop.primitive.name == "scan":
         consts, carried = scan_counts(loop.params)
     elif loop.primitive.name == "while":
         consts, carried = loop.params["body_nconsts"], len(loop.outvars)
     else:
         return False
-    return var in site.body.jaxpr.invars[consts : consts + carried]
+    return var in op.body.jaxpr.invars[consts : consts + carried]
 
 
 def _symbol(equation: Any) -> str:
     return {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(equation.primitive.name, "and")
 
 
-def _wide_operands(reader: Any, upcast: Any, site: Site) -> list[Any]:
+def _wide_operands(reader: Any, upcast: Any, op: OpOccurrence) -> list[Any]:
     """The wide operands that made JAX promote `upcast` for `reader`, without broadcasts of them."""
-    call = call_site(site.equation)
-    if call != call_site(reader) or not (call or _is_where(site)):
+    call = call_site(op.equation)
+    if call != call_site(reader) or not (call or _is_where(op)):
         return []
     wide = dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
-    plain = [_unbroadcast(var, site.body) for var in others]
-    return [] if any(_is_of_call(var, call, site.body) for var in others) else plain
+    plain = [_unbroadcast(var, op.body) for var in others]
+    return [] if any(_is_of_call(var, call, op.body) for var in others) else plain
 
 
 def _unbroadcast(var: Any, body: Body) -> Any:
@@ -458,9 +482,9 @@ def _unbroadcast(var: Any, body: Body) -> Any:
     return var
 
 
-def _is_where(site: Site) -> bool:
+def _is_where(op: OpOccurrence) -> bool:
     """Whether an equation is inside jnp.where, which promotes and does nothing else."""
-    return bool(site.around) and site.around[0].params.get("name") == "_where"
+    return bool(op.enclosing) and op.enclosing[0].params.get("name") == "_where"
 
 
 def _is_of_call(var: Any, call: Any, body: Body) -> bool:
