@@ -1,11 +1,10 @@
-"""A suite hostile to silent promotion.
+"""Strict settings for all tests, and shared fixtures.
 
-Strict here means: no implicit dtype promotion, no implicit rank promotion, more than one device,
-warnings are errors (in pyproject.toml). JAX's check for leaked tracers switches its trace caches
-off and makes the suite five times slower, so tests of code that holds on to objects while tracing
-(the adapters, the train step) ask for it: `@pytest.mark.usefixtures("check_leaks")`. Where Flax,
-optax or JAX themselves break one of these, the test that meets it relaxes it locally and says who
-breaks it.
+Implicit dtype promotion and implicit rank promotion raise errors, there is more than one CPU
+device, and warnings are errors (see pyproject.toml). JAX's check for leaked tracers disables its
+trace caches and makes the tests five times slower. Only tests of code that stores objects while
+tracing (the adapters, the train step) use it: `@pytest.mark.usefixtures("check_leaks")`. If Flax,
+optax or JAX violates one of these settings, the test relaxes it locally and names the library.
 """
 
 import os
@@ -28,7 +27,7 @@ hypothesis.settings.load_profile("jaxmp")
 
 @pytest.fixture
 def getkey():
-    """A source of fresh PRNG keys, seeded alike in every run."""
+    """Returns a function that returns a new PRNG key at each call, the same ones in every run."""
     key = jax.random.key(0)
 
     def split():
@@ -41,6 +40,6 @@ def getkey():
 
 @pytest.fixture
 def check_leaks():
-    """Leaked tracers are errors in the test that asks for this."""
+    """Makes leaked tracers errors in the tests that use this fixture."""
     with jax.checking_leaks():
         yield

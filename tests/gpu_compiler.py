@@ -1,4 +1,4 @@
-"""Tests that compile for a GPU that is not there need XLA's GPU compiler, or are skipped."""
+"""Skip condition of tests that cross-compile for a GPU, which requires XLA's GPU compiler."""
 
 import importlib.util
 

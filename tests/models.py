@@ -1,4 +1,4 @@
-"""The battery: one list of networks, each with its build in Linen and its build in NNX."""
+"""Test networks, each implemented in Linen and in NNX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIXED = "p=f32,c=bf16,o=f32"
 
 
 def floats(*shape: int) -> jax.Array:
-    """Repeatable numbers of order one."""
+    """Returns reproducible normally distributed numbers."""
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
@@ -44,7 +44,7 @@ Renames = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network, what it is called with, and what is special about it."""
+    """A test network, its inputs, and the rules and exceptions that it requires."""
 
     name: str
     args: Callable[[], tuple[Any, ...]]
@@ -66,7 +66,7 @@ class Case:
         return jax.numpy_dtype_promotion("standard" if self.promotes else "strict")
 
     def linen_path(self, path: tuple[Any, ...]) -> str:
-        """Where Linen keeps what NNX keeps at `path`; members of a list are named `list_0`."""
+        """Returns the Linen path of the NNX leaf at `path`; members of a list are named `list_0`."""
         name = re.sub(r"/(\d+)", r"_\1", "/".join(map(str, path)))
         for pattern, replacement in self.linen_names or ():
             name = re.sub(pattern, replacement, name)
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def is_twin(self) -> bool:
-        """Whether both builds are one network, parameter by parameter."""
+        """Returns True if the Linen and the NNX network have the same parameters."""
         return None not in (self.linen, self.nnx, self.linen_names)
 
 
 class Build:
-    """A case in one framework."""
+    """A test network in one framework."""
 
     framework: str
 
@@ -93,15 +93,15 @@ class Build:
         return f"{self.case.name}-{self.framework}"
 
     def model(self, policies: str | None = None) -> Any:
-        """The model, under the case's rules and these policies; None: as its author wrote it."""
+        """Returns the model under these policies and the rules of the case; unwrapped for None."""
         raise NotImplementedError
 
     def function(self, policies: str | None) -> tuple[Callable[..., Any], Any]:
-        """`params -> (output, other state)`, and the params as these policies store them."""
+        """Returns `params -> (output, other state)`, and the parameters in their storage dtypes."""
         raise NotImplementedError
 
     def classes(self) -> set[str]:
-        """The names of the classes of the model's modules."""
+        """Returns the class names of the modules of the model."""
         raise NotImplementedError
 
     def stored(self, params: Any, policies: str | None) -> Any:
@@ -109,9 +109,9 @@ class Build:
 
     @functools.cache  # noqa: B019  (as many builds as there are tests of them)
     def gradient(self, policies: str | None) -> Any:
-        """Traced: `params -> (gradients of the mean square of the output, (output, other state))`.
+        """Traces `params -> (gradients of the mean square of the output, (output, other state))`.
 
-        Every test of a build reads or runs this one program.
+        All tests of a network use this program.
         """
         function, params = self.function(policies)
 
@@ -123,12 +123,12 @@ class Build:
             return jax.jit(jax.grad(loss, has_aux=True)).trace(params)
 
     def program(self, policies: str | None) -> list[Any]:
-        """The equations of `gradient`, forward pass included."""
+        """Returns the equations of `gradient`, including those of the forward pass."""
         return list(equations(self.gradient(policies).jaxpr.jaxpr))
 
     @functools.cache  # noqa: B019
     def forward(self, policies: str | None) -> tuple[list[Any], Any, Any]:
-        """The equations of the forward pass alone, and the shapes of `(output, other state)`."""
+        """Returns the equations of the forward pass, and the shapes of `(output, other state)`."""
         function, params = self.function(policies)
         with self.case.promotion():
             jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(params)
@@ -136,7 +136,7 @@ class Build:
 
     @functools.cache  # noqa: B019
     def run(self, policies: str | None) -> tuple[Any, Any, Any]:
-        """`(output, other state, gradients)`."""
+        """Runs `gradient`; returns `(output, other state, gradients)`."""
         _, params = self.function(policies)
         lowered = self.gradient(policies).lower()
         gradients, (out, state) = lowered.compile(FAST_TO_COMPILE)(params)
@@ -170,7 +170,7 @@ class LinenBuild(Build):
 
     @property
     def numbers(self) -> dict[str, jax.Array]:
-        """Path -> value of every parameter and statistic, without their collections."""
+        """Returns path -> value of every parameter and statistic, without the collection."""
         leaves = jax.tree_util.tree_leaves_with_path(self.variables)
         return {"/".join(key.key for key in path[1:]): leaf for path, leaf in leaves}
 
@@ -195,7 +195,7 @@ def linen_build(case: Case) -> LinenBuild:
 
 
 class NNXBuild(Build):
-    """Twins have the numbers of their Linen builds."""
+    """A test network in NNX, with the parameters of its Linen counterpart if there is one."""
 
     framework = "nnx"
 
@@ -235,7 +235,7 @@ class NNXBuild(Build):
 
 
 def fill(leaf: Any, kind: str, random: np.random.Generator) -> jax.Array:
-    """Order one over the square root of the fan-in for a parameter; statistics are 1, counts 0."""
+    """Fills a leaf: parameters have size 1 / sqrt(fan-in), statistics are 1, and counts are 0."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key(0)
     if kind in ("batch_stats", "BatchStat", "RngCount"):

@@ -1,4 +1,4 @@
-"""The networks of the battery in Linen; `models_nnx` has their twins."""
+"""The test networks in Linen; `models_nnx` has their counterparts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MLP(nn.Module):
 
 
 class TiedLM(nn.Module):
-    """Embedding used twice: looked up, and attended to for the logits."""
+    """Language model whose embedding table is also the output layer."""
 
     def setup(self):
         self.embed = nn.Embed(32, 16)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal where no mask is given; the second result is what a scan stacks."""
+    """Transformer block, causal without a mask; its second result is stacked by a scan."""
 
     @nn.compact
     def __call__(self, x, mask=None):
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks (a Python loop, or scanned and rematerialised), norm, head."""
+    """Embedding, blocks (in a Python loop, or scanned and rematerialized), norm, head."""
 
     layers: int = 2
     scanned: bool = False
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Token 0 is padding, which the decoder does not see."""
+    """Encoder and decoder; token 0 is padding, which the decoder does not attend to."""
 
     @nn.compact
     def __call__(self, source, target):
@@ -140,7 +140,7 @@ class DecoderBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of 4 x 4, a class token, learned positions."""
+    """Vision transformer with patches of 4 x 4, a class token and learned positions."""
 
     @nn.compact
     def __call__(self, images):
@@ -154,7 +154,7 @@ class ViT(nn.Module):
 
 
 class UNet(nn.Module):
-    """One level down and up again, with a skip; the time step is an integer."""
+    """U-Net with one level and a skip connection; the time step is an integer."""
 
     @nn.compact
     def __call__(self, images, step):
@@ -169,7 +169,7 @@ class UNet(nn.Module):
 
 
 def sinusoids(step, size):
-    """`[B]` -> `[B, size]`, computed in FP32 from integers."""
+    """Returns sinusoidal embeddings `[B, size]` of integers `[B]`, computed in FP32."""
     angles = step[:, None].astype(jnp.float32) * jnp.exp(-jnp.arange(size // 2.0))[None]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
@@ -188,7 +188,7 @@ class Ensemble(nn.Module):
 
 
 class Shared(nn.Module):
-    """One Dense, used by its owner and handed to a child."""
+    """Model with one Dense that both the model and its submodule call."""
 
     def setup(self):
         self.dense = nn.Dense(8)
@@ -206,7 +206,7 @@ class Borrower(nn.Module):
 
 
 class HardCoded(nn.Module):
-    """An author who asks for FP32 in every layer, through a field of the user's own."""
+    """Model with a user-defined `dtype` attribute that sets float32 in every layer."""
 
     dtype: Any = jnp.float32
 
@@ -233,7 +233,7 @@ class Einsum(nn.Module):
 
 
 class MoE(nn.Module):
-    """Two experts; the router's softmax is raw user code."""
+    """Mixture of two experts; the softmax of the router is plain `jax.nn.softmax`."""
 
     @nn.compact
     def __call__(self, x):

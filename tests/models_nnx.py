@@ -1,4 +1,4 @@
-"""The networks of the battery in NNX; the same ones as in `models_linen`, then NNX's own."""
+"""The test networks in NNX: those of `models_linen`, and networks that use features of NNX only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MLP(nnx.Module):
 
 
 class TiedLM(nnx.Module):
-    """Embedding used twice: looked up, and attended to for the logits."""
+    """Language model whose embedding table is also the output layer."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(32, 16, rngs=rngs)
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
 
 
 class GroupedQueries(nnx.Module):
-    """Four heads of queries share two of keys and values."""
+    """Attention in which four query heads share two key and value heads."""
 
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(4, 8, num_kv_heads=2, decode=False, rngs=rngs)
@@ -88,7 +88,7 @@ class GroupedQueries(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Causal where no mask is given."""
+    """Transformer block, causal without a mask."""
 
     def __init__(self, rngs):
         self.norm1 = nnx.LayerNorm(16, rngs=rngs)
@@ -105,7 +105,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks (a Python loop, or scanned and rematerialised), norm, head."""
+    """Embedding, blocks (in a Python loop, or scanned and rematerialized), norm, head."""
 
     def __init__(self, rngs, layers=2, scanned=False):
         self.embed = nnx.Embed(32, 16, rngs=rngs)
@@ -128,7 +128,7 @@ class Transformer(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Token 0 is padding, which the decoder does not see."""
+    """Encoder and decoder; token 0 is padding, which the decoder does not attend to."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(32, 16, rngs=rngs)
@@ -161,7 +161,7 @@ class DecoderBlock(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Patches of 4 x 4, a class token, learned positions."""
+    """Vision transformer with patches of 4 x 4, a class token and learned positions."""
 
     def __init__(self, rngs):
         self.patchify = nnx.Conv(3, 16, (4, 4), strides=4, rngs=rngs)
@@ -181,7 +181,7 @@ class ViT(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """One level down and up again, with a skip; the time step is an integer."""
+    """U-Net with one level and a skip connection; the time step is an integer."""
 
     def __init__(self, rngs):
         self.time = nnx.Linear(8, 16, rngs=rngs)
@@ -211,7 +211,7 @@ class Ensemble(nnx.Module):
 
 
 class Shared(nnx.Module):
-    """One Linear, used by its owner and handed to a child."""
+    """Model with one Linear that both the model and its submodule call."""
 
     def __init__(self, rngs):
         self.dense = nnx.Linear(8, 8, rngs=rngs)
@@ -230,7 +230,7 @@ class Borrower(nnx.Module):
 
 
 class HardCoded(nnx.Module):
-    """An author who asks for FP32 in every layer, through a field of the user's own."""
+    """Model with a user-defined `dtype` attribute that sets float32 in every layer."""
 
     def __init__(self, rngs, dtype=jnp.float32):
         self.dtype = dtype
@@ -251,7 +251,7 @@ class RawParam(nnx.Module):
 
 
 class NestedParams(nnx.Module):
-    """Parameters in a list, in a dict, and in a dict of lists."""
+    """Model with parameters in a list, in a dict, and in a dict of lists."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Param(jnp.zeros((8, 8))), nnx.Param(jnp.zeros((8, 8)))])
@@ -273,7 +273,7 @@ class Einsum(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Two experts; the router's softmax is raw user code."""
+    """Mixture of two experts; the softmax of the router is plain `jax.nn.softmax`."""
 
     def __init__(self, rngs):
         self.router = Router(rngs)
@@ -294,7 +294,7 @@ class Router(nnx.Module):
 
 
 class LoRA(nnx.Module):
-    """A layer of Flax's own with low-rank deltas, and low-rank deltas around a layer."""
+    """Model with `nnx.LoRALinear`, and with `nnx.LoRA` around a layer."""
 
     def __init__(self, rngs):
         self.hidden = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)

@@ -1,4 +1,4 @@
-"""What a traced program does: its equations, their dtypes, and the modules that emitted them."""
+"""Functions to read the equations of a traced program, their dtypes and their modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 
 def equations(jaxpr: Any, outer: Any = None) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of its sub-jaxprs included, each with its whole scope.
+    """Yields every equation of a jaxpr and of its sub-jaxprs, with its complete name scope.
 
-    Equations of a sub-jaxpr name the scopes inside of it alone: `outer` are those around it.
+    Equations of a sub-jaxpr contain only the scopes inside of it; `outer` is the scope around it.
     """
     for equation in jaxpr.eqns:
         source = equation.source_info
@@ -31,12 +31,12 @@ def trace(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def module_path(equation: Any) -> str:
-    """The modules that emitted an equation, within the scopes that Flax and autodiff leave."""
+    """Returns the module path of an equation, from the name scopes of Flax and autodiff."""
     return str(equation.source_info.name_stack)
 
 
 def dtypes(equation: Any) -> tuple[str, ...]:
-    """`("bfloat16", "bfloat16", "float32")`: operands, then the result."""
+    """Returns the dtypes of operands and result, as `("bfloat16", "bfloat16", "float32")`."""
     return tuple(str(v.aval.dtype) for v in (*equation.invars[:2], equation.outvars[0]))
 
 
@@ -49,12 +49,12 @@ def named(traced: list[Any], *primitives: str) -> list[Any]:
 
 
 def leaf_dtypes(tree: Any) -> Any:
-    """The tree with the name of its dtype in every leaf's place."""
+    """Returns a tree with the name of the dtype of each leaf."""
     return jax.tree.map(lambda leaf: str(leaf.dtype), tree)
 
 
 def relative_error(value: Any, reference: Any) -> float:
-    """|value - reference| / |reference| in the 2-norm, over all leaves."""
+    """Returns |value - reference| / |reference| in the 2-norm, over all leaves."""
     flat = [
         np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
         for tree in (value, reference)

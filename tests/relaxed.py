@@ -1,15 +1,14 @@
-"""Local relaxations of strict promotion, each for a library that needs it."""
+"""Local exceptions from strict promotion, for libraries that promote implicitly."""
 
 import jax
 import optax
 
 
 def relaxed(tx):
-    """An optax transformation under standard promotion.
+    """Returns an optax transformation that runs under standard promotion.
 
-    `optax.tree_utils.tree_bias_correction` (used by every Adam) takes `float ** int32`, and
-    `optax.clip_by_global_norm` compares mixed types; everything around the transformation stays
-    strict.
+    `optax.tree_utils.tree_bias_correction` (used by every Adam) computes `float ** int32`, and
+    `optax.clip_by_global_norm` compares mixed types. Code around the transformation stays strict.
     """
     tx = optax.with_extra_args_support(tx)
 

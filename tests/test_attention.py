@@ -1,4 +1,4 @@
-"""Attention: every implementation against FP64, the choice among them, and what is refused."""
+"""Attention: all implementations against FP64, the choice of implementation, and errors."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ KEY = jax.random.key(0)
 
 @contextlib.contextmanager
 def standard():
-    """Promotion of ranks and dtypes as users have it, for Flax and a reference like theirs."""
+    """Enables standard promotion of ranks and dtypes, for Flax and for references like it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -62,7 +62,7 @@ def inputs(queries, keys, heads=4, groups=4, size=8, value_size=8, dtype=jnp.flo
 
 
 def seen_by(given):
-    """Bool `[B|1, N|1, T, S]`, position by position."""
+    """Returns the bool mask `[B|1, N|1, T, S]`, computed for each position separately."""
     _, _, queries, keys = given.logits_shape
     rows, columns = np.arange(queries)[:, None], np.arange(keys)[None, :]
     seen = np.ones((1, 1, queries, keys), bool)
@@ -80,7 +80,7 @@ def seen_by(given):
 
 
 def oracle(given, d_out):
-    """The result and the gradients of query, key, value and bias in FP64, by the formulas."""
+    """Returns the result and the gradients of query, key, value and bias in FP64."""
     q, k, v, d_out = (
         np.asarray(a, np.float64) for a in (given.query, given.key, given.value, d_out)
     )
@@ -111,7 +111,7 @@ def oracle(given, d_out):
 
 
 def reference(given):
-    """Attention as everyone writes it: half products, FP32 logits and softmax, half weights."""
+    """Computes attention as usually written: 16-bit matmuls and weights, FP32 logits and softmax."""
     wide = jnp.promote_types(given.query.dtype, jnp.float32)
     shared = given.query.shape[2] // given.key.shape[2]
     key, value = (jnp.repeat(a, shared, 2) for a in (given.key, given.value))
@@ -126,7 +126,7 @@ def reference(given):
 
 
 def results(attend, given, d_out):
-    """The result and the gradients, in FP64 for comparison."""
+    """Returns the result and the gradients, converted to FP64 for comparison."""
     arrays = (given.query, given.key, given.value)
     arrays += () if given.bias is None else (given.bias,)
 
@@ -143,7 +143,7 @@ def results(attend, given, d_out):
 
 
 def check_errors(given):
-    """Each implementation errs at most twice as much as attention that everyone writes."""
+    """Checks that each implementation has at most twice the error of `reference`."""
     dtype = given.query.dtype
     d_out = jnp.asarray(
         np.random.default_rng(1).normal(size=(*given.query.shape[:3], given.value.shape[3])), dtype
@@ -172,7 +172,7 @@ LENGTH = st.sampled_from([1, 2, 15, 16, 17, 40])
 
 
 def drawn(lengths, heads, groups, dtype, sizes, seed, bias, mask, stated, uneven):
-    """Arguments of one call; what they are made of is short enough to be read."""
+    """Generates the arguments of one attention call from a short description."""
     queries, keys = lengths
     size, value_size = sizes
     operands = inputs(queries, keys, heads, groups, size, value_size, dtype)
@@ -192,7 +192,7 @@ def drawn(lengths, heads, groups, dtype, sizes, seed, bias, mask, stated, uneven
 
 @st.composite
 def calls(draw):
-    """A function that makes the arguments of one call."""
+    """Returns a Hypothesis strategy of the arguments of one call."""
     groups = draw(st.sampled_from([1, 2]))
     stated = {"is_causal": True} if draw(st.booleans()) else {}
     if draw(st.booleans()):
@@ -442,7 +442,7 @@ def test_a_nan_is_not_hidden(name):
 
 
 def dropped(name, rate=0.25, keys=48, broadcast=False):
-    """The weights `[B, N, T, S]` after dropout: values are the unit vectors."""
+    """Returns the weights `[B, N, T, S]` after dropout, by using unit vectors as values."""
     query, key, _ = inputs(keys, keys, heads=2, groups=2)
     value = jnp.broadcast_to(jnp.eye(keys)[None, :, None, :], (2, keys, 2, keys))
     options = {"dropout_rate": rate, "dropout_rng": KEY, "broadcast_dropout": broadcast}
@@ -603,7 +603,7 @@ QUERY = shapes(2, 64, 8, 64)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As on a machine with cuDNN and an H100; nothing is compiled."""
+    """Simulates a machine with cuDNN and an H100; nothing is compiled."""
     monkeypatch.setattr(_choice, "cudnn_version", lambda: 91200)
     monkeypatch.setattr(_choice, "compute_capability", lambda: (9, 0))
     with context(target="gpu"):
@@ -786,7 +786,7 @@ def test_leading_dimensions(framework):
 
 
 def attention_names(fn, *args):
-    """The implementations that a program shows."""
+    """Returns the attention implementations that a traced program contains."""
     found = [e.params.get("name", "") for e in named(trace(fn, *args), "jit", "pjit")]
     return {name.split("_")[2] for name in found if str(name).startswith("jaxmp_attention")}
 

@@ -1,4 +1,4 @@
-"""Attention in programs compiled for an H200 that is not there: which kernels, how much memory."""
+"""Attention in programs cross-compiled for an H200: kernels and memory."""
 
 import functools
 
@@ -30,7 +30,7 @@ def kernels(fn, *args):
 
 
 def gradients(**options):
-    """Of query, key and value; lengths or a mask come behind them."""
+    """Returns the gradients of query, key and value; lengths or a mask follow as arguments."""
 
     def loss(query, key, value, **given):
         return dot_product_attention(query, key, value, **options, **given).astype("float32").sum()
@@ -80,7 +80,7 @@ def test_fused_under_scan_and_remat():
 
 
 class LinenBlock(nn.Module):
-    """One layer, for a scan."""
+    """One attention layer, for a scan."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -90,7 +90,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenModel(nn.Module):
-    """Layers under scan and remat."""
+    """Attention layers under scan and remat."""
 
     @nn.compact
     def __call__(self, x):
@@ -143,7 +143,7 @@ def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand(framework):
 
 
 class Masked(nn.Module):
-    """One layer whose mask is an array."""
+    """One attention layer whose mask is an array."""
 
     @nn.compact
     def __call__(self, x, mask):
@@ -192,7 +192,7 @@ def sharded(leaf, mesh, *spec):
 
 
 def fully_sharded(tree, mesh):
-    """Every array of at least two dimensions sharded over its longest one, as plain FSDP does."""
+    """Shards every array of at least two dimensions along its longest one, as plain FSDP does."""
 
     def place(leaf):
         spec = [None] * leaf.ndim

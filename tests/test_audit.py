@@ -41,7 +41,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 
 def line_of(text):
-    """The line of this file that ends with the comment `# text`."""
+    """Returns the number of the line of this file that ends with the comment `# text`."""
     lines = HERE.read_text().splitlines()
     (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
     return found
@@ -57,14 +57,14 @@ def the_only(report, check, severity="error"):
 
 
 def assert_named(finding, module, text):
-    """The finding names the module and the user's own line."""
+    """Checks that the finding names the module and the line in user code."""
     assert (finding.module, finding.file, finding.line) == (module, str(HERE), line_of(text))
     assert finding.message and finding.fix
 
 
 @functools.cache
 def small_step(framework, recipe="bf16", **sizes):
-    """(train step, its arguments) of the byte GPT."""
+    """Returns a train step of the byte-level GPT and its arguments."""
     model = SMALL.clone(**sizes)
     tx = relaxed(optax.adamw(1e-3))
     if framework == "nnx":
@@ -96,7 +96,9 @@ def test_a_clean_step_has_no_fault(framework, recipe):
 
 
 def test_share_of_flops_in_low_precision():
-    """FP8 counts as low precision; mixed operands run in the wider dtype and do not."""
+    """FP8 counts as low precision. Matmuls with mixed operands run in the wider dtype, and do not
+    count.
+    """
 
     def fn(x, wide, narrow):
         mixed = lax.dot(x, wide)
@@ -111,7 +113,9 @@ def test_share_of_flops_in_low_precision():
 
 
 def test_flops_of_a_transformer_step():
-    """Counted by hand: 2 FLOPs per weight and token, attention's two products, backward twice."""
+    """Expected: 2 FLOPs per weight and token, the two matmuls of attention, and twice as many
+    backward.
+    """
     report = audit_small("linen")
     tokens, width, hidden = 4 * 16, 32, 4 * 32
     weights = 2 * (4 * width * width + 2 * width * hidden) + width * 256
@@ -184,7 +188,7 @@ class Outer(nn.Module):
 
 
 def linen_loss(model, policies=BF16):
-    """(loss of (variables, x), the arguments) under a policy."""
+    """Returns the loss function of (variables, x) under a policy, and its arguments."""
     wrapped = jaxmp.linen.apply_policy(model, policies)
     x = shape(16, 64, dtype=jnp.float32)
     variables = jax.eval_shape(wrapped.init, jax.random.key(0), x)
@@ -477,7 +481,7 @@ def test_a_residual_stream_is_no_running_sum():
 
 
 def test_gradients_that_a_loop_adds_up_in_16_bits():
-    """A weight that all steps share: its gradient is a running sum."""
+    """The gradient of a weight that all iterations share is a running sum."""
 
     def loss(w, x):
         def body(h, _):
@@ -607,7 +611,7 @@ def test_attention_that_was_asked_for_says_so(implementation):
 
 
 def test_attention_under_vmap_claims_no_more_than_is_known():
-    """The operands have one dimension more than those that the choice was made for."""
+    """Under `vmap`, the operands have one more dimension than when the implementation was chosen."""
 
     def batched(attend):
         return lambda q: jax.vmap(attend)(q[None])
@@ -1152,7 +1156,9 @@ def train_twice(x):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs `jaxmp audit` beside `my_steps.py`; returns (exit status, output, error output)."""
+    """Runs `jaxmp audit` in the folder of `my_steps.py`; returns (exit status, output, error
+    output).
+    """
     (tmp_path / "my_steps.py").write_text(STEPS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""The audit of programs compiled for a GPU that is not there; XLA's GPU compiler has to be."""
+"""The audit of programs that XLA's GPU compiler cross-compiles."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ H200 = "NVIDIA H200 141GB HBM3e"
 
 
 def line_of(text):
-    """The line of this file that ends with the comment `# text`."""
+    """Returns the number of the line of this file that ends with the comment `# text`."""
     lines = HERE.read_text().splitlines()
     (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
     return found
@@ -161,7 +161,7 @@ def quantised(x):
 @needs_compiler
 @pytest.mark.parametrize(("between", "falls_back"), [(lambda x: x, False), (jnp.abs, True)])
 def test_quantised_and_dequantised_dots(between, falls_back):
-    """XLA makes an FP8 product of the pattern; what stands between breaks the pattern."""
+    """XLA rewrites the pattern to an FP8 matmul; an operation in between breaks the pattern."""
 
     def f(x, w):
         with jax.named_scope("lin"):
@@ -339,7 +339,7 @@ def replicated(mesh, *sizes, dtype=jnp.float32):
 
 @needs_compiler
 def test_gradients_that_jit_reduces_in_16_bits(mesh):
-    """The compiler inserts the sum, so that only the compiled program shows it."""
+    """The compiler inserts the reduction, so only the compiled program contains it."""
     step = sharded_step(lambda w: w.astype(jnp.bfloat16))
     args = replicated(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(step, *args, policies=BF16, target="h200")
@@ -368,7 +368,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
 
 @needs_compiler
 def test_activations_that_jit_sums_in_16_bits_are_notes(mesh):
-    """Tensor parallelism: a kernel's rows are spread, and each device has a part of the sums."""
+    """In tensor parallelism, the rows of a kernel are sharded, and each device has partial sums."""
 
     def step(w, x):
         def loss_fn(w):
@@ -617,7 +617,7 @@ def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
 
 
 class FakeDevice:
-    """What JAX tells of a GPU."""
+    """Device object with the attributes that JAX has for a GPU."""
 
     def __init__(self, check, number=0):
         self.device_kind, self.id = check, number
@@ -686,7 +686,7 @@ def test_a_mesh_of_the_cards_keeps_its_order(here):
 
 @needs_compiler
 def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
-    """Where the card is there XLA is told nothing, and may write matmuls as Triton kernels."""
+    """If the GPU is present, XLA uses its own settings, and may compile matmuls to Triton kernels."""
 
     def f(w, x):
         with jax.named_scope("Net"), jax.named_scope("lin"):

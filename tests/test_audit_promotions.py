@@ -25,7 +25,7 @@ WIDE = jax.ShapeDtypeStruct((64,), jnp.float32)
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Flax's norms and users' mistakes promote implicitly."""
+    """Enables standard promotion: Flax's norms and the tested mistakes promote implicitly."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -222,7 +222,7 @@ def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
 
 @pytest.mark.parametrize("policies", [None, "bf16"])
 def test_the_matmuls_of_a_promotion_have_its_fix(policies):
-    """A single change removes all of them."""
+    """One change removes the promotion and all matmuls in FP32 that it causes."""
     gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     errors = audit(gradient, X, W, policies=policies).errors
     assert {f.check for f in errors} >= {"implicit_promotion", "mixed_operands"}
@@ -258,7 +258,7 @@ def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():
 
 
 def test_an_fp32_residual_stream_is_a_note():
-    """Branches in 16 bits that are added to what was FP32 from the start."""
+    """The residual stream is FP32 from the start, and 16-bit branches are added to it."""
 
     def fn(table, tokens, w):
         x = table[tokens]

@@ -1,4 +1,4 @@
-"""The report of an audit as people see it: short by default, readable in 80 columns, with units."""
+"""The report of an audit: short by default, readable in 80 columns, and with units."""
 
 import dataclasses
 import functools
@@ -344,7 +344,9 @@ def test_shares_are_not_rounded_to_all_or_nothing():
 
 @pytest.fixture(scope="module")
 def gpt_124m():
-    """(train step, state, tokens) of a 12-layer GPT of GPT-2's width, as shapes."""
+    """Returns the train step, state and tokens of a 12-layer GPT with the width of GPT-2, as
+    shapes.
+    """
     recipe = jaxmp.load_recipe("bf16")
     model = recipe.wrap(GPT(layers=12, width=768, heads=12, max_length=1024))
     tx = recipe.optimizer(relaxed(optax.adamw(3e-4)))
@@ -401,7 +403,7 @@ def audit_source(source):
 
 
 def pasted(source, kind, code):
-    """The source with a fix in place of the line that its kind is written at."""
+    """Returns the source in which a fix replaces the line that is marked with the check id."""
     lines = source.splitlines()
     (number,) = (n for n, line in enumerate(lines) if line.endswith(f"# {kind}"))
     line = lines[number]
@@ -412,7 +414,7 @@ def pasted(source, kind, code):
 
 
 def printed_fixes(report):
-    """Number of the row -> the lines of code printed for it."""
+    """Returns the number of each row -> the lines of code that are printed for it."""
     fixes, number = {}, ""
     for line in str(report).split("\nFixes\n")[1].split("\n\n")[0].splitlines():
         title = re.match(r"  (\d+)[ :]", line)

@@ -1,4 +1,4 @@
-"""`jaxmp audit --script`: scripts in every style are audited without an edit."""
+"""`jaxmp audit --script`: scripts in several styles are audited without edits."""
 
 import importlib.util
 import json
@@ -206,7 +206,7 @@ for step in range(3):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty current directory, a module for scripts to import, and one CPU device."""
+    """Changes to an empty directory with a module for scripts to import, with one CPU device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -278,7 +278,7 @@ def test_the_list_has_every_function_of_an_iteration(run, folder):
 
 
 def test_gradients_that_are_compiled_apart_are_audited(run, folder):
-    """The first whole train step ends the script; a function can be named instead."""
+    """By default, the first complete train step ends the script; `--function` names another."""
     _, out, _ = run(TWO_PLAYERS, "--fail-on", "none")
     assert out.startswith("Function generator_step (train.py:")
     _, out, _ = run(TWO_PLAYERS, "--function", "loss_fn", "--fail-on", "none")

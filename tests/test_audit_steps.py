@@ -1,4 +1,4 @@
-"""Training steps: masters, loss scales, accumulators, reductions over devices, and their fixes."""
+"""The audit of training steps: masters, loss scales, accumulators, reductions, and their fixes."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ BATCHES = jax.ShapeDtypeStruct((4, 16, 64), F32)
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """optax and users' mistakes promote implicitly."""
+    """Enables standard promotion: optax and the tested mistakes promote implicitly."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -40,7 +40,7 @@ def loss(w, x, dtype=BF16, around=lambda f: f):
 
 
 def scanned(fn):
-    """The function inside of a loop of one step."""
+    """Returns the function inside a loop of one iteration."""
     return lambda w, x: lax.scan(lambda _, __: (fn(w, x), None), fn(w, x), length=1)[0]
 
 
@@ -54,7 +54,7 @@ AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]
 
 
 def code_of(finding):
-    """The first code that a finding suggests."""
+    """Returns the first code that a finding suggests."""
     return next(text for is_code, text in fix_parts(finding.fix) if is_code)
 
 
@@ -117,7 +117,7 @@ def test_optax_without_masters(tx, recipe):
 
 
 def test_the_printed_recipe_keeps_masters():
-    """With an optax state, the fix is a recipe whose optimizer keeps them."""
+    """With an optax state, the fix is a recipe whose optimizer stores masters."""
 
     def step(params, state, x, tx):
         grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
@@ -337,7 +337,7 @@ def test_microbatches_of_jaxmp():
 
 
 def test_gradients_inside_of_a_loss_are_activations():
-    """A score that is the gradient of an energy."""
+    """The model computes a score as the gradient of an energy."""
 
     def step(w, x):
         score = jax.grad(lambda x: loss(w, x))
@@ -398,7 +398,7 @@ def test_gradients_reduced_in_16_bits(map):
 
 
 def test_gradients_that_jax_itself_reduces():
-    """`check_vma` sums the gradient where the parameter meets the data: after the cast."""
+    """With `check_vma`, JAX sums the gradient where the parameter meets the data, after the cast."""
     report = audit(data_parallel(F32, check_vma=True), W, X, policies="bf16")
     (finding,) = report.errors
     assert finding.check == "all_reduce_16bit" and "to='varying'" in finding.fix
@@ -415,7 +415,7 @@ def test_gradients_that_jax_itself_reduces():
 
 
 def test_gradients_of_parameters_that_are_gathered():
-    """FSDP by hand: what is gathered in 16 bits has its gradient summed in 16 bits."""
+    """In hand-written FSDP, the gradient of a parameter gathered in 16 bits is summed in 16 bits."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
 
@@ -435,7 +435,9 @@ def test_gradients_of_parameters_that_are_gathered():
 
 
 def test_sums_of_activations_are_notes():
-    """Tensor parallelism sums partial products, forwards and backwards, in the compute dtype."""
+    """Tensor parallelism sums partial results of matmuls in the compute dtype, forward and
+    backward.
+    """
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     columns, rows = PartitionSpec(None, "model"), PartitionSpec("model", None)
 
@@ -514,7 +516,7 @@ def test_wrap_mends_a_model(framework):
 
 
 class CastsItself(nn.Module):
-    """A layer that casts its operands, as those of Hugging Face's GPT-2 do."""
+    """Layer that casts its operands, as the layers of Hugging Face's GPT-2 do."""
 
     @nn.compact
     def __call__(self, x):

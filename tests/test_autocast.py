@@ -1,4 +1,4 @@
-"""autocast: each operation in its dtype, under every transformation, with every model."""
+"""autocast: the dtype of each operation, under all transformations, and with the test networks."""
 
 import re
 
@@ -25,7 +25,7 @@ W, X = floats(8, 8) / 3, floats(4, 8, seed=1)
 
 
 def operands(fn, *args):
-    """The operand dtypes of every product, in order."""
+    """Returns the operand dtypes of every matmul, in order."""
     return [dtypes(equation)[:2] for equation in products(trace(fn, *args))]
 
 
@@ -80,7 +80,7 @@ def test_a_product_that_only_fp32_operations_read_is_not_rounded():
 
 
 def test_a_softmax_is_in_fp32_throughout():
-    """Not only its exponentials: `x - max(x)` is not rounded on its way there."""
+    """Not only the exponentials are in FP32: `x - max(x)` is not rounded before them."""
 
     def fn(w, x):
         return jax.nn.softmax(x @ w) @ w + jax.nn.log_softmax(x @ w) @ w
@@ -114,7 +114,9 @@ def test_a_square_written_as_a_product_is_one():
 
 
 def test_a_norm_parts_no_gradient_in_two():
-    """RMSNorm is written as `x - 0`: in 16 bits, beside a square in FP32, both would be rounded."""
+    """RMSNorm computes `x - 0`. In 16 bits next to a square in FP32, its gradient would have two
+    rounded parts.
+    """
 
     def fn(w, x):
         y = x @ w
@@ -127,7 +129,7 @@ def test_a_norm_parts_no_gradient_in_two():
 
 
 def test_constants_cost_no_operations():
-    """A number that is known is cast where it is known, also through a jitted function."""
+    """Constants are cast while tracing, also inside jitted functions."""
 
     def fn(w, x, m):
         return jnp.where(m > 0, x @ w / jnp.sqrt(jnp.float32(8.0)), jnp.finfo(jnp.float32).min)
@@ -167,7 +169,7 @@ def test_convolutions_are_low():
 
 
 def scatter_dtypes(traced):
-    """The dtypes of every scatter: operand, updates, result, and of the sum that it holds."""
+    """Returns the dtypes of every scatter: operand, updates, result, and of the sum inside of it."""
     found = named(traced, *(f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")))
     variables = (
         (e.invars[0], e.invars[2], e.outvars[0], e.params["update_jaxpr"].invars[0]) for e in found
@@ -194,7 +196,7 @@ def test_the_gradient_of_an_embedding_is_summed_in_fp32():
     [("add", F32), ("subtract", F32), ("multiply", F32), ("min", BF16), ("max", BF16)],
 )
 def test_scatters_run_in_the_dtype_of_their_row(method, dtype):
-    """FP32 for sums and products of what one index has; a choice among 16 bits stays in them."""
+    """Scatters that add or multiply run in FP32; those that select values keep 16 bits."""
     index = jnp.array([1, 3, 0, 2])
 
     def fn(w, x):
@@ -342,7 +344,7 @@ def test_fp32_policies_change_no_number():
 
 
 def network(w, x):
-    """Every kind of control flow, around products in the compute dtype."""
+    """Function with every control-flow primitive, around matmuls in the compute dtype."""
     x = jax.nn.relu(x @ w)
     x = jax.checkpoint(
         lambda x: jnp.sin(x @ w), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -458,7 +460,7 @@ TOLERANCE = 1e-4
 
 
 def newton_step(w, x):
-    """One chord step for `y = tanh(x @ w)`, and the size of the residual before it."""
+    """Returns one step of the chord method for `y = tanh(x @ w)`, and the residual norm before it."""
     residual = jnp.tanh(x @ w) - x * 0.5
     return x + residual, jnp.linalg.norm(residual)
 
@@ -470,7 +472,7 @@ def solve(w, x):
 
 
 def replayed(w, x, steps):
-    """As an implicit solver's backward pass: runs the steps again, keeps those that converged."""
+    """Backward pass of an implicit solver: repeats the steps, and uses those that converged."""
 
     def step(x, _):
         new, size = newton_step(w, x)
@@ -503,10 +505,11 @@ CUSTOM_VJP_CALLS = {
 
 @pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
 def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
-    """Differentiation leaves their equations alone; a tolerance that FP32 meets is met.
+    """Differentiation does not change the equations of the rules, so a tolerance for FP32 is
+    reached.
 
-    Otherwise the backward pass would be in 16 bits where the forward pass is in FP32, and would
-    drop every step, with a gradient of zero.
+    Otherwise the backward pass would run in 16 bits although the forward pass runs in FP32. It
+    would discard every step, and the gradient would be zero.
     """
     w = W / 4
     loss = lambda w: (CUSTOM_VJP_CALLS[around](w, X) ** 2).sum()
@@ -585,7 +588,7 @@ def test_refs_and_callbacks():
 
 
 def test_inner_jits_are_shared():
-    """Layers that call one jitted function still share its one trace."""
+    """Layers that call the same jitted function share one trace of it."""
     inner = jax.jit(lambda w, x: jnp.tanh(x @ w))
 
     def fn(w, x):
@@ -674,15 +677,15 @@ if jax.__version_info__ >= (0, 11):
 
 
 def plain(build):
-    """Which policies a build has before autocast: none, or such as change no dtype.
+    """Returns the policies of a network before autocast: none, or those that change no dtype.
 
-    Rules go by name scopes. NNX modules leave none, unless jaxmp has bound them.
+    Rules match name scopes. NNX modules create none unless jaxmp wraps them.
     """
     return "f32" if isinstance(build, NNXBuild) and build.case.rules else None
 
 
 def under_autocast(build):
-    """As `Build.gradient`, traced; its equations, and those of the forward pass alone."""
+    """Traces `Build.gradient` under autocast; returns its equations, and those of the forward pass."""
     function, params = build.function(plain(build))
     forward = autocast(function, build.case.policies())
 
@@ -696,7 +699,7 @@ def under_autocast(build):
 
 
 def is_outer(equation):
-    """Whether nothing is summed: such products have no 16-bit operands to gain from."""
+    """Returns True for an outer product, which sums nothing and gains nothing from 16-bit operands."""
     dimensions = equation.params["dimension_numbers"]
     return equation.primitive.name == "dot_general" and not dimensions[0][0]
 
@@ -706,7 +709,7 @@ NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_models(build):
-    """Operand dtypes of every product, norm and softmax; and the error against FP32."""
+    """Checks the operand dtypes of all matmuls, norms and softmaxes, and the error against FP32."""
     traced, program, forward = under_autocast(build)
     kept = [rule.path.strip("*/") for rule in build.case.rules if rule.compute_dtype == F32]
     matmuls = [equation for equation in products(program) if not is_outer(equation)]
@@ -738,12 +741,12 @@ def standard_error(logs):
 
 
 def log_error_ratios(build, traced):
-    """log(error of autocast / error of module-level policies) for `(output, gradients)`.
+    """Returns log(error of autocast / error of module-level policies) for `(output, gradients)`.
 
-    `[sets of parameters, 2]`; each error is |bf16 - fp32| / |fp32| in the 2-norm. For one set the
-    ratio is that of two sums of a few hundred roundings, and where the rounding of one unit before
-    a relu decides, it lies anywhere between a half and two. So it is taken for as many sets as tell
-    the mean of the logarithm to 3 %.
+    The shape is `[sets of parameters, 2]`; each error is |bf16 - fp32| / |fp32| in the 2-norm. For
+    one set, the ratio compares two sums of a few hundred rounding errors. If it depends on the
+    rounding of one unit before a relu, it can be anything from a half to two. The number of sets
+    therefore determines the mean of the logarithm to 3 %.
     """
     compiled = [
         program.lower().compile(AS_WRITTEN)
@@ -761,7 +764,7 @@ def log_error_ratios(build, traced):
 
 
 def test_models_are_as_close_to_fp32_as_at_module_level():
-    """In the geometric mean over the battery, not even a little less close."""
+    """In the geometric mean over all networks, the error is not larger than at module level."""
     if len(RATIOS) < len(BUILDS):
         pytest.skip("runs after test_models of every model")
     assert np.exp(np.mean(np.log(list(RATIOS.values())))) < 1.0

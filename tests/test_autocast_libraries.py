@@ -1,4 +1,4 @@
-"""autocast with libraries that jaxmp has no adapter for: Equinox, Haiku, and none at all."""
+"""autocast with libraries for which jaxmp has no adapter: Equinox, Haiku and plain JAX."""
 
 import functools
 
@@ -29,7 +29,7 @@ TX = relaxed(optax.adam(1e-2))
 
 
 def operands(fn, *args):
-    """The operand dtypes of all products."""
+    """Returns the operand dtypes of all matmuls."""
     return {dtypes(equation)[:2] for equation in products(trace(fn, *args))}
 
 
@@ -38,7 +38,7 @@ def in_scope(traced, scope):
 
 
 def trained(step, *state, steps=8):
-    """The losses of a few steps, and the state after them."""
+    """Returns the losses of a few steps, and the final state."""
     losses = []
     for _ in range(steps):
         loss, *state = step(*state)
@@ -47,11 +47,12 @@ def trained(step, *state, steps=8):
 
 
 def assert_trains_alike(low, exact):
-    """Eight steps of Adam in bfloat16 products, beside the same in FP32.
+    """Checks eight steps of Adam with bfloat16 matmuls against the same in FP32.
 
-    A product rounds its operands by up to 2**-9 = 0.002 each, and half a dozen of them are in a
-    row: up to 2 % of the loss. Adam's first steps are the signs of the gradients, and only entries
-    near zero change theirs: 8 steps of 0.01 move a parameter of order 0.3 by 0.08 at most.
+    A matmul rounds each operand by up to 2**-9 = 0.002, and about six of them follow each other, so
+    the loss differs by up to 2 %. Adam's first steps are the signs of the gradients, and only
+    entries near zero change their sign: 8 steps of 0.01 change a parameter of order 0.3 by at most
+    0.08.
     """
     (losses, state), (exact_losses, exact_state) = low, exact
     assert (losses != exact_losses).any()
@@ -66,7 +67,7 @@ def assert_trains_alike(low, exact):
 
 
 class Encoder(eqx.Module):
-    """Linear, attention, norm, MLP; activations and sizes are leaves that are no arrays."""
+    """Linear layer, attention, norm and MLP; activations and sizes are leaves that are not arrays."""
 
     embed: eqx.nn.Linear
     attention: eqx.nn.MultiheadAttention
@@ -112,7 +113,7 @@ def equinox_step(loss_fn):
 
 
 def equinox_gradients(loss_fn, model):
-    """Takes and returns arrays alone, so that it can be traced; and the arrays of the model."""
+    """Returns a traceable gradient function of arrays, and the arrays of the model."""
     arrays, rest = eqx.partition(model, eqx.is_array)
 
     def gradients(arrays):
@@ -180,7 +181,7 @@ def test_equinox_rules_name_the_class_of_a_layer():
 
 
 def haiku_network(x, training, full=False):
-    """BatchNorm's averages are Haiku state."""
+    """Network with BatchNorm, whose averages are Haiku state."""
     x = hk.Linear(16, name="embed")(x)
     x = jax.nn.relu(hk.LayerNorm(-1, create_scale=True, create_offset=True, name="norm")(x))
     if full:
@@ -207,7 +208,7 @@ def haiku_loss(params, state, full=False):
 
 @pytest.fixture
 def haiku_variables():
-    """Parameters and state; Haiku's moving averages take `float ** int`, so promotion is on."""
+    """Returns parameters and state, under standard promotion: Haiku computes `float ** int`."""
     with jax.numpy_dtype_promotion("standard"):
         yield haiku_model().init(jax.random.key(0), X, True)
 
@@ -296,7 +297,7 @@ def plain_params():
 
 
 def plain_loss(params, x, y):
-    """A hand-written RMS norm and softmax among the products."""
+    """Loss with a hand-written RMS norm and softmax between matmuls."""
     x = jax.nn.gelu(x @ params["w1"] + params["b1"])
     x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
     with jax.named_scope("head"):
@@ -325,7 +326,7 @@ def test_plain_function_trains():
 
 
 def test_a_train_step_of_plain_functions_with_a_recipe():
-    """Masters, loss scale and skipped steps, around a loss that no adapter touched."""
+    """Masters, loss scale and skipped steps work without an adapter for the loss."""
     recipe = jaxmp.load_recipe("fp16")
     params = plain_params()
     state = jaxmp.TrainState.create(
@@ -367,10 +368,11 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 
 def test_the_gradient_of_an_implicit_diffrax_solve():
-    """The backward pass runs the solver again, in FP32 as the forward pass, or no step converges.
+    """The backward pass repeats the solver in FP32, as in the forward pass; in 16 bits no step
+    converges.
 
-    The reference is a Runge-Kutta method of order 4 with a small step. diffrax's tolerance of 1e-3
-    is that of a step, so both gradients agree to 1 %.
+    The reference is a Runge-Kutta method of order 4 with a small step. The tolerance of 1e-3 in
+    diffrax applies to one step, so both gradients agree to 1 %.
     """
     diffrax = pytest.importorskip("diffrax", reason="diffrax is not installed")
     y0, field = jnp.full(4, 0.3), lambda w, y: jnp.tanh(w @ y)

@@ -1,4 +1,4 @@
-"""autocast of linear algebra, transforms, sorts and scans: values and gradients near FP32's."""
+"""autocast of linear algebra, transforms, sorts and scans: values and gradients close to FP32."""
 
 import functools
 
@@ -22,7 +22,9 @@ EYE = jnp.eye(6)
 
 
 def general(w):
-    """A matrix with singular values between 1 and 4, made by a product that autocast lowers."""
+    """Returns a matrix with singular values from 1 to 4, from a matmul that autocast runs in 16
+    bits.
+    """
     return w @ B / 5 + 2 * EYE
 
 
@@ -84,7 +86,7 @@ TERMS = {
 
 
 def losses(ws):
-    """Each term has matrices of its own, so that one gradient has a part for each."""
+    """Returns the loss terms; each has separate matrices, so that the gradient has a part for each."""
     terms = jnp.stack([term(w) for term, w in zip(TERMS.values(), ws, strict=True)])
     return terms.sum(), terms
 
@@ -103,7 +105,9 @@ def exact():
     [("bf16", 0.05, "grad(autocast)"), ("fp16", 0.01, "autocast(grad)")],
 )
 def test_values_and_gradients(policy, tolerance, order):
-    """The products that make the matrices round by 2**-9 (2**-12); conditions are 10 at most."""
+    """The matmuls that create the matrices round by 2**-9 (2**-12); condition numbers are at most
+    10.
+    """
     outside = order == "grad(autocast)"
     fn = jax.grad(autocast(losses, policy), has_aux=True) if outside else autocast(gradient, policy)
     gradients, terms = jax.jit(fn)(WS)

@@ -1,4 +1,4 @@
-"""What autocast adds to a training step, on two of the benchmark's twelve layers."""
+"""Cost of autocast in a training step, for two of the twelve layers of the benchmark."""
 
 import jax
 import pytest
@@ -9,7 +9,9 @@ import step_counts
 
 @pytest.fixture
 def two_layers(monkeypatch):
-    """The benchmark's steps, short; optax's Adam takes `float ** int`, so promotion is on."""
+    """Uses two layers in the benchmark, under standard promotion: optax's Adam computes `float **
+    int`.
+    """
     monkeypatch.setattr(step_counts, "LAYERS", 2)
     step_counts.init_params.cache_clear()
     with jax.numpy_dtype_promotion("standard"):
@@ -19,9 +21,10 @@ def two_layers(monkeypatch):
 
 @pytest.mark.usefixtures("two_layers")
 def test_operations_and_calls():
-    """Measured: 1.002 of the operations, 1.06 to 1.07 of the calls of Python functions.
+    """Measured: 1.002 times the operations, and 1.06 to 1.07 times the calls of Python functions.
 
-    Calls stand for the time of tracing and lowering, which no busy machine tells to 20 %.
+    The number of calls represents the time of tracing and lowering, which varies by 20 % on a busy
+    machine.
     """
     ratios = autocast_overhead.counts()
     assert ratios["stablehlo_ops"]["ratio"] <= autocast_overhead.LIMITS["stablehlo_ops"]

@@ -1,4 +1,4 @@
-"""Casts at the boundaries of modules: their range, what they leave alone, and error messages."""
+"""Casts at module boundaries: range, exceptions, and error messages."""
 
 import pickle
 
@@ -58,7 +58,7 @@ def test_the_backward_of_a_saturating_cast_is_a_plain_cast():
 
 
 def _attend(bias):
-    """Softmax over rows that `bias` masks entirely."""
+    """Computes attention with rows that `bias` masks entirely."""
     return jax.nn.softmax(jnp.zeros(bias.shape, bias.dtype) + bias)
 
 
@@ -149,12 +149,12 @@ def _nnx_layers(dtype):
 
 
 def _policies(name):
-    """Policies that change a layer; linear layers have wide and FP8 products."""
+    """Returns the policies that change a layer; for linear layers also wide outputs and FP8."""
     return (BF16, WIDE_HEAD, FP8) if name in ("Dense", "Einsum", "Linear") else (BF16,)
 
 
 def _assert_as_written(wrapped, plain):
-    """Both jaxprs compute in the same dtypes."""
+    """Checks that both jaxprs compute in the same dtypes."""
     assert wrapped.out_avals == plain.out_avals
     assert "bf16" not in str(wrapped) and "f8" not in str(wrapped)
 
@@ -259,7 +259,7 @@ def test_cast_float64_casts_operands_and_caches():
 
 
 def _third(x, t):
-    """Its result shows the dtypes that its arguments were received in."""
+    """Returns a result that encodes the dtypes of the arguments."""
     return x["a"][0] / 3, x["b"] * t, jnp.asarray(t) / 3
 
 
@@ -352,7 +352,7 @@ class ScannedNnx(nnx.Module):
 
 
 class Cached(nnx.Module):
-    """A block with a cache that its caller owns, as in bonsai's Qwen3."""
+    """Block whose caller creates the cache, as in bonsai's Qwen3."""
 
     def __call__(self, x, cache):
         for layer in cache:

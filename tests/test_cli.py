@@ -1,4 +1,4 @@
-"""The command: what it prints, and that a mistake is one message and an exit code."""
+"""The command line: output, and one message and exit code for each mistake."""
 
 import re
 import subprocess
@@ -50,7 +50,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty current directory with a model in it."""
+    """Changes to a directory that contains only a model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "100")

@@ -1,4 +1,4 @@
-"""Models written elsewhere, unedited: those that packages ship."""
+"""Unedited models of other packages."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ NAMES = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) fo
 
 @pytest.fixture(autouse=True)
 def authors_promotion():
-    """The authors of these models rely on JAX's own promotion of dtypes and ranks."""
+    """Enables standard promotion of dtypes and ranks, on which these models rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -54,7 +54,7 @@ def reference(name):
 
 
 def wide_products(built, recipe):
-    """`(module path, dtype, dtype)` of the products that have an FP32 operand."""
+    """Returns `(module path, dtype, dtype)` of the matmuls with an FP32 operand."""
     made = compatibility.products(built, jaxmp.load_recipe(recipe))
     return [product for product in made if not is_16_bit(product)]
 

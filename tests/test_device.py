@@ -18,7 +18,7 @@ X = jnp.ones((2, 4))
 
 @pytest.fixture(autouse=True)
 def fresh_warnings():
-    """Lets each test see the warning that a process shows once."""
+    """Resets the record of warnings that are shown once in a process."""
     _device._warn_of_bfloat16.cache_clear()
 
 
@@ -39,7 +39,7 @@ def autocast(recipe):
 
 
 def shown(use, recipe, target, capability):
-    """The warnings of two uses of a recipe on a device."""
+    """Returns the warnings of using a recipe twice on a device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _compat.context(target=target, capability=capability):

@@ -1,4 +1,4 @@
-"""The examples in docstrings run as they stand; public functions say what they take."""
+"""Examples in docstrings run, and public functions document their arguments."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""What people copy runs: the examples, the benchmark's rehearsal, the code in the documents."""
+"""Example scripts, the trial mode of the GPU benchmark, and the code in the documentation run."""
 
 import dataclasses
 import functools
@@ -40,15 +40,20 @@ TINY = dict(steps=6, seq_len=16, batch_size=4, layers=1, width=32, eval_every=3,
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Examples hold optax without wrappers: Adam's bias correction takes `float ** int32`, and its
-    schedules and `clip_by_global_norm` mix a strong float32 with other types."""
+    """Enables standard promotion, because the examples use optax directly.
+
+    Adam's bias correction computes `float ** int32`, and the schedules and `clip_by_global_norm` of
+    optax mix strongly typed float32 values with other types.
+    """
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def quick_compiles(request):
-    """Toy runs take longer to compile than to run; what trains in earnest is compiled so too."""
+    """Disables XLA optimizations except in slow tests, because small runs spend their time
+    compiling.
+    """
     in_earnest = request.node.get_closest_marker("slow") is not None
     jax.config.update("jax_disable_most_optimizations", not in_earnest)
     yield
@@ -130,7 +135,7 @@ def test_nnx_computes_what_linen_computes():
 
 
 class Stopped(Exception):
-    """Plays the machine that is taken away."""
+    """Exception that simulates a preempted machine."""
 
 
 @pytest.mark.parametrize(("framework", "other"), [("linen", "nnx"), ("nnx", "linen")])
@@ -291,7 +296,7 @@ def test_a_quarter_of_each_digit_is_held_out():
 
 
 def moved(image, down, right):
-    """With zeros where pixels come in from outside."""
+    """Returns the image shifted, with zeros outside of the original image."""
     padded = np.pad(image, ((1, 1), (1, 1), (0, 0)))
     return np.roll(padded, (down, right), (0, 1))[1:-1, 1:-1]
 
@@ -375,7 +380,9 @@ def set_loss_scale(optimizer, scale):
 
 @functools.cache
 def one_gan_step(*scales: float) -> gan.Players:
-    """Players of the generator's and the discriminator's scale, after one step."""
+    """Returns both players after one step from the given loss scales of generator and
+    discriminator.
+    """
     both = gan.Players(*nnx.clone(tuple(first_players())))
     for optimizer, scale in zip(both[2:], scales, strict=True):
         set_loss_scale(optimizer, scale)
@@ -453,7 +460,7 @@ def test_readme_shows_the_lines_that_run():
 
 
 def shown_part(function) -> str:
-    """Between the loss and the loop."""
+    """Returns the code between the loss function and the training loop."""
     body = re.split(r"\n    def loss_fn.*?\n\n", inspect.getsource(function), flags=re.DOTALL)[1]
     return body.partition("    for _ in range(STEPS)")[0]
 
@@ -522,7 +529,7 @@ README_BATCH = {"x": jnp.ones((4, 2)), "label": jnp.zeros(4, jnp.int32)}
 
 
 def linen_names() -> dict:
-    """What the README's Linen excerpts take for granted: a model, its parameters and a loss."""
+    """Returns the names that the Linen excerpts of the README use: model, parameters and loss."""
     model, batch = nn.Dense(3), README_BATCH
     names = dict(jax=jax, jaxmp=jaxmp, optax=optax, TrainState=TrainState, model=model)
 
@@ -535,7 +542,7 @@ def linen_names() -> dict:
 
 
 def nnx_names() -> dict:
-    """What its NNX excerpts take for granted."""
+    """Returns the names that the NNX excerpts of the README use."""
 
     def loss_fn(model, batch):
         logits = model(batch["x"]).astype(jnp.float32)

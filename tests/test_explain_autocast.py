@@ -1,4 +1,4 @@
-"""explain_autocast: each matmul, the dtype it runs in, and the reason."""
+"""explain_autocast: each matmul with its dtype and the reason."""
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def loss(w, x):
 
 
 def test_the_dtypes_are_those_of_the_program():
-    """In both orders of gradient and autocast: what is listed is what the jaxpr contains."""
+    """The listed dtypes are those of the jaxpr, for `grad(autocast(f))` and `autocast(grad(f))`."""
     for fn in (loss, jax.grad(loss)):
         listed = explain_autocast(fn, MIXED)(W, X).rows
         traced = [dtypes(e)[0] for e in products(trace(autocast(fn, MIXED), W, X))]

@@ -1,4 +1,4 @@
-"""Audits of other projects' code: how they are made, and that the page shows the results."""
+"""Audits of code of other projects: the procedure, and the results in the documentation."""
 
 import json
 import subprocess

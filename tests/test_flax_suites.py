@@ -1,4 +1,4 @@
-"""The comparison of Flax's own tests with and without a recipe, on a checkout of three tests."""
+"""The comparison of Flax's tests with and without a recipe, on a small artificial checkout."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(checkout):
-    """Outcomes of all tests by recipe; `c=bf16,o=bf16` is a wrong wrap where FP32 is asserted."""
+    """Returns the outcomes of all tests by recipe; `c=bf16,o=bf16` fails tests that assert FP32."""
     files = list(flax_suites.test_files(checkout, ("tests/linen", "tests/nnx/nn")))
     recipes = None, "fp32", "p=f32,c=bf16,o=bf16"
     return [flax_suites.run(checkout, files, recipe) for recipe in recipes]

@@ -1,4 +1,4 @@
-"""FP8 products through autocast: which become three of them, what they compute, what stays out."""
+"""FP8 matmuls under autocast: which matmuls use FP8, their results, and exclusions."""
 
 import functools
 
@@ -30,7 +30,7 @@ W1, W2, X = normal(0, 32, 64) / 6, normal(1, 64, 32) / 8, normal(2, 48, 32)
 
 
 def operands(fn, *args):
-    """The operand dtypes of every product, in order."""
+    """Returns the operand dtypes of every matmul, in order."""
     return [
         tuple(str(var.aval.dtype) for var in equation.invars)
         for equation in equations(jax.make_jaxpr(fn)(*args))
@@ -60,7 +60,7 @@ def test_every_product_becomes_three():
 
 
 def test_it_is_the_product_that_stands_for_dot_general():
-    """Bit for bit, gradients too, and the sums that only FP32 operations read stay FP32."""
+    """Results and gradients are bit-identical, and sums that only FP32 operations read stay FP32."""
     product = fp8.dot_general("current")
 
     def by_hand(w, x):
@@ -81,7 +81,7 @@ def test_einsum_and_tensordot_are_products_too():
 
 
 def test_signal_to_noise():
-    """The limits of `fp8.dot_general` itself: 28 dB forwards, 23.5 with gradients in E5M2."""
+    """The limits are those of `fp8.dot_general`: 28 dB forward, 23.5 dB with gradients in E5M2."""
     x, w, g = normal(0, 96, 128), normal(1, 128, 64), normal(2, 96, 64)
 
     @jax.jit
@@ -109,7 +109,7 @@ def test_the_scaling_is_that_of_the_policies():
 
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 def test_the_kernel_is_what_nothing_has_computed(side):
-    """With `wgrad="high"` the product in 16 bits tells which gradient is the kernel's."""
+    """With `wgrad="high"`, the 16-bit matmul identifies the gradient of the kernel."""
     policies = PolicyMap(POLICY, fp8=fp8.CurrentScaling(wgrad="high"))
 
     def fn(w, x):
@@ -213,7 +213,7 @@ def test_under_shard_map():
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
 def test_products_of_a_backward_pass_inside_stay_in_16_bits(wrap):
-    """The gradient is one of two operands, and nothing tells which: it would be rounded to E4M3."""
+    """The trace does not show which operand is the gradient, which would be rounded to E4M3."""
     grad = autocast(jax.grad(wrap(loss), (0, 1)), POLICY)
     again = 2 if wrap is jax.checkpoint else 0
     found = operands(grad, W1, W2, X)
@@ -335,7 +335,7 @@ TOKENS = jnp.arange(32).reshape(2, 16)
 
 
 def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
-    """The recipe as it ships: the head stays out. Attention's own products are on record here."""
+    """The shipped recipe excludes the head. The matmuls of attention are listed as excluded here."""
     params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
     ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
     by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS)}

@@ -1,4 +1,4 @@
-"""FP8 products: what they compute, what they keep, and what XLA makes of them."""
+"""FP8 matmuls: results, residuals, and the compiled programs."""
 
 import functools
 
@@ -49,13 +49,13 @@ def linear(recipe, x, w, dims=LINEAR, **options):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def outputs(recipe, x, w, g, dims=LINEAR):
-    """The result, and the gradients of both operands for the result's gradient `g`."""
+    """Returns the result, and the gradients of both operands for the output gradient `g`."""
     y, backward = jax.vjp(lambda x, w: linear(recipe, x, w, dims), x, w)
     return (y, *backward(g.astype(y.dtype)))
 
 
 def signal_to_noise(exact, got):
-    """In dB, over all numbers."""
+    """Returns the signal-to-noise ratio in dB, over all elements."""
     exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
 
@@ -75,8 +75,10 @@ def signal_to_noise(exact, got):
     ids=[*RECIPES, "current-bf16", "current-f16"],
 )
 def test_signal_to_noise_of_normal_data(recipe, dtype):
-    """Rounding to E4M3 leaves 31.5 dB of one operand (half a unit of 4 bits, uniform), to E5M2
-    25.5 dB; of a product the noise of both operands adds up: 28.5 and 24.5 dB."""
+    """One operand rounded to E4M3 has 31.5 dB (half a unit of 4 bits, uniform), to E5M2 25.5 dB.
+
+    In a matmul the noise of both operands adds: 28.5 and 24.5 dB.
+    """
     x, w, g = (
         normal(i, *shape, dtype=dtype) for i, shape in enumerate([(96, 128), (128, 64), (96, 64)])
     )
@@ -102,7 +104,7 @@ _HARD = {
 @pytest.mark.parametrize("data", _HARD)
 @pytest.mark.parametrize("name", ["current", "rowwise"])
 def test_data_that_per_tensor_scales_are_said_to_suffer_from(data, name):
-    """E4M3 is a floating-point format: numbers 2**-14 of the largest keep all their bits."""
+    """E4M3 is a floating-point format: elements of 2**-14 times the largest keep all mantissa bits."""
     x = jnp.asarray(_HARD[data](), jnp.float32)
     w = normal(1, 128, 64)
     y = linear(RECIPES[name], x, w)
@@ -112,7 +114,7 @@ def test_data_that_per_tensor_scales_are_said_to_suffer_from(data, name):
 
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_products_are_those_of_the_rounded_operands(name):
-    """Against a product in FP64 of numbers that `ml_dtypes` rounded."""
+    """Compares with an FP64 matmul of operands that `ml_dtypes` rounded."""
     recipe = RECIPES[name]
     x, w, g = normal(0, 48, 32), normal(1, 32, 64), normal(2, 48, 64)
 
@@ -212,7 +214,9 @@ EXACT = {
     ],
 )
 def test_small_integers_are_multiplied_exactly(shape):
-    """Integers up to 7 fit both formats and powers of two are exact: what is left is the layout."""
+    """Integers up to 7 fit both formats and power-of-two scales are exact, so only the layout is
+    tested.
+    """
     lhs_shape, rhs_shape, dims = SHAPES[shape]
     rng = np.random.default_rng(0)
     integers = lambda shape: jnp.asarray(rng.integers(-7, 8, size=shape), jnp.float32)
@@ -263,7 +267,7 @@ def test_dimension_numbers_that_do_not_fit(dims):
 
 
 def test_wide_results():
-    """16-bit operands, FP32 result: its gradient is quantised without being rounded first."""
+    """16-bit operands with an FP32 result: the gradient is quantized without a rounding before."""
     x, w = normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 48, dtype=jnp.bfloat16)
 
     @jax.jit
@@ -279,7 +283,7 @@ def test_wide_results():
 
 
 def test_float16_does_not_overflow_on_the_way():
-    """448 * 448 is beyond float16; what comes out is not."""
+    """448 * 448 overflows float16, but the result does not."""
     x, w = jnp.full((16, 64), 100.0, jnp.float16), jnp.full((64, 16), 0.5, jnp.float16)
     assert float(linear(RECIPES["current"], x, w)[0, 0]) == 3200.0
 
@@ -306,7 +310,7 @@ def test_what_is_not_finite_reaches_the_gradients(recipe, bad, where):
 @each_recipe
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-37, 1e-30, 1e30])
 def test_tiny_and_huge_tensors(recipe, size):
-    """Scales stay finite: results are right where FP32 can hold them, else zero."""
+    """Scales stay finite: results are correct if FP32 can represent them, otherwise zero."""
     x, w = normal(0, 32, 16) * np.float32(size), normal(1, 16, 32)
     g = normal(2, 32, 32)
     y, dx, dw = outputs(recipe, x, w, g)
@@ -326,7 +330,7 @@ def jaxpr_of(fn, *args):
 
 
 def products(fn, *args):
-    """Operand dtypes of every product."""
+    """Returns the operand dtypes of every matmul."""
     return [
         tuple(str(v.aval.dtype) for v in eqn.invars)
         for eqn in equations(jaxpr_of(fn, *args))
@@ -335,7 +339,7 @@ def products(fn, *args):
 
 
 def casts(fn, *args):
-    """How many casts to FP8 a program has."""
+    """Returns the number of casts to FP8 in a program."""
     return sum(
         eqn.primitive.name == "convert_element_type"
         and str(eqn.params["new_dtype"]).startswith("float8")
@@ -383,7 +387,7 @@ POLICIES = {
     ids=["current", "delayed"],
 )
 def test_scan_and_remat_change_nothing(recipe):
-    """Layers one after the other, as a scan, and recomputed with every policy."""
+    """Compares layers in sequence, in a scan, and recomputed with every checkpoint policy."""
     x, w = normal(0, 32, 16), normal(1, 3, 16, 16)
     layer = lambda x, w: jnp.maximum(linear(recipe, x, w), 0)
 
@@ -448,7 +452,7 @@ def test_equal_recipes_share_a_trace():
 
 
 def test_under_shard_map():
-    """Each device scales its own rows; the kernel's gradient is summed over devices."""
+    """Each device scales its rows; the gradient of the kernel is summed over devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
     x, w = normal(0, 64, 16), normal(1, 16, 32)

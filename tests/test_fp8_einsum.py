@@ -1,4 +1,4 @@
-"""FP8 einsums against JAX's own, and which layers a recipe takes."""
+"""FP8 einsums against those of JAX, and the layers to which a recipe applies FP8."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ EQUATIONS = [
 
 
 def test_equations_are_those_of_einsum():
-    """Integers up to 7 and powers of two are exact: what is left is the layout."""
+    """Integers up to 7 and power-of-two scales are exact, so only the layout is tested."""
     product = fp8.einsum(fp8.CurrentScaling(power_of_two=True))
     rng = np.random.default_rng(0)
     integers = lambda shape: rng.integers(-7, 8, size=shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""`matmul = "fp8"` in policies and recipes: Linen and NNX models, what is left out, and why."""
+"""`matmul = "fp8"` in policies and recipes: Linen and NNX models, and excluded layers with reasons."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ def policies(scaling=None, *rules):
 
 
 def products(fn, *args):
-    """Operand dtypes and the result's, of every product."""
+    """Returns the dtypes of the operands and the result of every matmul."""
     found = equations(jax.make_jaxpr(fn)(*args))
     return [
         (*(str(v.aval.dtype) for v in eqn.invars), str(eqn.outvars[0].aval.dtype))
@@ -133,7 +133,7 @@ def test_both_frameworks_compute_the_same():
 
 
 class Layers(nn.Module):
-    """One of each."""
+    """Model with one layer of each class."""
 
     @nn.compact
     def __call__(self, x):
@@ -156,7 +156,7 @@ class NnxLayers(nnx.Module):
 
 
 def both_layers(policy_map):
-    """Linen's and NNX's, as functions of x, with the same numbers."""
+    """Returns the Linen and the NNX model as functions of x, with the same parameters."""
     x = jax.random.normal(jax.random.key(1), (2, 16, 32))
     plain = Layers()
     params = plain.init(jax.random.key(0), x)["params"]
@@ -260,7 +260,7 @@ class Jitted(nn.Module):
 
 
 def test_no_trace_of_another_scaling_is_used():
-    """`nn.jit` keeps traces for the whole process."""
+    """`nn.jit` caches traces for the whole process."""
     x = jax.random.normal(jax.random.key(1), (16, 32))
     variables = Jitted().init(jax.random.key(0), x)
     maps = [
@@ -400,7 +400,7 @@ STATE = "_overwrite_with_gradient"
 
 
 def delayed(model, *args):
-    """The model under delayed scaling, and its variables."""
+    """Returns the model under delayed scaling, and its variables."""
     model = jaxmp.linen.apply_policy(model, policies(DELAYED))
     return model, model.init(jax.random.key(0), *args)
 
@@ -440,7 +440,7 @@ def test_the_state_of_scanned_layers():
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, a BatchNorm, and a layer that may be left out."""
+    """Model with a layer that is called twice, a BatchNorm, and an optional layer."""
 
     @nn.compact
     def __call__(self, x, whole):
@@ -473,7 +473,7 @@ def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
 
 
 def test_training_with_a_state():
-    """Microbatches, a step that is skipped, and one after it, all in one jitted function."""
+    """Microbatches, a skipped step and the step after it, in one jitted function."""
     recipe = Recipe(policies(DELAYED))
     x = jax.random.normal(jax.random.key(1), (32, 16, 32))
     model, variables = delayed(Layers(), x)
@@ -522,7 +522,7 @@ LINEARS = {
 
 
 def compiled_gradients(framework, recipe, target):
-    """Loss and gradients of the transformer, audited as compiled."""
+    """Audits the compiled loss and gradients of the transformer."""
     tokens = jnp.zeros((8, 128), jnp.int32)
     if framework == "linen":
         model = recipe.wrap(STEP)
@@ -609,7 +609,7 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
 
 
 def held_out_loss(framework, recipe, steps=60):
-    """Of a small byte-level GPT after some steps; weights and batches are the same for all."""
+    """Returns the held-out loss of a small byte-level GPT; initial weights and batches are fixed."""
     gpt = GPT(layers=2, width=64, heads=2, max_length=32)
     text = standard_library_text()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -625,7 +625,7 @@ def held_out_loss(framework, recipe, steps=60):
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_training_is_within_a_percent_of_bf16(framework):
-    """On a CPU, where the numbers are rounded to FP8 and multiplied in a wider dtype."""
+    """Runs on a CPU, where operands are rounded to FP8 and multiplied in a wider dtype."""
     bf16 = held_out_loss(framework, Recipe("bf16"))
     for scaling in (fp8.CurrentScaling(), fp8.DelayedScaling(amax_history_len=16)):
         loss = held_out_loss(framework, Recipe(policies(scaling)))

@@ -1,4 +1,4 @@
-"""MXFP8: blocks of 32 with scales in E8M0, against a model in NumPy, JAX's own, and a Blackwell."""
+"""MXFP8: blocks of 32 with E8M0 scales, against NumPy, JAX, and programs for a Blackwell GPU."""
 
 import functools
 import re
@@ -34,11 +34,11 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def reference(rows, dtype, rounding):
-    """Blocks of 32 along the last axis: FP8 numbers, and their scales as numbers.
+    """Returns FP8 values in blocks of 32 along the last axis, and their scales.
 
-    Scales by the least power of two that holds the largest number (`rounding="up"`), or by that of
-    section 6.3 of the OCP specification. Both are looked up among the powers themselves, and cast
-    to E8M0 and back.
+    A scale is the smallest power of two with which no element saturates (`rounding="up"`), or that
+    of section 6.3 of the OCP specification. Both are searched among all powers, and cast to E8M0
+    and back.
     """
     limit = float(ml_dtypes.finfo(dtype).max)
     powers = 2.0 ** np.arange(-126, 128)
@@ -59,8 +59,11 @@ def reference(rows, dtype, rounding):
 @pytest.mark.parametrize("rounding", ["up", "down"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_numbers_and_scales_are_those_of_the_format(dtype, rounding):
-    """Sizes over the whole range of FP32, zeros, exact powers, the largest number and those beside
-    it: where a rounded quotient would choose the other scale."""
+    """Tests magnitudes over the range of FP32, zeros, exact powers, and the largest value and its
+    neighbours.
+
+    For some of these, a rounded quotient would choose the wrong scale.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 96)) * 2.0 ** rng.integers(-116, 120, size=(64, 1))
     limit = float(ml_dtypes.finfo(dtype).max)
@@ -105,7 +108,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("recipe", [UP, slow(DOWN), slow(HYBRID)], ids=["up", "down", "hybrid"])
 def test_products_are_those_of_the_rounded_operands(recipe):
-    """Each operand in blocks along the very axis that a product sums over."""
+    """Each operand has blocks along the axis over which the matmul sums."""
     x, w, g = normal(0, 64, 96), normal(1, 96, 32), normal(2, 64, 32)
     e4m3 = ml_dtypes.float8_e4m3fn
     of_gradient = np.dtype(recipe.formats("dgrad")[0])
@@ -147,7 +150,7 @@ def test_signal_to_noise_of_normal_data(recipe, dtype, least, of_gradients):
 
 
 def test_blocks_far_apart_keep_their_bits():
-    """One scale for all would flush the small ones to zero: what blocks are for."""
+    """A single scale for the tensor would flush the small blocks to zero."""
     sizes = np.repeat(2.0 ** np.arange(0, -100, -25), 32).astype(np.float32)
     x, w = normal(0, 32, 128) * sizes[None], normal(1, 128, 32) / sizes[:, None]
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
@@ -175,7 +178,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", [*list(SHAPES)[:2], *map(slow, list(SHAPES)[2:])])
 def test_small_integers_are_multiplied_exactly(shape):
-    """Integers up to 7 fit E4M3: what is left is the layout."""
+    """Integers up to 7 fit E4M3, so only the layout is tested."""
     lhs_shape, rhs_shape, dims = SHAPES[shape]
     rng = np.random.default_rng(0)
     integers = lambda shape: jnp.asarray(rng.integers(-7, 8, size=shape), jnp.float32)
@@ -325,7 +328,9 @@ def test_devices_without_such_products_are_refused(context, found):
     ids=["linear", "vmap"],
 )
 def test_three_real_products_of_blocks(x, w, dims, batched):
-    """cuDNN's own, at default flags, with FP8 numbers and E8M0 scales; no product besides."""
+    """The program contains three block-scaled matmuls of cuDNN, at default flags, and no other
+    matmul.
+    """
     (device,) = _compat.described_gpus(GPUS["b200"].description, 1)
     placed = SingleDeviceSharding(device)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in (x, w)]

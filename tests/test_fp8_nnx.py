@@ -1,4 +1,4 @@
-"""Delayed scaling in NNX models: where its state is, what trains it, and what leaves it alone."""
+"""Delayed scaling in NNX models: location, updates and exclusions of its state."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ STATE = "_overwrite_with_gradient"
 
 
 class Layers(nnx.Module):
-    """One of each kind, and one whose author multiplies himself."""
+    """Model with one layer of each class, and one with a custom `dot_general`."""
 
     def __init__(self, rngs):
         own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
@@ -47,7 +47,7 @@ IN_FP8 += ("attention/out", "out")
 
 
 class LinenLayers(nn.Module):
-    """The same in Linen."""
+    """The same model in Linen."""
 
     @nn.compact
     def __call__(self, x):
@@ -70,7 +70,7 @@ def layers():
 
 
 def states(model):
-    """Layer path -> leaf name -> array."""
+    """Returns layer path -> leaf name -> array of the FP8 states."""
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, OverwriteWithGradient)):
         found.setdefault("/".join(map(str, path[:-1])), {})[path[-1]] = variable.get_value()
@@ -90,7 +90,7 @@ def loss_fn(model, x):
 
 
 def of_size(size, *shape):
-    """Numbers up to `size`, which is among them."""
+    """Returns values of magnitude at most `size`, one of which is `size`."""
     return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
@@ -115,7 +115,7 @@ def test_every_layer_in_fp8_has_a_state_and_the_original_has_none():
 
 
 def test_it_has_the_names_that_linen_gives_it():
-    """So that the one's numbers go into the other."""
+    """The states of one framework can therefore be loaded into the other."""
     linen = jaxmp.linen.apply_policy(LinenLayers(), POLICIES)
     made = jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((2, 16, 32)))[STATE]
     own = nnx.to_pure_dict(nnx.state(apply_policy(layers(), POLICIES), OverwriteWithGradient))
@@ -159,7 +159,9 @@ def test_a_state_that_is_gone():
 
 
 def test_an_optimizer_carries_it():
-    """Not scaled, not clipped, not decayed; combined by max; reverted where a step is skipped."""
+    """The state is not scaled, clipped or decayed. It is combined by max, and restored on a skipped
+    step.
+    """
     recipe = Recipe(POLICIES).replace(loss_scale=jaxmp.DynamicLossScale(init_scale=16.0))
     inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
     model = linear()
@@ -195,7 +197,7 @@ def test_an_optimizer_carries_it():
 
 
 def test_both_frameworks_train_alike():
-    """The same numbers, three steps: the same loss, and the same state but for roundings."""
+    """Three steps with the same values give the same loss, and the same state up to rounding."""
     x = jax.random.normal(jax.random.key(1), (16, 32))
     linen = jaxmp.linen.apply_policy(nn.Dense(16), POLICIES)
     variables = linen.init(jax.random.key(0), x)
@@ -227,7 +229,9 @@ def test_both_frameworks_train_alike():
 
 
 def test_plain_flax_gradients():
-    """`nnx.grad` of the parameters alone measures at every step; with the state, it is trained."""
+    """`nnx.grad` of the parameters uses current amaxes in every step; with the state, it is
+    updated.
+    """
     model, x = linear(), of_size(4, 8, 32)
     nnx.grad(loss_fn)(model, x)
     assert newest(model, "") == 0
@@ -288,7 +292,7 @@ def test_layers_that_do_not_run_keep_their_state():
 
 
 def test_a_checkpoint_goes_on_bit_for_bit():
-    """`nnx.state` is all there is to save."""
+    """`nnx.state` contains everything that must be saved."""
     x = of_size(4, 16, 32)
 
     def fresh():
@@ -315,7 +319,7 @@ def test_a_checkpoint_goes_on_bit_for_bit():
 
 
 def test_devices():
-    """Combined by max over them, while gradients are averaged."""
+    """The state is combined by max over devices, and gradients are averaged."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     model = linear()
     graph, state = nnx.split(model)
@@ -351,7 +355,7 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Three blocks in one, run by `nnx.scan`, recomputed in the backward pass."""
+    """Three stacked blocks, run by `nnx.scan` and recomputed in the backward pass."""
 
     def __init__(self, axes=0):
         self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(Block))(rngs())
@@ -366,7 +370,7 @@ class Stack(nnx.Module):
 
 
 def run_once(model, x):
-    """The model after one step of its state, whatever its loss."""
+    """Returns the model after one update of its state."""
 
     @nnx.jit
     def step(model):

@@ -1,4 +1,4 @@
-"""Scales and casts to FP8 against `ml_dtypes`, over every code."""
+"""Scales and casts to FP8 against `ml_dtypes`, for all codes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SOURCES = ["float32", "bfloat16", "float16"]
 
 
 def codes(dtype):
-    """The 256 numbers of a format, in float32."""
+    """Returns the 256 values of a format, in float32."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def limit(dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("exponent", [-20, 0, 13])
 def test_every_code_comes_back(dtype, exponent):
-    """Powers of two are exact, so each of the numbers is hit exactly."""
+    """Power-of-two scales are exact, so each value is reproduced exactly."""
     numbers = codes(dtype)
     finite = np.isfinite(numbers)
     q = quantize(numbers * np.float32(2.0**-exponent), 2.0**exponent, dtype)
@@ -97,7 +97,7 @@ def test_what_is_not_finite_stays_so(dtype, source, scale):
 
 
 def test_a_stale_scale_saturates_what_is_finite():
-    """x * scale is infinite in FP32, and x is not."""
+    """x * scale overflows FP32, although x is finite."""
     assert quantize(jnp.array([3e38, -3e38], jnp.float32), 1e10, "e4m3fn").tolist() == [
         448.0,
         -448.0,
@@ -113,7 +113,7 @@ def test_scales_broadcast():
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_dequantize_undoes_no_rounding(dtype, jitted):
-    """XLA may drop a cast to a narrow format and back; here it must not."""
+    """XLA may remove a cast to a narrow format and back; it must not do so here."""
 
     def there_and_back(x):
         return fp8.dequantize(fp8.quantize(x, 4.0, dtype), 4.0)
@@ -142,7 +142,7 @@ SUBNORMAL = np.float32(1e-40)
 
 
 def reference_scale(amax, dtype, margin=0, power_of_two=False):
-    """The rule in plain Python."""
+    """Computes the scale in plain Python."""
     if amax == 0 or not np.isfinite(amax):
         return np.float32(1)
     with np.errstate(over="ignore"):
@@ -243,7 +243,7 @@ def test_statistics_count_what_is_lost():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
 def test_statistics_are_those_of_the_cast(name, dtype):
-    """Over 20 powers of two beyond both ends of the format, counted on what `ml_dtypes` makes."""
+    """Covers 20 powers of two beyond both ends of the format; the counts are those of `ml_dtypes`."""
     rng = np.random.default_rng(0)
     fp8_type = getattr(ml_dtypes, f"float8_{name}")
     info = ml_dtypes.finfo(fp8_type)
@@ -269,7 +269,7 @@ def test_statistics_are_those_of_the_cast(name, dtype):
 
 @pytest.mark.parametrize("amax", np.linspace(0.1, 10, 23))
 def test_a_scale_of_its_own_maximum_saturates_nothing(amax):
-    """Rounded to FP32, `448 / amax * amax` may be the number above 448."""
+    """Rounded to FP32, `448 / amax * amax` may be the next value above 448."""
     x = jnp.asarray([amax, -amax / 3], jnp.float32)
     stats = fp8.quantization_stats(x, fp8.compute_scale(x[0], "e4m3fn"), "e4m3fn")
     assert float(stats.saturated) == 0

@@ -1,4 +1,4 @@
-"""The state of delayed scaling, step by step, and under everything that combines gradients."""
+"""The state of delayed scaling, step by step, and under transformations that combine gradients."""
 
 import functools
 
@@ -24,19 +24,21 @@ RECIPE = fp8.DelayedScaling(amax_history_len=3)
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(recipe, state, x, w, g):
-    """The next state, and the result, for the result's gradient `g`."""
+    """Returns the next state, and the result, for the output gradient `g`."""
     product = fp8.dot_general(recipe)
     y, backward = jax.vjp(lambda s: product(x, w, LINEAR, state=s), state)
     return backward(g)[0], y
 
 
 def of_size(size, *shape):
-    """Numbers up to `size`, which is among them."""
+    """Returns values of magnitude at most `size`, one of which is `size`."""
     return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
 def run(recipe, sizes, state=None):
-    """States and results of steps whose operands have maxima `(input, kernel, output_grad)`."""
+    """Returns states and results of steps whose operands have amaxes `(input, kernel,
+    output_grad)`.
+    """
     state = fp8.init_state(recipe) if state is None else state
     found = []
     for x, w, g in sizes:
@@ -51,7 +53,7 @@ def run(recipe, sizes, state=None):
 
 
 def reference(recipe, amaxes):
-    """For one operand: the maximum in force at each step, and the history after it."""
+    """Returns, for one operand, the active amax of each step and the history after it."""
     history, held, age, rows = [0.0] * recipe.amax_history_len, 0.0, 0, []
     for amax in amaxes:
         due = age >= recipe.interval or held == 0
@@ -77,7 +79,7 @@ def reference(recipe, amaxes):
     ids=["max", "most_recent", "interval", "uncalibrated"],
 )
 def test_states_follow_the_rule(recipe):
-    """Growth, decay, zeros, and numbers that are not finite, at the start and later."""
+    """Covers growth, decay, zeros and non-finite values, in the first and in later steps."""
     inputs = [np.inf, 4.0, 8.0, 2.0, np.nan, 1.0, 0.5, 0.0, 0.0, 0.0, 0.25, 16.0]
     sizes = [(x, 1.0 + i, 2.0**-i) for i, x in enumerate(inputs)]
     for operand, amaxes in zip(OPERANDS, zip(*sizes, strict=True), strict=True):
@@ -91,7 +93,7 @@ def test_states_follow_the_rule(recipe):
 
 
 def test_the_first_step_is_scaled_by_its_own_maximum():
-    """Without a history a scale of 1 would saturate 1e6 and lose 1e-6."""
+    """Without a history, a scale of 1 would saturate 1e6 and lose 1e-6."""
     for size in (1e6, 1e-6):
         x, w = of_size(size, 8, 16), of_size(1.0, 16, 8)
         (_, first), (_, second) = run(RECIPE, [(size, 1.0, 1.0)] * 2)
@@ -102,7 +104,7 @@ def test_the_first_step_is_scaled_by_its_own_maximum():
 
 
 def test_later_steps_are_scaled_by_earlier_maxima():
-    """A tensor that has grown saturates, and its maximum is known to the step after."""
+    """A tensor that has grown saturates; the next step uses its amax."""
     (_, small), (_, grown), (_, known) = run(RECIPE, [(1, 1, 1), (10, 1, 1), (10, 1, 1)])
     np.testing.assert_allclose(known, 10 * small, rtol=1e-5)
     assert np.abs(grown).max() < 0.5 * np.abs(known).max() and np.isfinite(grown).all()
@@ -125,7 +127,7 @@ def amaxes(state):
 
 
 def test_microbatches():
-    """Rows of one microbatch are ten times the other's."""
+    """The rows of one microbatch are ten times those of the other."""
     x = jnp.concatenate([of_size(1, 4, 16), of_size(10, 4, 16)])
     w = of_size(2, 16, 8)
     old = run(RECIPE, [(1, 2, 1)])[0][0]
@@ -145,7 +147,7 @@ def test_microbatches():
 
 
 def shared(product, state, w, xs):
-    """One layer, used for each of `xs`."""
+    """Applies one layer to each of `xs`."""
     return sum(jnp.sum(product(x, w, LINEAR, state=state)) for x in xs)
 
 
@@ -172,7 +174,7 @@ def test_shared_layers(uses):
 
 @pytest.mark.parametrize("uses", [shared, scanned])
 def test_shared_layers_whose_gradients_are_added_up(uses):
-    """Plain `jax.grad` adds: the newest maximum is the sum, and nothing grows from step to step."""
+    """With plain `jax.grad`, the newest amax is the sum, which does not grow from step to step."""
     xs = [of_size(size, 8, 16) for size in (2.0, 7.0, 3.0)]
     w, product = of_size(1, 16, 8), fp8.dot_general(RECIPE)
     grad = jax.jit(jax.grad(lambda state: uses(product, state, w, xs)))
@@ -185,7 +187,7 @@ def test_shared_layers_whose_gradients_are_added_up(uses):
 
 
 def differentiated(state, fn):
-    """The next state, by `jaxmp.value_and_grad`."""
+    """Returns the next state from `jaxmp.value_and_grad`."""
     variables = {"params": of_size(1, 16, 8), "_overwrite_with_gradient": {"layer": state}}
 
     def loss(variables):
@@ -196,7 +198,7 @@ def differentiated(state, fn):
 
 @pytest.mark.parametrize("uses", [shared, scanned])
 def test_the_largest_of_several_uses(uses):
-    """Exact, unlike the sum that plain `jax.grad` makes of them."""
+    """The amax is exact, unlike the sum that plain `jax.grad` computes."""
     xs = [of_size(size, 8, 16) for size in (2.0, 7.0, 3.0)]
     product = fp8.dot_general(RECIPE)
     step = jax.jit(lambda state: differentiated(state, lambda s, w: uses(product, s, w, xs)))
@@ -225,7 +227,7 @@ def test_a_state_of_a_branch(taken):
 
 
 def test_where_no_maximum_can_be_taken_gradients_are_added_up():
-    """Outside of `jit`; and where a function computes with the state itself."""
+    """Covers calls outside of `jit`, and functions that compute with the state."""
     xs = [of_size(size, 8, 16) for size in (2.0, 7.0)]
     product = fp8.dot_general(RECIPE)
     with_arithmetic = lambda s, w: shared(product, s, w, xs) + lax.stop_gradient(s["age"] * 0)
@@ -239,7 +241,7 @@ def test_where_no_maximum_can_be_taken_gradients_are_added_up():
 
 @pytest.mark.parametrize(("check_vma", "newest"), [(True, 9.0), (False, 16.0)])
 def test_devices_inside_of_a_loss(check_vma, newest):
-    """`shard_map` in the function that is differentiated; unchecked, JAX adds up over devices."""
+    """The loss contains a `shard_map`; with `check_vma=False`, JAX sums over devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x = jnp.concatenate([of_size(size, 8, 16) for size in (1.0, 2.0, 9.0, 4.0)])
     product, specs = fp8.dot_general(RECIPE), (PartitionSpec(), PartitionSpec("data"))
@@ -300,7 +302,7 @@ def test_devices():
 
 @pytest.mark.usefixtures("check_leaks")
 def test_a_train_state_carries_it():
-    """Not scaled, not clipped, not decayed; reverted where a step is skipped."""
+    """The state is not scaled, clipped or decayed, and restored on a skipped step."""
     inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = jaxmp.TrainState.create(
@@ -342,7 +344,7 @@ def test_a_train_state_carries_it():
 
 
 def test_flax_collections_convert_both_ways():
-    """Three steps of Flax's own op, then one more in each library."""
+    """Runs three steps of the Flax op, and a fourth step in each library."""
     layer = nn.Dense(
         8,
         use_bias=False,

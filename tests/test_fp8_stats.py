@@ -1,4 +1,4 @@
-"""What rounding to FP8 loses, product by product, of programs that train."""
+"""Statistics of the FP8 quantization of each matmul, in training programs."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def loss(w, x, recipe="current"):
 
 
 def fractions(x, dtype="e4m3fn"):
-    """Of a tensor with a scale of its own."""
+    """Returns the fractions for a tensor with its current scale."""
     x = jnp.asarray(x)
     return fp8.quantization_stats(x, fp8.compute_scale(jnp.abs(x).max(), dtype), dtype)
 
