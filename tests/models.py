@@ -66,7 +66,7 @@ class Case:
         return jax.numpy_dtype_promotion("standard" if self.promotes else "strict")
 
     def linen_path(self, path: tuple[Any, ...]) -> str:
-        """Returns the Linen path of the NNX leaf at `path`; members of a list are named `list_0`."""
+        """Returns the Linen path of the NNX leaf at `path`; list members are named `list_0`."""
         name = re.sub(r"/(\d+)", r"_\1", "/".join(map(str, path)))
         for pattern, replacement in self.linen_names or ():
             name = re.sub(pattern, replacement, name)

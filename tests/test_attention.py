@@ -111,7 +111,7 @@ def oracle(given, d_out):
 
 
 def reference(given):
-    """Computes attention as usually written: 16-bit matmuls and weights, FP32 logits and softmax."""
+    """Computes attention as usual: 16-bit matmuls and weights, FP32 logits and softmax."""
     wide = jnp.promote_types(given.query.dtype, jnp.float32)
     shared = given.query.shape[2] // given.key.shape[2]
     key, value = (jnp.repeat(a, shared, 2) for a in (given.key, given.value))

@@ -611,7 +611,7 @@ def test_attention_that_was_asked_for_says_so(implementation):
 
 
 def test_attention_under_vmap_claims_no_more_than_is_known():
-    """Under `vmap`, the operands have one more dimension than when the implementation was chosen."""
+    """Under `vmap`, the operands have one more dimension than at the choice."""
 
     def batched(attend):
         return lambda q: jax.vmap(attend)(q[None])

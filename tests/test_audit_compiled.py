@@ -686,7 +686,7 @@ def test_a_mesh_of_the_cards_keeps_its_order(here):
 
 @needs_compiler
 def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
-    """If the GPU is present, XLA uses its own settings, and may compile matmuls to Triton kernels."""
+    """If the GPU is present, XLA may compile matmuls to Triton kernels."""
 
     def f(w, x):
         with jax.named_scope("Net"), jax.named_scope("lin"):

@@ -398,7 +398,7 @@ def test_gradients_reduced_in_16_bits(map):
 
 
 def test_gradients_that_jax_itself_reduces():
-    """With `check_vma`, JAX sums the gradient where the parameter meets the data, after the cast."""
+    """With `check_vma`, JAX sums the gradient after the cast of the parameter."""
     report = audit(data_parallel(F32, check_vma=True), W, X, policies="bf16")
     (finding,) = report.errors
     assert finding.check == "all_reduce_16bit" and "to='varying'" in finding.fix
@@ -415,7 +415,7 @@ def test_gradients_that_jax_itself_reduces():
 
 
 def test_gradients_of_parameters_that_are_gathered():
-    """In hand-written FSDP, the gradient of a parameter gathered in 16 bits is summed in 16 bits."""
+    """In FSDP, the gradient of a parameter gathered in 16 bits is summed in 16 bits."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
 

@@ -169,7 +169,7 @@ def test_convolutions_are_low():
 
 
 def scatter_dtypes(traced):
-    """Returns the dtypes of every scatter: operand, updates, result, and of the sum inside of it."""
+    """Returns the dtypes of every scatter: operand, updates, result, and inner sum."""
     found = named(traced, *(f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")))
     variables = (
         (e.invars[0], e.invars[2], e.outvars[0], e.params["update_jaxpr"].invars[0]) for e in found
@@ -460,7 +460,7 @@ TOLERANCE = 1e-4
 
 
 def newton_step(w, x):
-    """Returns one step of the chord method for `y = tanh(x @ w)`, and the residual norm before it."""
+    """Returns a step of the chord method for `y = tanh(x @ w)`, and the residual before it."""
     residual = jnp.tanh(x @ w) - x * 0.5
     return x + residual, jnp.linalg.norm(residual)
 
@@ -685,7 +685,7 @@ def plain(build):
 
 
 def under_autocast(build):
-    """Traces `Build.gradient` under autocast; returns its equations, and those of the forward pass."""
+    """Traces `Build.gradient`; returns its equations, and those of the forward pass."""
     function, params = build.function(plain(build))
     forward = autocast(function, build.case.policies())
 
@@ -699,7 +699,7 @@ def under_autocast(build):
 
 
 def is_outer(equation):
-    """Returns True for an outer product, which sums nothing and gains nothing from 16-bit operands."""
+    """Returns True for an outer product, which gains nothing from 16-bit operands."""
     dimensions = equation.params["dimension_numbers"]
     return equation.primitive.name == "dot_general" and not dimensions[0][0]
 

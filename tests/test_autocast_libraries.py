@@ -67,7 +67,7 @@ def assert_trains_alike(low, exact):
 
 
 class Encoder(eqx.Module):
-    """Linear layer, attention, norm and MLP; activations and sizes are leaves that are not arrays."""
+    """Linear layer, attention, norm and MLP; some leaves are functions and integers."""
 
     embed: eqx.nn.Linear
     attention: eqx.nn.MultiheadAttention

@@ -86,7 +86,7 @@ TERMS = {
 
 
 def losses(ws):
-    """Returns the loss terms; each has separate matrices, so that the gradient has a part for each."""
+    """Returns the loss terms; each has its separate matrices and gradient."""
     terms = jnp.stack([term(w) for term, w in zip(TERMS.values(), ws, strict=True)])
     return terms.sum(), terms
 

@@ -66,7 +66,7 @@ def test_the_runner_can_fail():
 
 
 def is_function(value):
-    """Returns True for functions, and False for classes and aliases of types, which are callable."""
+    """Returns True for functions, and False for classes and aliases of types."""
     return callable(value) and not isinstance(value, type) and typing.get_origin(value) is None
 
 

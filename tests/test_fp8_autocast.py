@@ -60,7 +60,7 @@ def test_every_product_becomes_three():
 
 
 def test_it_is_the_product_that_stands_for_dot_general():
-    """Results and gradients are bit-identical, and sums that only FP32 operations read stay FP32."""
+    """Results are bit-identical, and sums that only FP32 operations read stay FP32."""
     product = fp8.dot_general("current")
 
     def by_hand(w, x):
@@ -335,7 +335,7 @@ TOKENS = jnp.arange(32).reshape(2, 16)
 
 
 def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
-    """The shipped recipe excludes the head. The matmuls of attention are listed as excluded here."""
+    """The shipped recipe excludes the head; the matmuls of attention are listed too."""
     params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
     ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
     by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS)}

@@ -104,7 +104,7 @@ _HARD = {
 @pytest.mark.parametrize("data", _HARD)
 @pytest.mark.parametrize("name", ["current", "rowwise"])
 def test_data_that_per_tensor_scales_are_said_to_suffer_from(data, name):
-    """E4M3 is a floating-point format: elements of 2**-14 times the largest keep all mantissa bits."""
+    """In E4M3, elements of 2**-14 times the largest keep all mantissa bits."""
     x = jnp.asarray(_HARD[data](), jnp.float32)
     w = normal(1, 128, 64)
     y = linear(RECIPES[name], x, w)

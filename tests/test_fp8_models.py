@@ -1,4 +1,4 @@
-"""`matmul = "fp8"` in policies and recipes: Linen and NNX models, and excluded layers with reasons."""
+"""`matmul = "fp8"` in policies and recipes: Linen and NNX models, and excluded layers."""
 
 import copy
 import functools
@@ -609,7 +609,7 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
 
 
 def held_out_loss(framework, recipe, steps=60):
-    """Returns the held-out loss of a small byte-level GPT; initial weights and batches are fixed."""
+    """Returns the held-out loss of a small GPT; initial weights and batches are fixed."""
     gpt = GPT(layers=2, width=64, heads=2, max_length=32)
     text = standard_library_text()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -243,7 +243,7 @@ def test_statistics_count_what_is_lost():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
 def test_statistics_are_those_of_the_cast(name, dtype):
-    """Covers 20 powers of two beyond both ends of the format; the counts are those of `ml_dtypes`."""
+    """Covers 20 powers of two beyond both ends of the format, as `ml_dtypes` counts."""
     rng = np.random.default_rng(0)
     fp8_type = getattr(ml_dtypes, f"float8_{name}")
     info = ml_dtypes.finfo(fp8_type)
