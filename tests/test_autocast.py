@@ -114,8 +114,9 @@ def test_a_square_written_as_a_product_is_one():
 
 
 def test_a_norm_parts_no_gradient_in_two():
-    """RMSNorm computes `x - 0`. In 16 bits next to a square in FP32, its gradient would have two
-    rounded parts.
+    """RMSNorm computes `x - 0`, next to a square in FP32.
+
+    In 16 bits, both parts of the gradient of x would be rounded before they are added.
     """
 
     def fn(w, x):

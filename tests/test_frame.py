@@ -1,4 +1,4 @@
-"""The frame around the code: what an import loads, what a wheel ships, what the commands run."""
+"""Imports, contents of the wheel, texts of the repository, and the commands of make and CI."""
 
 import os
 import re
@@ -18,7 +18,7 @@ HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
 
 
 def run_python(code: str, path: Path = ROOT, **options) -> str:
-    """Runs `code` in a fresh interpreter that imports jaxmp from `path`; returns what it prints."""
+    """Runs `code` in a new interpreter that imports jaxmp from `path`; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
@@ -36,7 +36,7 @@ def run_python(code: str, path: Path = ROOT, **options) -> str:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The heavy packages that are loaded after `code`."""
+    """Returns the heavy packages that are loaded after `code`."""
     return HEAVY & set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").split())
 
 
@@ -155,7 +155,7 @@ def test_the_machine_path_test_can_fail(folder):
 
 
 def make(*arguments: str) -> str:
-    """What make would run; free of the variables of a make that runs these tests."""
+    """Returns the commands that make would run, without the variables of an outer make."""
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
     outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"}
     outer |= {"VENV", "PYTHON", "JAX", "EXTRA", "ARGS"}
@@ -205,7 +205,7 @@ FAILING_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != test ]\n'
 
 
 def ci(tmp_path: Path, **stubs: str) -> tuple[int, str]:
-    """Runs .ci/run where only `stubs` and a few system tools are on PATH."""
+    """Runs .ci/run with only `stubs` and a few system tools on PATH."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "mktemp", "rm", "sed"):

@@ -1,4 +1,4 @@
-"""Norms and rotary positions of half operands, against FP64 and against the usual traps."""
+"""Norms and rotary positions of 16-bit operands, against FP64 and in known failure cases."""
 
 import functools
 
@@ -21,13 +21,13 @@ def f64(array):
 
 
 def half_ulp(dtype):
-    """Half the relative and the absolute spacing of a dtype."""
+    """Returns half of the relative and of the absolute spacing of a dtype."""
     info = jnp.finfo(dtype)
     return float(info.eps) / 2, float(info.smallest_subnormal) / 2
 
 
 def assert_rounded_once(found, exact, *, fp32=4e-6):
-    """Within half a unit of the last place of `found`'s dtype, beside `fp32` of FP32 rounding."""
+    """Checks that the error is half a unit in the last place, plus `fp32` for FP32 rounding."""
     relative, absolute = half_ulp(found.dtype)
     allowed = 1.01 * relative * np.abs(exact) + absolute + fp32 * (1 + np.abs(exact))
     error = np.abs(f64(found) - exact)
@@ -170,7 +170,7 @@ def test_norms_under_transformations():
 
 
 def rotary_64(x, positions, *, base=10000.0, scaling=1.0, interleaved=False):
-    """With angles in extended precision, `[..., T, N, H]`."""
+    """Returns rotary embeddings `[..., T, N, H]`, with angles in extended precision."""
     size = x.shape[-1]
     rates = np.longdouble(base) ** -(np.arange(0, size, 2) / np.longdouble(size)) / scaling
     angles = np.asarray(positions).astype(np.longdouble)[..., None] * rates

@@ -1,4 +1,4 @@
-"""Whatever is given: documented errors only, which quote it and name a fix that works."""
+"""Arbitrary inputs raise only documented errors, which quote the input and a working fix."""
 
 import re
 import string
@@ -113,7 +113,7 @@ def load_text(text):
 
 
 def check_text(text):
-    """A text loads and reads back, or is refused with a place and with lines that load."""
+    """Checks that a text round-trips, or raises with its location and with lines that load."""
     try:
         recipe = load_text(text)
     except RecipeError as error:
@@ -287,7 +287,7 @@ def test_half_a_surrogate_pair_cannot_be_written():
     )
 )
 def test_places_are_those_of_the_keys(entries):
-    """Each key that a file gives is found on its own line, comments and strings notwithstanding."""
+    """The line of each key is located correctly, despite comments and strings."""
     text, expected = [], {}
     for number, (long, key, pad) in enumerate(entries):
         key = f"{key}{number}"

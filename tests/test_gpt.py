@@ -1,4 +1,4 @@
-"""GPT-2 of examples/gpt.py: its sizes, its numbers in both frameworks, its compiled step."""
+"""GPT-2 of examples/gpt.py: sizes, results in both frameworks, and the compiled step."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ ROUNDING = 1e-5  # FP32 sums in another order, relative to the largest entry
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """`optax.clip_by_global_norm` and optax's schedules mix dtypes."""
+    """Enables standard promotion: `optax.clip_by_global_norm` and schedules mix dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def quick_compiles(request):
-    """Toy runs take longer to compile than to run."""
+    """Disables XLA optimizations, because small runs spend their time compiling."""
     in_earnest = request.node.get_closest_marker("slow") is not None
     jax.config.update("jax_disable_most_optimizations", not in_earnest)
     yield
@@ -42,7 +42,7 @@ def quick_compiles(request):
 
 @functools.cache
 def params():
-    """The parameters of `TOY`, biases and scales moved away from 0 and 1."""
+    """Returns the parameters of `TOY`, with biases other than 0 and scales other than 1."""
     made = jax.jit(TOY.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     leaves, structure = jax.tree.flatten(made)
     draw = np.random.default_rng(1)
@@ -159,7 +159,7 @@ def test_only_matrices_decay():
 
 
 def reference_loss(params):
-    """The mean loss in FP64 by NumPy, layer by layer and head by head, without padding."""
+    """Computes the mean loss in FP64 with NumPy, for each layer and head, without padding."""
     tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = tree["token_embedding"]["embedding"][: TOY.vocabulary]
 

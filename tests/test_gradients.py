@@ -1,4 +1,4 @@
-"""value_and_grad: scaled inside, unscaled outside, microbatches, devices."""
+"""value_and_grad: loss scaling, microbatches, and several devices."""
 
 import re
 import warnings
@@ -65,7 +65,7 @@ def test_sixteen_bit_gradients_come_back_in_fp32(getkey, dtype, loss_scale):
 
 
 def test_underflowing_gradients_survive_with_the_scale_and_not_without():
-    """d/dw mean of 1e-8 * w is 1e-8: below half of float16's smallest subnormal, 2**-25."""
+    """The gradient 1e-8 is smaller than half of the smallest subnormal of float16, 2**-25."""
     tiny = lambda w: (w * jnp.float16(1.0)).astype(jnp.float32) * 1e-8
     w = jnp.float16(1.0)
     assert float(jaxmp.grad(tiny)(w)) == 0.0
@@ -73,7 +73,7 @@ def test_underflowing_gradients_survive_with_the_scale_and_not_without():
 
 
 def test_the_scaled_loss_is_never_formed():
-    """A loss of 1e35 times 2**16 overflows FP32; its gradient does not."""
+    """A loss of 1e35 times 2**16 would overflow FP32; its gradient does not."""
     fn = lambda w: w * 1e35
     loss, grad = jaxmp.value_and_grad(fn, loss_scale=2.0**16)(jnp.float32(1.0))
     np.testing.assert_allclose(loss, 1e35)
@@ -115,7 +115,7 @@ def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad)
 
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])
 def test_a_where_that_stops_the_nan_does_not_hide_the_bad_loss(loss_scale):
-    """The gradient passes a mask that is all false, so a NaN cotangent becomes zero there."""
+    """The gradient passes through a mask that is False everywhere, where NaN becomes zero."""
     fn = lambda w, x: jnp.where(x > 0, w, 0.0) + jax.lax.stop_gradient(x)
     grad = jaxmp.grad(fn, loss_scale=loss_scale)(jnp.float32(1.0), jnp.float32(-np.inf))
     assert np.isnan(float(grad))
@@ -230,7 +230,7 @@ def test_microbatches_give_the_whole_batch_gradient(getkey, loss_scale):
 
 
 def test_sixteen_bit_gradients_are_accumulated_in_fp32():
-    """256 microbatches of gradient 1: bfloat16 would stop counting at 256 / 2**8."""
+    """With 256 microbatches of gradient 1, a bfloat16 sum would stop growing at 256."""
     grad = jaxmp.grad(lambda w, x: jnp.sum(w.astype(jnp.float32) * x), microbatches=512)
     w = jnp.bfloat16(1.0)
     x = jnp.where(jnp.arange(512) < 256, 1.0, 2.0**-9)
@@ -372,7 +372,7 @@ def test_vmap_averages_once(getkey, microbatches):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
-    """A replicated parameter's own gradient would be summed over the mesh, in bfloat16."""
+    """JAX would sum the gradient of a replicated parameter over the mesh in bfloat16."""
     params, batch = make(getkey())
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
 

@@ -1,4 +1,4 @@
-"""Optimized HLO is read as XLA prints it: types, operands, loops, fusions, source lines."""
+"""The HLO parser: types, operands, loops, fusions and source lines of optimized programs."""
 # ruff: noqa: E501  (lines are as XLA prints them)
 
 import pytest

@@ -1,4 +1,4 @@
-"""Inputs that must not be rounded: `keep_inputs`, and inputs of modules that compute in FP32."""
+"""Inputs that are not rounded: `keep_inputs`, and inputs of modules that compute in FP32."""
 
 import dataclasses
 import functools
@@ -372,7 +372,7 @@ def test_an_index_that_is_an_input_or_a_constant(index):
 
 
 def test_a_counter_of_the_model_is_no_known_index():
-    """Its value may have changed since the call began."""
+    """The value of the counter may have changed during the call."""
 
     class Model(nn.Module):
         @nn.compact
@@ -389,7 +389,7 @@ def test_a_counter_of_the_model_is_no_known_index():
 
 
 def test_boundaries_within_boundaries():
-    """Two modules cast one after the other; the inner root of the time step is not the model."""
+    """Modules nested in the model receive the time step uncast too."""
 
     class Inner(nn.Module):
         @nn.compact
@@ -453,7 +453,7 @@ def test_an_input_that_is_kept_below_a_module_that_cast_it():
 
 
 def test_the_model_runs_once_where_no_module_asks():
-    """Ordinary models are not traced a second time."""
+    """Models without such modules are not traced a second time."""
     calls = []
 
     class Model(nn.Module):
@@ -477,7 +477,7 @@ def test_the_model_runs_once_where_no_module_asks():
 
 
 class Sines(nn.Module):
-    """Takes sines of a time step in a module below it, and of integer positions."""
+    """Model that computes sines of a time step in a submodule, and of integer positions."""
 
     @nn.compact
     def __call__(self, x, c):

@@ -1,4 +1,4 @@
-"""Nothing that is traced outlives its trace."""
+"""Tracers do not outlive their trace."""
 
 import flax.linen as nn
 import jax

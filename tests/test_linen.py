@@ -1,4 +1,4 @@
-"""apply_policy: what it returns, what it casts, what it refuses."""
+"""apply_policy in Linen: results, casts and errors."""
 
 import copy
 import dataclasses
@@ -27,14 +27,14 @@ BF16 = "p=f32,c=bf16,o=bf16"
 
 
 def shapes(model, *args):
-    """Zero variables of `model`, made without running its initialisers."""
+    """Returns zero variables of `model`, without running its initializers."""
     return jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(model.init, KEY, *args)
     )
 
 
 def operands_by_module(model, variables, *args, **kwargs):
-    """Module name -> operand dtype of its products."""
+    """Returns module name -> operand dtype of its matmuls."""
     traced = trace(lambda v: model.apply(v, *args, **kwargs), variables)
     return {module_path(e).rsplit("/")[-1]: dtypes(e)[0] for e in products(traced)}
 
@@ -374,7 +374,7 @@ def test_root_output_and_named_outputs_alone_leave_the_compute_dtype():
 
 
 def test_own_methods_are_no_boundary():
-    """A model's call of its own method casts nothing: FP32 inside stays FP32."""
+    """A method that the model calls on itself is not a boundary: FP32 values stay FP32."""
     seen = []
 
     class Model(nn.Module):
@@ -487,7 +487,7 @@ def test_norms_compute_in_fp32_and_hand_on_bf16(norm, stored):
 
 
 def test_statistics_of_large_float16_activations_are_finite():
-    """The square of 300 leaves float16; statistics in FP32 do not."""
+    """The square of 300 overflows float16; the statistics are computed in FP32."""
     x = jnp.full((2, 64), 300.0).at[:, ::2].set(-300.0)
     out = apply_policy(nn.RMSNorm(), "fp16-true").apply({"params": {"scale": jnp.ones(64)}}, x)
     np.testing.assert_allclose(out, np.sign(x), rtol=1e-3)

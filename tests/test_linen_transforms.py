@@ -1,4 +1,4 @@
-"""Policies under Flax's lifted transformations, nn.jit's cache, and threads."""
+"""Policies under Flax's lifted transformations, with the cache of nn.jit, and in threads."""
 
 import functools
 import threading
@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 
 
 def operands(model, *args):
-    """The operand dtypes of every product of `model`, forward and backward."""
+    """Returns the operand dtypes of every matmul of `model`, forward and backward."""
     variables = jax.eval_shape(model.init, KEY, *args)
     variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), variables)
 
@@ -64,7 +64,7 @@ def test_a_jitted_function_around_apply_retraces_too():
 
 
 class Siblings(nn.Module):
-    """Equal jitted modules: a field, in setup, and in a list."""
+    """Model with equal jitted modules: in a field, in setup, and in a list."""
 
     field: nn.Module
     fields: tuple[nn.Module, ...]
@@ -143,7 +143,7 @@ def scan_class(body, **kwargs):
 
 
 class FloatCarry(nn.Module):
-    """The embedding is in FP32 by rule, the blocks are not."""
+    """Model whose embedding computes in FP32 by a rule, and whose blocks do not."""
 
     body: Any = Block
 
@@ -170,7 +170,7 @@ def test_remat_of_scan():
 
 
 class Accumulates(nn.Module):
-    """Carries an FP32 sum beside its activations."""
+    """Module that carries an FP32 sum next to its activations."""
 
     @nn.compact
     def __call__(self, carry, _):
@@ -235,7 +235,7 @@ class WhileLoop(nn.Module):
 
 
 class ScannedChild(nn.Module):
-    """The scanned function stands outside the module that it is called with."""
+    """Model that scans a function defined outside of the module that it receives."""
 
     @nn.compact
     def __call__(self, x):
@@ -271,7 +271,7 @@ class Conditional(nn.Module):
 
 
 class Derivatives(nn.Module):
-    """nn.vjp, nn.jvp and nn.grad inside a model."""
+    """Model that uses nn.vjp, nn.jvp and nn.grad."""
 
     @nn.compact
     def __call__(self, x):

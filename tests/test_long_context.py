@@ -1,4 +1,4 @@
-"""The example of long texts, and the benchmarks of attention: what they count and how they end."""
+"""The long-context example and the attention benchmarks: figures and stopping conditions."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16,
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Adam's bias correction in optax takes `float ** int32`."""
+    """Enables standard promotion: Adam's bias correction in optax computes `float ** int32`."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -68,7 +68,7 @@ def test_flash_goes_on_where_the_logits_of_all_pairs_do_not_fit(tmp_path, capsys
 
 
 class Recorded:
-    """Plays a training: doubles its bytes with the length, takes a second a step."""
+    """Simulated training: the memory doubles with the length, and a step takes one second."""
 
     ran: list[int]
 

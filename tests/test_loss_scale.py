@@ -1,4 +1,4 @@
-"""None, static and dynamic: one interface, one pytree contract, one step rule."""
+"""Loss scales (none, static, dynamic): interface, pytree properties, and update rule."""
 
 import copy
 import doctest
@@ -52,7 +52,7 @@ PATTERNS = st.lists(st.booleans(), min_size=1, max_size=30)
 
 
 def bits(tree):
-    """Leaves as (dtype, bytes): equal only when every bit is."""
+    """Returns the leaves as (dtype, bytes), for bitwise comparison."""
     return [(np.asarray(x).dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
@@ -275,7 +275,7 @@ def test_static_never_changes():
 
 
 def test_one_training_step_serves_all():
-    """The loop of jmp's README, in float16, under each loss scale."""
+    """Runs the training loop of jmp's README in float16 with each loss scale."""
 
     @jax.jit
     def step(w, loss_scale, x):
@@ -318,7 +318,7 @@ def test_powers_of_two_are_exact(x, exponent):
 
 @given(x=NORMAL, scale=st.floats(2.0**-14, 2.0**24, width=32))
 def test_unscale_divides(x, scale):
-    """Rounded once, outside compiled code: a reciprocal in between would round twice."""
+    """Outside of compiled code, the result is rounded once; a reciprocal would round twice."""
     x, scale = np.float32(x), np.float32(scale)
     with np.errstate(over="ignore", under="ignore"):
         expected = x / scale
@@ -329,9 +329,10 @@ def test_unscale_divides(x, scale):
 @pytest.mark.parametrize("scale", [2.0**-14, 3.0, 1000.0, 2.0**24, 2.0**126, 2.0**127, 3e38])
 @pytest.mark.parametrize("make", [StaticLossScale, DynamicLossScale.torch], ids=["static", "torch"])
 def test_compiled_unscale_divides_by_every_scale(make, scale):
-    """Exact for powers of two, within XLA's reciprocal, 2 * 2**-24, for others.
+    """Exact for powers of two; for others within the error of XLA's reciprocal, 2 * 2**-24.
 
-    Above 2**126 a plain division would give 0 for every gradient: the reciprocal is subnormal.
+    Above 2**126, a plain division would return 0 for every gradient, because the reciprocal is
+    subnormal.
     """
     grads = np.random.default_rng(0).uniform(0.1, 1.0, 4096).astype(np.float32)
     grads = np.concatenate([grads * np.float32(scale), -grads * np.float32(scale)])
@@ -348,7 +349,7 @@ def test_compiled_unscale_divides_by_every_scale(make, scale):
 
 
 def test_float16_gradients_are_unscaled_in_fp32():
-    """1e-3 / 2**15 = 3.05e-8 in FP32; float16's nearest is 5.96e-8, 95 % off."""
+    """1e-3 / 2**15 is 3.05e-8 in FP32; the nearest float16 value is 5.96e-8, 95 % larger."""
     grad = jnp.float16(1e-3)
     for loss_scale in (StaticLossScale(2**15), DynamicLossScale(2**15)):
         unscaled = loss_scale.unscale(grad)
@@ -363,7 +364,7 @@ def test_float16_subnormals_are_kept():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_losses_are_scaled_in_fp32(dtype):
-    """Scaled in float16 a loss of 2 would overflow at 2**16."""
+    """In float16, a loss of 2 times a scale of 2**16 would overflow."""
     scaled = DynamicLossScale(2.0**16).scale(dtype(2))
     assert scaled.dtype == jnp.float32
     assert float(scaled) == 2.0**17
@@ -438,14 +439,14 @@ def test_non_finite_stays_non_finite(bad):
 
 
 def documented_step():
-    """The plain-Python step of the docstring, as code."""
+    """Returns the plain-Python step of the docstring, as code."""
     after = DynamicLossScale.__doc__.partition("::\n\n")[2]
     algorithm = after.partition("The scale is never 0")[0]
     return compile(textwrap.dedent(algorithm).strip(), "docstring", "exec")
 
 
 def test_the_docstrings_step_is_found():
-    """Or the tests that run it would run nothing."""
+    """Otherwise the tests that run it would test nothing."""
     assert len(documented_step().co_names) > 8
 
 
@@ -587,7 +588,7 @@ def test_an_overflow_starts_the_count_anew():
 
 
 def test_the_floor_survives_jit_and_flatten():
-    """A floor lost on flatten would let the scale fall below it."""
+    """If flattening lost the minimum, the scale would decrease below it."""
     loss_scale = DynamicLossScale(1, min_scale=0.25)
     fall = jax.jit(lambda s: s.adjust(False))
     for _ in range(8):
@@ -597,7 +598,7 @@ def test_the_floor_survives_jit_and_flatten():
 
 @pytest.mark.parametrize("make", [DynamicLossScale.torch, DynamicLossScale.keras])
 def test_never_zero(make):
-    """Unbounded halving of 2**15 reaches 0 in FP32 after 165 overflows."""
+    """Without a minimum, 2**15 is halved to 0 in FP32 after 165 overflows."""
     got = scales(make(), [False] * 170)
     assert min(got) == got[-1] == 2.0**-126
     assert scales(make(2.0**-126, growth_interval=1), [False, True]) == [2.0**-126, 2.0**-125]
@@ -663,7 +664,7 @@ CASES = [(name, value) for name, values in BAD.items() for value in values]
 
 
 def fix_in(error):
-    """What the message shows as the fix, evaluated."""
+    """Evaluates the fix that a message contains."""
     call = re.search(r"for example (.*)\.$", str(error.value)).group(1)
     return eval(call, vars(module))
 

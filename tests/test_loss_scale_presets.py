@@ -1,8 +1,8 @@
-"""Each preset goes through its framework's own sequence of scales.
+"""Presets of loss scales reproduce the sequences of their frameworks.
 
-The models below are written from the frameworks' rules in plain Python floats, framework by
-framework, without a look at jaxmp's rule. A sequence is compared as long as the framework's own
-scale is finite in FP32 and at least 2**-126; beyond that jaxmp stays inside on purpose.
+The models below implement the rules of the frameworks with Python floats, independently of the rule
+in jaxmp. Sequences are compared while the scale of the framework is finite in FP32 and at least
+2**-126; outside of this range, jaxmp intentionally limits the scale.
 """
 
 import inspect
@@ -120,7 +120,7 @@ def tensorflow_model(pattern, init=2.0**15, period=2000, multiplier=2.0):
 
 
 def apex_kernel_model(pattern, init, growth, backoff, interval, hysteresis):
-    """apex's `update_scale_hysteresis`: one clean step refills."""
+    """apex's `update_scale_hysteresis`: one finite step resets the hysteresis."""
     scale, tracker, left = init, 0, hysteresis
     for step in pattern:
         if step == "x":
@@ -254,7 +254,7 @@ def test_apex_hysteresis_kernel(pattern, init, interval, hysteresis):
     interval=INTERVALS,
 )
 def test_factors_that_are_no_powers_of_two(pattern, init, growth, backoff, interval):
-    """One rounding to FP32 in the factor and one in the product, 2**-24 each, over 40 steps."""
+    """Over 40 steps, the factor and the scale are each rounded to FP32, by up to 2**-24."""
     ours = DynamicLossScale.torch(
         init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
     )
@@ -270,7 +270,7 @@ def test_factors_that_are_no_powers_of_two(pattern, init, growth, backoff, inter
     interval=INTERVALS,
 )
 def test_megatron_to_the_bit_with_any_factor(pattern, init, growth, backoff, interval):
-    """Megatron-LM keeps scale, factors and floor as FP32 tensors."""
+    """Megatron-LM stores scale, factors and minimum as FP32 tensors."""
     ours = DynamicLossScale.megatron(
         init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
     )
@@ -281,7 +281,7 @@ def test_megatron_to_the_bit_with_any_factor(pattern, init, growth, backoff, int
 
 
 def test_a_wrong_preset_is_noticed():
-    """The comparison can fail: one framework's rule is not another's."""
+    """The comparison fails for the rule of another framework."""
     pattern = "..x.x..xx...."
     ours = DynamicLossScale.megatron(256.0, growth_interval=2)
     with pytest.raises(AssertionError):
@@ -392,7 +392,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_over_five_thousand_steps(name):
-    """Long enough for two growths, between them and after them overflows."""
+    """The sequence contains two increases, with overflows between and after them."""
     pattern = "." * 2100 + "xx" + "." * 2050 + "x" * 40 + "." * 808
     flags = np.array([step == "." for step in pattern])
 

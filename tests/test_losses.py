@@ -1,4 +1,4 @@
-"""FP32 losses of half operands, against FP64, and in the programs that XLA compiles."""
+"""FP32 losses of 16-bit operands, against FP64 and in compiled programs."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ def f64(array):
 
 
 def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
-    """In FP64, V last: losses `[...]`, the logits' gradients of each `[..., V]`, logsumexp."""
+    """Returns losses `[...]`, gradients of the logits `[..., V]` and logsumexp, in FP64."""
     logits = f64(logits)
     masked = logits == -np.inf
     top = np.where(masked, -1e300, logits).max(-1, keepdims=True)
@@ -58,13 +58,13 @@ def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
 
 
 def half_ulp(dtype):
-    """Relative and absolute half spacing of a dtype."""
+    """Returns half of the relative and of the absolute spacing of a dtype."""
     info = jnp.finfo(dtype)
     return float(info.eps) / 2, float(info.smallest_subnormal) / 2
 
 
 def residuals(fn, *args):
-    """What the forward pass of `fn` keeps for its backward pass."""
+    """Returns the residuals that the forward pass of `fn` saves."""
     return jax.tree.leaves(jax.vjp(fn, *args)[1])
 
 
@@ -434,7 +434,7 @@ assert losses.softmax_cross_entropy(jnp.asarray(x, jnp.bfloat16), y).dtype == np
 
 
 def layer_oracle(hidden, kernel, labels, bias=0.0, weights=None, **options):
-    """In FP64: loss, gradients of hidden, kernel `[D, V]` and bias."""
+    """Returns the loss and the gradients of hidden, kernel `[D, V]` and bias, in FP64."""
     hidden, kernel = f64(hidden), f64(kernel)
     each, slopes, _ = oracle(hidden @ kernel + f64(bias), labels, **options)
     factors = np.ones(len(each)) if weights is None else f64(weights)
@@ -563,7 +563,7 @@ def test_products_have_half_operands_and_fp32_results():
 
 
 def wide_steps(program, elements):
-    """Instructions outside fusions that hold FP32 arrays of `elements` or more."""
+    """Returns the instructions outside of fusions with FP32 arrays of at least `elements`."""
     found = []
     for step in Program(program.as_text()).steps():
         shapes = step.instruction.shapes
@@ -679,7 +679,7 @@ def make_mesh(kind=AxisType.Auto):
 
 
 def collectives(program):
-    """[(opcode, elements of the largest array, how often)] of what devices exchange."""
+    """Returns the collectives as [(opcode, elements of the largest array, count)]."""
     found = []
     for step in Program(program.as_text()).steps():
         one = step.instruction

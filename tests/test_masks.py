@@ -1,4 +1,4 @@
-"""Attention masks that a recipe declares: results, lengths, contradictions, audit and explain."""
+"""Declared attention masks: results, lengths, contradictions, audit and explain."""
 
 import flax.linen as nn
 import jax
@@ -50,7 +50,7 @@ MASKS = {
 
 
 class Linen(nn.Module):
-    """One attention layer that makes its mask from tokens."""
+    """One attention layer that computes its mask from tokens."""
 
     make: object
     options: tuple = ()
@@ -62,7 +62,7 @@ class Linen(nn.Module):
 
 
 class Nnx(nnx.Module):
-    """The same in NNX."""
+    """The same layer in NNX."""
 
     def __init__(self, make, **options):
         rngs = nnx.Rngs(0)
@@ -96,7 +96,7 @@ def recipe(base="bf16", **settings):
 
 
 def names_in(fn, *args):
-    """The names of jaxmp's own functions in a traced program."""
+    """Returns the names of jaxmp's functions in a traced program."""
     known, found = Known(), []
     for equation, _ in walk(jax.make_jaxpr(fn)(*args), known):
         name = str(equation.params.get("name", ""))
@@ -213,7 +213,7 @@ def test_weights_that_are_sown_come_from_the_array():
 
 
 class Block(nn.Module):
-    """A layer for a scan."""
+    """One layer, for a scan."""
 
     @nn.compact
     def __call__(self, x, mask):

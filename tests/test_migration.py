@@ -1,4 +1,4 @@
-"""The migration guide: both sides of every diff run, and do what the guide says."""
+"""The migration guide: both sides of every diff run, with the documented results."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from programs import relative_error
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiles():
-    """Dtypes and bits do not wait for XLA's optimizer."""
+    """Disables XLA optimizations, which these tests do not require."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -41,7 +41,7 @@ HALF_BUDGET = 0.005
 
 
 def side(diff, sign):
-    """The program before (`-`) or after (`+`)."""
+    """Returns the program before (`-`) or after (`+`) the change."""
     lines = [line for line in diff.splitlines() if line[:1] in (" ", sign)]
     return "\n".join(line[1:] for line in lines)
 
@@ -52,10 +52,11 @@ def unedited(code):
 
 @functools.cache
 def run(name, sign, batches=None, edit=unedited, compiled=False):
-    """Runs one side as its reader would: JAX's default promotion, which optax needs.
+    """Runs one side of a diff, with JAX's default promotion, which optax requires.
 
-    The steps go op by op unless `compiled`: XLA fuses two programs in two ways, and the last digits
-    of FP32 differ then. (The two sides of `linen` are one program in FP32.)
+    Unless `compiled`, the operations run one by one, because XLA fuses the two programs
+    differently, which changes the last bits of FP32 results. (Both sides of `linen` are the same
+    program in FP32.)
     """
     compiled = compiled or name == "linen"
     namespace = {"__name__": "guide", "flax": flax, "jmp": jmp}
@@ -82,7 +83,7 @@ def without_the_third():
 
 
 def with_an_overflow():
-    """The third batch overflows."""
+    """Returns batches of which the third overflows."""
     batches = setup_batches()
     batches[2] = {**batches[2], "x": batches[2]["x"].at[0, 0].set(jnp.inf)}
     return batches
@@ -98,7 +99,7 @@ def assert_equal(before, after, *names):
 
 
 def full_precision(code):
-    """The same program in FP32 on both sides."""
+    """Returns the program with all dtypes replaced by FP32."""
     code = re.sub(r'"(bf16|fp16|bf16_params)"', '"fp32"', code)
     return re.sub(r"\b(jnp\.)?b?float16\b", r"\1float32", code)
 
@@ -206,7 +207,7 @@ def test_batch_statistics_of_a_skipped_step(ours):
 
 
 def test_masters_in_a_loop_that_adds_updates():
-    """A parameter follows its master within a rounding: bfloat16 keeps 8 bits."""
+    """A parameter equals its master up to one rounding to the 8 bits of bfloat16."""
     found = run("optax", AFTER)
     masters = jaxmp.get_master_params(found["opt_state"])
     for param, master in zip(*map(jax.tree.leaves, (found["params"], masters)), strict=True):
@@ -216,7 +217,7 @@ def test_masters_in_a_loop_that_adds_updates():
 
 @pytest.mark.parametrize("kind", ["state", "optimizer"])
 def test_16_bit_parameters_in_flax_loops(kind):
-    """Both take masters from what they are given, and keep the parameters as they are given."""
+    """Both create masters from the given parameters, and keep the dtypes of the parameters."""
     with jax.numpy_dtype_promotion("standard"):  # optax adds FP32 updates to 16-bit parameters
         check_16_bit_parameters(kind)
 

@@ -1,6 +1,6 @@
-"""Every network of the battery under a policy, in both frameworks.
+"""All test networks under policies, in both frameworks.
 
-Judged by the program that it traces to, and by its numbers.
+The tests check the traced program and its results.
 """
 
 import collections
@@ -49,7 +49,7 @@ every_twin = pytest.mark.parametrize(
 
 @every_linen_build
 def test_init_is_the_plain_models_program(build):
-    """One program, so one result, bit for bit."""
+    """The programs are equal, so the results are bit-identical."""
     with build.case.promotion():
         plain, policied = (
             jax.make_jaxpr(model.init)(jax.random.key(0), *build.case.args())
@@ -85,7 +85,7 @@ def test_the_original_is_untouched_and_its_variables_are_shared(build):
 
 @every_build
 def test_fp32_policies_change_nothing(build):
-    """The same program, equation by equation, as the plain model's."""
+    """The program has the same equations as that of the unwrapped model."""
     plain, policied = build.program(None), build.program("f32")
     assert list(map(signature, policied)) == list(map(signature, plain))
 
@@ -96,7 +96,7 @@ def signature(equation):
 
 @every_build
 def test_a_jaxmp_free_program_would_be_caught(build):
-    """The plain model fails the test of operands: its products are in FP32."""
+    """The unwrapped model fails the test of operands, because its matmuls are in FP32."""
     assert {dtypes(e)[0] for e in products(build.program(None))} == {"float32"}
 
 
@@ -116,7 +116,7 @@ def test_every_product_has_the_operands_that_the_rules_say(build):
 
 @every_build
 def test_products_are_wide_only_where_a_rule_or_a_softmax_asks(build):
-    """And in the modules that a rule puts in FP32."""
+    """Only attention logits and modules with a rule have matmuls with FP32 results."""
     asked = [rule.path.strip("*/") for rule in build.case.rules]
     traced = products(build.forward(MIXED)[0])
     wide = {module_path(e) for e in traced if dtypes(e)[2] == "float32"}
@@ -128,7 +128,7 @@ def test_products_are_wide_only_where_a_rule_or_a_softmax_asks(build):
 
 
 def is_attention_logits(path):
-    """Q K^T is emitted by the attention module itself; its other products have a scope each."""
+    """Returns True for Q K^T, the only matmul in the scope of the attention module itself."""
     return re.search(r"attention\w*$", path, re.IGNORECASE)
 
 
@@ -149,7 +149,7 @@ def test_statistics_and_softmax_are_in_fp32(build):
 
 @every_build
 def test_parameters_stored_in_half_trace_the_same_products(build):
-    """Statistics stay in FP32, and so does what is handed out."""
+    """Statistics and outputs stay in FP32."""
     mixed, *_ = build.forward(MIXED)
     half, out, state = build.forward(HALF_PARAMS)
     assert list(map(signature, products(half))) == list(map(signature, products(mixed)))
@@ -224,7 +224,7 @@ def test_twins_have_the_same_numbers(twins):
 
 
 class ByHand(nn.Module):
-    """`dtype` in every layer, softmax and statistics in FP32."""
+    """Hand-written mixed precision: `dtype` in every layer, softmax and statistics in FP32."""
 
     layers: int
     dtype: Any = None
@@ -261,7 +261,7 @@ def test_linen_takes_no_more_operations_than_by_hand():
 
 
 def operations(fn, params):
-    """How many operations the gradient of the sum of `fn(params)` is lowered to."""
+    """Returns the number of lowered operations of the gradient of the sum of `fn(params)`."""
     loss = lambda params: fn(params).astype(jnp.float32).sum()
     return jax.jit(jax.grad(loss)).lower(params).as_text().count(" = stablehlo.")
 

@@ -1,4 +1,4 @@
-"""The NNX optimizer: masters, scale, and a skip that restores what the forward pass wrote."""
+"""The NNX optimizer: masters, loss scale, and skipped steps that restore all Variables."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Gradients of functions of Flax objects, and which of their writes a skipped step restores."""
+"""Gradients of functions of Flax objects, and the Variables that a skipped step restores."""
 
 import functools
 
@@ -16,7 +16,7 @@ Y = jnp.sin(X.sum(-1))
 
 
 class Net(nnx.Module):
-    """Batch statistics, and dropout that draws from the `nnx.Rngs` it is called with."""
+    """Model with batch statistics, and dropout with the `nnx.Rngs` of the call."""
 
     def __init__(self, rngs):
         self.inner = nnx.Linear(4, 4, rngs=rngs)
@@ -29,7 +29,7 @@ class Net(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Batch statistics, and a count that is a plain array."""
+    """Model with batch statistics, and a counter that is a plain array."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(4, rngs=rngs)
@@ -288,7 +288,7 @@ def test_a_loss_scale_that_would_be_a_constant_is_refused():
 
 
 class Players(nnx.Module):
-    """Two parameters, each with an optimizer of its own, and statistics that both losses write."""
+    """Two parameters with separate optimizers, and statistics that both losses write."""
 
     def __init__(self):
         self.actor = nnx.Param(jnp.ones(2))

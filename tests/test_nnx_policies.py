@@ -1,4 +1,4 @@
-"""NNX policies on what users write: raw parameters, containers, sharing, transformations."""
+"""NNX policies in user code: raw parameters, containers, sharing, transformations."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ BF16, F16, F32 = (("bfloat16",) * 2, ("float16",) * 2, ("float32",) * 2)
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiles():
-    """Dtypes and bits do not wait for XLA's optimizer."""
+    """Disables XLA optimizations, which these tests do not require."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -42,7 +42,7 @@ def floats(*shape):
 
 
 def program(model, *args, method="__call__", **kwargs):
-    """The equations of a method as a function of the model's state."""
+    """Returns the equations of a method, as a function of the state of the model."""
     graphdef, state = nnx.split(model)
     run = lambda state, *args: getattr(nnx.merge(graphdef, state), method)(*args, **kwargs)
     return trace(run, state, *args)
@@ -68,7 +68,7 @@ def bits_of(tree):
 
 
 class Block(nnx.Module):
-    """A layer with a dtype, a norm, and a parameter that no layer owns."""
+    """Module with a layer that has a dtype, a norm, and a parameter outside of any layer."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(3, 3, rngs=rngs)
@@ -202,7 +202,7 @@ def test_a_nested_model_keeps_policies_of_its_own():
 
 
 def computes_as_if_wrapped_whole(make, change, policies=MIXED):
-    """Whether a change after wrapping gives the program of the same change before it."""
+    """Returns True if a change after wrapping has the same effect as before wrapping."""
     before, after, x = make(), apply_policy(make(), policies), floats(2, 3)
     change(before)
     change(after)
@@ -270,7 +270,7 @@ def test_a_layer_assigned_inside_of_a_compiled_function_stays_wrapped():
 
 
 class Late(nnx.Module):
-    """A model whose parameter is assigned by somebody else."""
+    """Model whose parameter other code assigns."""
 
     def __call__(self, x):
         return x @ self.w
@@ -285,7 +285,7 @@ def test_an_assigned_parameter_is_read_in_the_compute_dtype():
 
 
 class Lazy(nnx.Module):
-    """A model that creates its parameter in the first call."""
+    """Model that creates its parameter in the first call."""
 
     kernel = None
 
@@ -328,7 +328,7 @@ def test_a_bridge_is_initialized_inside_of_a_transformation():
 
 
 class Switched(nnx.Module):
-    """A model that replaces a layer through a property."""
+    """Model that replaces a layer through a property."""
 
     def __init__(self, rngs):
         self._layer = nnx.Linear(3, 3, rngs=rngs)
@@ -429,7 +429,7 @@ def test_lists_that_are_assigned_are_wrapped():
 
 
 class Raw(nnx.Module):
-    """Parameters in every container, read in every way."""
+    """Model with parameters in every kind of container, read in every way."""
 
     def __init__(self):
         # 1.001 is no bfloat16: what is written back rounded would show.
@@ -680,7 +680,7 @@ def test_keyword_arguments_none_and_integers():
 
 
 def by_module(traced):
-    """Module -> dtype of the weights that its product reads."""
+    """Returns module -> dtype of the weights in its matmul."""
     return {module_path(e): dtypes(e)[1] for e in products(traced)}
 
 
@@ -737,7 +737,7 @@ def test_explain_and_paths_name_what_rules_can_name():
 
 
 def test_an_output_dtype_narrower_than_the_compute_dtype():
-    """What lets an FP32 module feed a loop whose carry is in 16 bits."""
+    """With it, an FP32 module can provide the input of a loop with a 16-bit carry."""
     rules = [Rule("blocks/0/**", "c=f32", required=False), Rule("blocks/0", "c=f32,o=bf16")]
     model = apply_policy(Net(rngs()), PolicyMap("bf16-true", rules[::-1]))
     found = by_module(program(model, floats(2, 3)))
@@ -891,7 +891,7 @@ def test_a_shared_module_under_two_policies_is_refused_and_the_fix_works():
 
 
 class TiedHead(nnx.Module):
-    """The head is the embedding, under a name that sorts before or after `embed`."""
+    """Model whose head is the embedding, with a name that sorts before or after `embed`."""
 
     def __init__(self, head, rngs):
         self.embed, self.head = nnx.Embed(32, 4, rngs=rngs), head
@@ -1013,7 +1013,7 @@ class HoldsNNX(nn.Module):
 
 
 class Compact(nnx.bridge.Module):
-    """A model in the style of Linen, whose layers exist only while it runs."""
+    """Model in the style of Linen, whose layers exist only during the call."""
 
     @nnx.bridge.compact
     def __call__(self, x):
@@ -1285,7 +1285,7 @@ def test_attention_has_half_operands_and_an_fp32_softmax(options, call, half):
 
 @pytest.mark.parametrize("name", ["plain", "dropout"])
 def test_float16_attention_runs_under_jit_on_cpu(name):
-    """Flax's own jitted function asks for an algorithm that CPUs do not have."""
+    """The jitted function of Flax requests an algorithm that CPUs do not support."""
     (options, call), x = ATTENTIONS[name], floats(2, 5, 8)
     run = nnx.jit(lambda model, x: model(x, **call))
     out = run(apply_policy(attention(**options), "p=f32,c=f16,o=f32"), x)
@@ -1393,7 +1393,7 @@ class Remat(nnx.Module):
 
 
 class Scan(nnx.Module):
-    """Three blocks in one, stacked; each is rematerialised."""
+    """Three stacked blocks, each of which is rematerialized."""
 
     def __init__(self, rngs):
         self.embed, self.head = nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
@@ -1423,7 +1423,7 @@ class Loops(nnx.Module):
 
 
 class Energy(nnx.Module):
-    """A model that differentiates itself."""
+    """Model that computes a gradient of itself."""
 
     def __init__(self, rngs):
         self.block = Block(rngs)
@@ -1569,7 +1569,7 @@ def training(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
 def test_a_compiled_step_is_nnx_jit_step_for_step(recipe):
-    """Batch statistics, dropout, masters and a skipped step included, bit for bit."""
+    """Results are bit-identical, including batch statistics, dropout, masters and a skip."""
     batches = [floats(4, 3), jnp.full((4, 3), jnp.inf), *[floats(4, 3) + i for i in range(3)]]
     jitted, compiled = training(recipe), training(recipe)
     reference = nnx.jit(train)

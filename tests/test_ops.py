@@ -1,4 +1,4 @@
-"""The op table: every primitive has a row, each category can be carried out, edits are checked."""
+"""The op table: a row for every primitive, executable categories, and checked changes."""
 
 import copy
 import dataclasses
@@ -57,7 +57,7 @@ KERNEL_CALLS = {"pallas_call", "mpmd_map", "core_map", "mosaic_gpu_p"}
 
 @pytest.fixture(scope="module")
 def found():
-    """The primitives that a jaxpr of the installed JAX can hold."""
+    """Returns the primitives that a jaxpr of the installed JAX can contain."""
     done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pairs = [line.split() for line in done.stdout.splitlines()]
@@ -146,7 +146,7 @@ def test_categories(category, names):
 
 
 def half(dtype, operation, *values):
-    """The result of an operation on numbers rounded to 16 bits, and rounded again."""
+    """Returns the result of an operation on operands rounded to 16 bits, rounded again."""
     return float(operation(*(np.asarray(value, dtype) for value in values)))
 
 
@@ -172,7 +172,7 @@ def test_the_numbers_in_the_reasons_are_true():
 
 
 def step(value, dtype):
-    """From the number nearest to `value` to the next one."""
+    """Returns the distance from the value nearest to `value` to the next one."""
     value = np.asarray(value, dtype)
     return float(np.nextafter(value, np.asarray(np.inf, dtype))) - float(value)
 
@@ -195,7 +195,7 @@ def product(x):
 
 
 def examples(x, y):
-    """A call for every operation that may be moved; x and y are vectors between 0.2 and 0.8."""
+    """Returns a call of every operation that may be moved; x and y are vectors in [0.2, 0.8]."""
     one, index = x[0], jnp.array([[1], [1], [2]])
     updates = y[:3]
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
@@ -236,7 +236,7 @@ def examples(x, y):
 
 
 def exchange(x):
-    """Results that all devices share, and results of each; x is the device's own."""
+    """Returns results that are equal on all devices, and results of each device."""
     shared = [lax.psum(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i")]
     own = [lax.all_gather(x, "i"), lax.ppermute(x, "i", [(0, 1)]), lax.all_to_all(x, "i", 0, 0)]
     return shared, [
@@ -247,7 +247,7 @@ def exchange(x):
 
 
 def calls(x, y):
-    """All examples, those of collectives on four devices."""
+    """Returns all example calls; collectives run on four devices."""
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     map_shards = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("i"))
     checked = map_shards(exchange, out_specs=(P(), P("i")))
@@ -299,7 +299,7 @@ def test_every_operation_that_may_be_moved_has_an_example():
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_what_may_be_moved_runs_in_each_dtype_that_a_policy_names(dtype):
-    """Else moving an operation to "low" or "fp32" would be a promise that JAX does not keep."""
+    """Operations that JAX cannot run in these dtypes must not be movable to "low" or "fp32"."""
     for equation in traced(dtype):
         if equation.primitive.name in MOVABLE:
             variables = filter(is_floating, [*equation.invars, *equation.outvars])
@@ -319,7 +319,7 @@ UNCHECKED = {"select_and_scatter_add", "select_and_gather_add"}
 
 
 def mixes(equation):
-    """Whether JAX takes one of an operation's operands in another dtype than the rest."""
+    """Returns True if JAX accepts operands of different dtypes."""
     floating = [variable for variable in equation.invars if is_floating(variable)]
     values = [
         jax.ShapeDtypeStruct(v.aval.shape, BF16 if v is floating[1] else v.aval.dtype)
@@ -333,7 +333,7 @@ def mixes(equation):
 
 
 def test_operands_that_must_share_a_dtype_are_known():
-    """Where JAX refuses operands of two dtypes a row may not say "follow"; elsewhere it may."""
+    """A row may be "follow" only if JAX accepts operands of two dtypes."""
     seen = {}
     for equation in equations(jax.make_jaxpr(examples)(*operands(F32)).jaxpr):
         name = equation.primitive.name

@@ -1,4 +1,4 @@
-"""Masters, the guard and their composition, as optax transformations."""
+"""Masters, skipped steps and their composition, as optax transformations."""
 
 import re
 
@@ -35,7 +35,7 @@ def _is_key(x):
 
 
 def changed(old, new):
-    """Paths of the leaves whose bits differ."""
+    """Returns the paths of the leaves that are not bit-identical."""
     pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
     return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]
 
@@ -45,7 +45,7 @@ def toy_params(dtype=jnp.float32):
 
 
 def adversarial(step, shape):
-    """Huge, tiny, zero, subnormal and sign-alternating gradients, in turn."""
+    """Returns huge, tiny, zero, subnormal and sign-alternating gradients in turn."""
     kinds = jnp.array([1e30, 1e-30, 0.0, 1e-41, 1e-3, 3e38, 1.0], jnp.float32)
     sign = np.where(np.arange(np.prod(shape)) % 2, 1, -1).reshape(shape).astype(np.float32)
     turn = jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
@@ -80,7 +80,7 @@ def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form
 
 
 def test_both_forms_train_the_same_masters_as_fp32_parameters():
-    """Masters see FP32 gradients and FP32 parameters: exactly the FP32 trajectory."""
+    """Masters receive FP32 gradients and parameters, and follow the FP32 trajectory exactly."""
     grads = [jax.tree.map(lambda p: jnp.cos(p + i), toy_params()) for i in range(50)]
     final = {}
     for name, policies, form in [
@@ -104,7 +104,7 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
 
 
 def test_small_updates_stall_without_masters_and_not_with_them():
-    """1.0 - 1000 * 1e-3 in bfloat16 is 1.0; with a master it is 0."""
+    """1000 updates of -1e-3 leave a bfloat16 parameter at 1.0; with a master it reaches 0."""
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
@@ -437,7 +437,7 @@ def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
 
 
 def test_state_around_the_guard_is_restored_on_a_skip():
-    """Momentum outside would swallow the NaN for good."""
+    """Otherwise, momentum outside of the guard would keep the NaN permanently."""
     tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), policies=FP32), optax.trace(0.9))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
@@ -580,7 +580,7 @@ GROUPS = {"x": "a", "y": "b"}
 
 
 def load(name):
-    """A recipe whose loss scale is small enough for FP16 gradients of size 1."""
+    """Returns a recipe whose loss scale is small enough for float16 gradients of size 1."""
     recipe = jaxmp.load_recipe(name)
     if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
         return recipe
@@ -588,7 +588,7 @@ def load(name):
 
 
 def grouped(recipe_a, recipe_b):
-    """The state of two groups of parameters, each with a recipe's optimizer of its own."""
+    """Returns the state of two parameter groups, each with a separate recipe optimizer."""
     tx = optax.multi_transform(
         {"a": recipe_a.optimizer(optax.sgd(0.5)), "b": recipe_b.optimizer(optax.sgd(0.25))}, GROUPS
     )
@@ -676,7 +676,7 @@ def by_shard_map(step, state, batch, check_vma):
 
 
 def by_pmap(step, state, batch):
-    """As Flax's imagenet and lm1b examples do."""
+    """Runs a step under `pmap`, as the imagenet and lm1b examples of Flax do."""
     devices = jax.devices()[:4]
     parts = batch.reshape(4, -1, *batch.shape[1:])
     replicated = flax.jax_utils.replicate(state, devices)
@@ -701,7 +701,7 @@ MAPPED = {
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
 def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
-    """`init` outside of the mapped function; `axis_name` in the optimizer alone."""
+    """`init` runs outside of the mapped function; only the optimizer has `axis_name`."""
     recipe = load(recipe)
     create = lambda axis: jaxmp.TrainState.create(
         apply_fn=None,
@@ -789,7 +789,7 @@ def test_masked_out_gradients_are_guarded_too():
 
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
-    """Only one device's part overflows float16."""
+    """Only the part of one device overflows float16."""
     tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, axis_name="d")
 
     def one(w):
@@ -874,7 +874,7 @@ def test_collections_beside_the_parameters_keep_their_dtype():
 
 
 def test_donation_takes_nothing_of_the_callers():
-    """An array in the hyper-parameters, and parameters that the inner state keeps."""
+    """Covers an array in the hyper-parameters, and parameters that the inner state stores."""
     rate = jnp.float32(0.1)
     keeps = optax.GradientTransformation(
         lambda params: {"anchor": params}, lambda u, s, params=None: (u, s)

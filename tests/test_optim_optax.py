@@ -1,4 +1,4 @@
-"""Optax's optimizers and wrappers inside a recipe give what they give on FP32 parameters."""
+"""Optimizers and wrappers of optax: the same results inside a recipe as with FP32 parameters."""
 
 import jax
 import jax.numpy as jnp

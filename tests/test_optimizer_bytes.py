@@ -1,4 +1,4 @@
-"""The optimizer step in the program that XLA compiles for an H200, without one."""
+"""The optimizer step in programs cross-compiled for an H200."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Policies: every way to write one, and that each stands in for a `jmp.Policy`."""
+"""Policies: all notations, and compatibility with `jmp.Policy`."""
 
 import copy
 import dataclasses

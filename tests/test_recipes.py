@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones, the user's own files, every refusal, and the facade."""
+"""Recipes: shipped recipes, user files, all errors, and the class Recipe."""
 
 import copy
 import dataclasses
@@ -58,7 +58,7 @@ def write(tmp_path, monkeypatch):
 
 
 def shown_file(message):
-    """The indented lines at the end of a message: a TOML file that should load."""
+    """Returns the TOML file in the indented lines at the end of a message."""
     return "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))
 
 
@@ -845,14 +845,14 @@ README = (Path(__file__).parents[1] / "policies" / "README.md").read_text(encodi
 
 
 def documented_keys(text, heading):
-    """The keys in the first column of the tables below a heading."""
+    """Returns the keys in the first column of the tables below a heading."""
     section = re.search(rf"^### {re.escape(heading)}.*?(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     cells = re.findall(r"^\|([^|]*)\|", section[0], re.MULTILINE) if section else []
     return {key for cell in cells for key in re.findall(r'`"?([^`"]+)"?`', cell)}
 
 
 def undocumented(text):
-    """`(table, key)` for each key of the schema that `text` leaves out."""
+    """Returns `(table, key)` for each key of the schema that `text` does not contain."""
     tables = {**TABLES, "ops": dict.fromkeys(CATEGORIES)}
     keys = {f"`[{table}]`": list(fields) for table, fields in tables.items()}
     keys["At the top"] = list(TOP)

@@ -1,4 +1,4 @@
-"""Rules and maps: what a pattern matches, who decides, what is unused, what is refused."""
+"""Rules and policy maps: matches, precedence, unused rules and errors."""
 
 import copy
 import dataclasses

@@ -1,8 +1,8 @@
-"""Ports of training scripts: the machinery of `benchmarks/script_ports.py` on scripts of our own.
+"""Ports of training scripts: tests of `benchmarks/script_ports.py` with small scripts.
 
-The scripts are written in the style of the projects that `compatibility.py --scripts` ports: an
-NNX loop with metrics and several Flax objects, a `pmap` loop in Linen with batch statistics, and a
-loop over plain functions.
+The scripts have the style of the projects that `compatibility.py --scripts` ports: an NNX loop with
+metrics and several Flax objects, a `pmap` loop in Linen with batch statistics, and a loop over
+plain functions.
 """
 
 import json
@@ -233,14 +233,14 @@ SCRIPTS = {
 
 @pytest.fixture(autouse=True)
 def authors_promotion():
-    """Scripts rely on JAX's own promotion of dtypes and ranks."""
+    """Enables standard promotion of dtypes and ranks, on which scripts rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def port(tmp_path):
-    """Makes a checkout with one of the scripts, and its port."""
+    """Returns a function that creates a checkout with one of the scripts, and its port."""
 
     def make(name):
         text, edits = SCRIPTS[name]

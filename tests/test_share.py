@@ -1,4 +1,4 @@
-"""The share of a model's matmul FLOPs in 16 bits: where it is shown, and when a warning says so."""
+"""The 16-bit share of the matmul FLOPs of a model: reports and warnings."""
 
 import warnings
 
@@ -17,7 +17,7 @@ X = jnp.ones((2, 8))
 
 @pytest.fixture(autouse=True)
 def fresh_warnings():
-    """Lets each test see what is reported once for a class."""
+    """Resets the record of warnings that are shown once for a class."""
     _nnx_subclass._counted.clear()
 
 
@@ -41,7 +41,7 @@ class OwnLayer(nn.Module):
 
 
 class OwnNet(nn.Module):
-    """Two layers that cast their operands, unless `how` says otherwise, and one of Flax."""
+    """Model with two layers that cast their operands, depending on `how`, and one Flax layer."""
 
     how: str = "cast"
     transform: str = ""
@@ -76,7 +76,7 @@ class OwnNnxNet(nnx.Module):
 
 
 def linen_loss(recipe, **options):
-    """A loss function of a new class of model, and its arguments."""
+    """Returns a loss function of a new model class, and its arguments."""
     cls = type("Net", (OwnNet,), {})
     net = cls(**options)
     params, model = net.init(jax.random.key(0), X), jaxmp.load_recipe(recipe).wrap(net)
@@ -207,7 +207,7 @@ def test_explain_without_inputs_or_matmuls_knows_no_share():
 
 
 class Dropping(nn.Module):
-    """A model with random numbers, batch statistics and keyword arguments."""
+    """Model with random numbers, batch statistics and keyword arguments."""
 
     @nn.compact
     def __call__(self, x, *, train):
@@ -227,7 +227,7 @@ def test_explain_takes_random_numbers_and_state(recipe):
 
 
 class Headed(nn.Module):
-    """A model whose head has a rule that asks for FP32 results."""
+    """Model whose head has a rule with an FP32 output dtype."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""Messages about steps that are skipped in a row: which steps, why, and where they appear."""
+"""Warnings about successive skipped steps: counts, causes, and functions that warn."""
 
 import warnings
 
@@ -20,12 +20,12 @@ BAD = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan, 1.0]), "x": jnp.arr
 
 @pytest.fixture(autouse=True)
 def fresh_reports():
-    """Lets each test see what a process reports once."""
+    """Resets the record of warnings that are shown once in a process."""
     _find._reported.clear()
 
 
 def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):
-    """A train state whose last `skipped` steps were skipped."""
+    """Returns a train state whose last `skipped` steps were skipped."""
     recipe = jaxmp.load_recipe(recipe).replace(skip=skip, **changes)
     tx = recipe.optimizer(optax.sgd(0.1))
     state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)

@@ -1,4 +1,4 @@
-"""Parameter and master: the two forms, bit for bit."""
+"""Storage of parameters and masters, FP32 and packed, bit by bit."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def bits(array):
 
 
 def edge_patterns():
-    """Both sides of every exponent's edge, ties, subnormals, the largest finite values."""
+    """Returns bit patterns around every power of two, ties, subnormals and the largest values."""
     exponents = np.arange(256, dtype=np.uint32) << 23
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x7FFFFF], np.uint32)
     magnitude = (exponents[:, None] | low[None, :]).ravel()
@@ -34,7 +34,7 @@ def test_packed_gives_back_every_edge_pattern():
 
 @pytest.mark.slow
 def test_packed_gives_back_every_finite_pattern():
-    """All 2**32 FP32 bit patterns, in chunks."""
+    """Tests all 2**32 FP32 bit patterns, in chunks."""
 
     @jax.jit
     def wrong(start):

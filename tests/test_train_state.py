@@ -1,4 +1,4 @@
-"""TrainState: what a step changes, and what a skipped step must not."""
+"""TrainState: the values that applied and skipped steps change."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
 
 
 class State(jaxmp.TrainState):
-    """Holds batch statistics and an average of the parameters."""
+    """TrainState with batch statistics and an average of the parameters."""
 
     batch_stats: Any
     ema: Any
@@ -178,7 +178,7 @@ def test_it_is_created_under_jit_and_scanned():
 
 
 def test_code_written_for_flax_runs_unchanged():
-    """The same calls on both classes; FP32, so the same numbers."""
+    """The same calls on both classes give the same results in FP32."""
     params = {"w": jnp.full((3, 1), 0.5, jnp.float32)}
     finals = []
     for cls in (flax_train_state.TrainState, jaxmp.TrainState):
