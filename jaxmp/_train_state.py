@@ -279,8 +279,39 @@ def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -
     serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState, _master.MasterParamsState):
+for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState):
     _leaves = tuple(f.name for f in dataclasses.fields(_cls) if not f.metadata.get("static"))
     _register(_cls, _leaves, dataclasses.replace)
 for _cls in (NoLossScale, StaticLossScale, DynamicLossScale):
     _register(_cls, _cls.LEAVES, lambda node, **leaves: node.with_leaves(**leaves))
+
+
+def _masters_to_state_dict(node: _master.MasterParamsState) -> dict[str, Any]:
+    """Returns the fields under the names that they have in tree paths."""
+    children, _ = node.tree_flatten_with_keys()
+    return {key.name: serialization.to_state_dict(child) for key, child in children}
+
+
+def _masters_from_state_dict(
+    node: _master.MasterParamsState, state: dict[str, Any]
+) -> _master.MasterParamsState:
+    if node.layout.key not in state:
+        stored = next((key for key in state if key.endswith("_masters")), "unknown masters")
+        raise JaxmpError(
+            f"The state dict was written with {stored}, and the state to restore has "
+            f"{node.layout.key}. Restore under the recipe that wrote it, or convert the masters: "
+            "jaxmp.checkpoint.Checkpointer(directory).restore(state, migrate=True)."
+        )
+    children, layout = node.tree_flatten_with_keys()
+    return _master.MasterParamsState.tree_unflatten(
+        layout,
+        [
+            serialization.from_state_dict(child, state[key.name], name=key.name)
+            for key, child in children
+        ],
+    )
+
+
+serialization.register_serialization_state(
+    _master.MasterParamsState, _masters_to_state_dict, _masters_from_state_dict
+)

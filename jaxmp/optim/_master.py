@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +59,21 @@ class Layout:
         dtype = self.dtype(index)
         return self.form != "none" and dtype is not None and is_half(dtype)
 
+    @property
+    def key(self) -> str:
+        """Name under which the masters appear in tree paths: see `MasterParamsState`."""
+        has_any = any(self.has_master(i) for i in range(len(self.storage)))
+        return f"{self.form}_masters" if has_any else "no_masters"
 
-@jax.tree_util.register_dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class MasterParamsState:
     """State of `master_params`.
+
+    In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, by their
+    layout. A checkpoint written by any library that stores paths therefore cannot be restored into
+    a state of another layout: orbax would otherwise cast packed remainders to FP32 masters.
 
     Attributes:
       masters: a tree like the parameters: float32 masters, or int16 remainders when packed, and
@@ -79,6 +90,23 @@ class MasterParamsState:
     fits: Any
     inner_state: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+        names = (self.layout.key, "overflow", "fits", "inner_state")
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return tuple(zip(keys, self._children, strict=True)), self.layout
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+        return self._children, self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Iterable[Any]) -> Self:
+        masters, overflow, fits, inner_state = children
+        return cls(masters, overflow, fits, inner_state, layout)
+
+    @property
+    def _children(self) -> tuple[Any, ...]:
+        return self.masters, self.overflow, self.fits, self.inner_state
 
 
 def master_params(
