@@ -25,7 +25,7 @@ from jaxmp._autocast import full_precision as full_precision
 from jaxmp._core._dtypes import canonical_dtype as canonical_dtype
 from jaxmp._core._trees import all_finite as all_finite
 from jaxmp._core._trees import cast_floating as cast_floating
-from jaxmp._gradients import HalfLossWarning as HalfLossWarning
+from jaxmp._gradients import LossDtypeWarning as LossDtypeWarning
 from jaxmp._gradients import grad as grad
 from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
@@ -49,14 +49,14 @@ from jaxmp.errors import AuditFailedError as AuditFailedError
 from jaxmp.errors import CompositionError as CompositionError
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.errors import LossScaleError as LossScaleError
-from jaxmp.errors import MasterOverflow as MasterOverflow
+from jaxmp.errors import MasterOverflowError as MasterOverflowError
 from jaxmp.errors import MissingDependencyError as MissingDependencyError
 from jaxmp.errors import OpError as OpError
 from jaxmp.errors import PolicyError as PolicyError
 from jaxmp.errors import RecipeError as RecipeError
 from jaxmp.errors import RecipeWarning as RecipeWarning
 from jaxmp.errors import RuleError as RuleError
-from jaxmp.errors import ScaleCollapsed as ScaleCollapsed
+from jaxmp.errors import ScaleCollapsedError as ScaleCollapsedError
 from jaxmp.errors import SkippedStepsWarning as SkippedStepsWarning
 from jaxmp.optim._find import check as check
 from jaxmp.optim._find import get_loss_scale as get_loss_scale

@@ -21,7 +21,7 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._state import as_float, combined_by_max, is_refusal, kept_where_unused
 
 
-class HalfLossWarning(UserWarning):
+class LossDtypeWarning(UserWarning):
     """Warning that a loss function returned its loss in 16 bits."""
 
 
@@ -288,7 +288,7 @@ def _scalar(value: Any, what: str) -> jax.Array:
         warnings.warn(
             f"The loss function returned its loss in {array.dtype}: what was rounded away is lost. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
-            HalfLossWarning,
+            LossDtypeWarning,
             stacklevel=2,
         )
     return array.astype(FLOAT32)

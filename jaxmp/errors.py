@@ -52,11 +52,11 @@ class CompositionError(JaxmpError):
     """Pieces were put together in a way that would break training silently."""
 
 
-class ScaleCollapsed(JaxmpError):
+class ScaleCollapsedError(JaxmpError):
     """The loss scale sits at its floor and gradients still overflow."""
 
 
-class MasterOverflow(JaxmpError):
+class MasterOverflowError(JaxmpError):
     """A finite FP32 master does not fit the 16-bit dtype that its parameter is stored in."""
 
 

@@ -178,7 +178,7 @@ def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
         assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
         stats = jaxmp.get_skip_stats(new)
         assert int(stats.total) == 1 and not bool(stats.last_finite)
-        with pytest.raises(jaxmp.MasterOverflow, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
+        with pytest.raises(jaxmp.MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
             jaxmp.check(new)
         again = new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads))
         jaxmp.check(again)
@@ -268,7 +268,7 @@ def test_check_raises_when_the_scale_collapses():
     _, state = tx.update(bad, state)
     jaxmp.check(state)
     _, state = tx.update(bad, state)
-    with pytest.raises(jaxmp.ScaleCollapsed, match=r"floor, 2, and 1 step"):
+    with pytest.raises(jaxmp.ScaleCollapsedError, match=r"floor, 2, and 1 step"):
         jaxmp.check(state)
 
 
@@ -823,7 +823,7 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 def test_a_stored_value_that_never_fit_is_named_at_once():
     tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
-    with pytest.raises(jaxmp.MasterOverflow, match="':w'"):
+    with pytest.raises(jaxmp.MasterOverflowError, match="':w'"):
         jaxmp.check(state)
 
 
@@ -833,7 +833,7 @@ def test_bfloat16_masters_saturate_and_check_names_them():
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     state = state.apply_gradients(grads={"a": {"w": jnp.full(2, -3e38)}})
     assert bool(jaxmp.all_finite(state.params)) and int(state.step) == 1
-    with pytest.raises(jaxmp.MasterOverflow, match=r"'a:w'.*saturated"):
+    with pytest.raises(jaxmp.MasterOverflowError, match=r"'a:w'.*saturated"):
         jaxmp.check(state)
 
 

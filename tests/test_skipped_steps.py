@@ -82,7 +82,9 @@ def test_the_first_leaf_of_all_may_stand_for_the_loss():
 def test_a_collapsed_scale_names_the_leaf_too():
     scale = jaxmp.DynamicLossScale(init_scale=2.0, min_scale=1.0)
     state = state_after(3, "fp16", loss_scale=scale)
-    with pytest.raises(jaxmp.ScaleCollapsed, match=r"\(3 skipped in all\)\. .* that of 'b:w'\."):
+    with pytest.raises(
+        jaxmp.ScaleCollapsedError, match=r"\(3 skipped in all\)\. .* that of 'b:w'\."
+    ):
         jaxmp.check(state)
 
 

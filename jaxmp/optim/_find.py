@@ -15,8 +15,8 @@ from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import (
     CompositionError,
     JaxmpError,
-    MasterOverflow,
-    ScaleCollapsed,
+    MasterOverflowError,
+    ScaleCollapsedError,
     SkippedStepsWarning,
 )
 from jaxmp.optim._master import MasterParamsState, expand, master_states
@@ -281,8 +281,8 @@ def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
         gradient was not finite, and the likely causes, the most likely first.
 
     Raises:
-      ScaleCollapsed: the dynamic loss scale sits at its floor and the last step still overflowed.
-      MasterOverflow: in the last step a master grew too large for the 16-bit dtype that its
+      ScaleCollapsedError: the dynamic loss scale sits at its floor and the last step still overflowed.
+      MasterOverflowError: in the last step a master grew too large for the 16-bit dtype that its
         parameter is stored in.
 
     Example:
@@ -305,7 +305,7 @@ def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
             raise _master_overflow(node, overflow)
         if at_floor > 0:
             scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
-            raise ScaleCollapsed(
+            raise ScaleCollapsedError(
                 f"The loss scale is at its floor, {scale:g}, and {at_floor} step(s) in "
                 f"a row still overflowed ({total} skipped in all).{_culprit(node, stats)} The "
                 "gradients are not finite for another reason than the scale: look for a NaN in the "
@@ -392,13 +392,13 @@ def _causes(loss_scale: Any) -> tuple[str, ...]:
     return _FORWARD, _NOT_FINITE, high, _DIVERGED
 
 
-def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflow:
+def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError:
     storage = [
         (*row, state) for state in master_states(node.inner_state) for row in state.layout.storage
     ]
     path, dtype, _ = storage[leaf]
     consequence = "the step was skipped" if dtype == "f16" else "it was saturated"
-    return MasterOverflow(
+    return MasterOverflowError(
         f"The FP32 master of {path!r} is too large for {dtype}, in which the parameter is stored, "
         f"so {consequence}. Store it in FP32: Rule({path!r}, 'p=f32'), or lower the learning rate."
     )
