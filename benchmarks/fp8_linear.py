@@ -54,7 +54,7 @@ def schemes():
     """Name -> (product of x, w and a state; its state before the first step)."""
     found = {"bf16": (lambda x, w, state: lax.dot_general(x, w, LINEAR), None)}
     for name in ("current", "delayed", "rowwise"):
-        recipe = fp8.as_recipe(name)
+        recipe = fp8.as_scaling(name)
         state = fp8.init_state(recipe) if recipe.is_stateful else None
         found[name] = (functools.partial(ours, recipe), state)
     uncalibrated = fp8.DelayedScaling(calibrate=False)

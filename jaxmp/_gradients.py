@@ -18,7 +18,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_half, sum_dtype
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._state import as_float, combined_by_max, is_refusal, kept_where_unused
+from jaxmp.fp8._state import combined_by_max, is_refusal, kept_where_unused, to_float32
 
 
 class LossDtypeWarning(UserWarning):
@@ -218,7 +218,7 @@ def _differentiate(
         replaced = dict(zip(options.argnums, differentiated, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = _parse(out, options)
-        return loss, (weight, as_float(aux))
+        return loss, (weight, to_float32(aux))
 
     loss, backward, (weight, aux) = jax.vjp(of_differentiated, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
@@ -228,7 +228,7 @@ def _differentiate(
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
     if options.microbatches > 1 or options.axes:
         # Otherwise, keep the state in fm32; `_kept_where_unused` converts it to float32.
-        grads = tuple(_map_overwritten(as_float, g) for g in grads)
+        grads = tuple(_map_overwritten(to_float32, g) for g in grads)
     if isinstance(options.loss_scale, NoLossScale):
         unscale = functools.partial(_poison_one, finite)
     else:

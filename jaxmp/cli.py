@@ -27,7 +27,7 @@ from jaxmp._policies._policy import Policy, without_inputs
 from jaxmp._policies._rules import Explanation, PolicyMap, Rule, named_dtypes
 from jaxmp._recipe import Recipe, list_recipes, load_recipe
 from jaxmp.errors import AuditFailedError, JaxmpError, RuleError, missing_dependency
-from jaxmp.fp8._scaling import as_recipe
+from jaxmp.fp8._scaling import as_scaling
 
 try:
     import rich.box
@@ -405,7 +405,7 @@ def _fp8_rows(policies: PolicyMap) -> _Rows:
     named = [policies.default.matmul, *(rule.fields.get("matmul") for rule in policies.rules)]
     if "fp8" not in named:
         return []
-    kind = as_recipe(policies.fp8).kind
+    kind = as_scaling(policies.fp8).kind
     words = f"{kind} scaling; a CPU emulates it: rounds to FP8, and multiplies in a wider dtype"
     return [("FP8", words)]
 

@@ -39,7 +39,7 @@ def operands(fn, *args):
 
 
 def reasons(fn, *args, **options):
-    return [row.why_not for row in fp8.explain(fn, *args, **options)]
+    return [row.exclusion_reason for row in fp8.explain(fn, *args, **options)]
 
 
 def loss(w1, w2, x):
@@ -307,7 +307,7 @@ def test_rules_keep_scopes_out_and_put_scopes_in():
         assert found.count((dtype, dtype)) == 3
         assert sorted(row for row in found if E4M3 in row) == sorted([FORWARD, DGRAD, WGRAD])
         (row,) = fp8.explain(autocast(fn, policies), W1, W2, X)
-        assert (row.path, row.why_not) == ("body", "")
+        assert (row.path, row.exclusion_reason) == ("body", "")
 
 
 def test_each_call_of_a_shared_function_has_its_row():
@@ -340,7 +340,7 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
     ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
     by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS)}
     rows = {row.path: row for row in fp8.explain(ours, params, TOKENS)}
-    left_out = [path for path, row in rows.items() if row.why_not]
+    left_out = [path for path, row in rows.items() if row.exclusion_reason]
     assert left_out == ["GPT/block_0/attention", "GPT/block_1/attention"]
     assert {path.removeprefix("GPT/") for path in rows} - set(by_modules) == {
         "block_0/attention",

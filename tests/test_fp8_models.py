@@ -90,11 +90,11 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     names = [f"attention/{name}" for name in ("query", "key", "value", "out")]
     names = [f"block_0/{name}" for name in [*names, "mlp_up", "mlp_down"]]
     rows = fp8.explain(loss, params)
-    assert {row.path: row.why_not for row in rows} == dict.fromkeys(names, "")
+    assert {row.path: row.exclusion_reason for row in rows} == dict.fromkeys(names, "")
     assert {(row.k, row.n) for row in rows} == {(32, 32), (32, 128), (128, 32)}
     on_gpu = fp8.explain(loss, params, target="gpu")
     assert {row.path for row in on_gpu} == set(names)
-    assert all("too narrow to gain" in row.why_not for row in on_gpu)
+    assert all("too narrow to gain" in row.exclusion_reason for row in on_gpu)
 
 
 @each_framework
@@ -209,7 +209,7 @@ def test_an_einsum_that_is_no_product_stays_in_16_bits():
     x = jnp.ones((16, 32))
     variables = model.init(jax.random.key(0), x)
     (row,) = fp8.explain(model.apply, variables, x)
-    assert "summed over" in row.why_not
+    assert "summed over" in row.exclusion_reason
     assert in_fp8(products(model.apply, variables, x)) == []
 
 

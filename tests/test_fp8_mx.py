@@ -228,15 +228,15 @@ def test_layers_einsum_and_autocast_take_it():
     x, w = normal(0, 32, 64), normal(1, 64, 4, 32)
     einsum = lambda x, w: jnp.einsum("td,dnh->tnh", x, w)
     rows = fp8.explain(autocast(einsum, policies), x, w)
-    assert [(row.k, row.n, row.why_not) for row in rows] == [(64, 128, "")]
+    assert [(row.k, row.n, row.exclusion_reason) for row in rows] == [(64, 128, "")]
     ours = jax.jit(autocast(einsum, policies))(x, w)
     half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
     # Half a unit of BF16, where XLA hands on the FP32 sums.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
-    assert fp8.why_not(48, 64, "mx") == "K = 48 is no multiple of 32"
-    assert fp8.why_not(48, 64, "current") == ""
-    assert "too narrow" in fp8.why_not(1024, 4096, "mx", target="gpu")
+    assert fp8.explain_exclusion(48, 64, "mx") == "K = 48 is no multiple of 32"
+    assert fp8.explain_exclusion(48, 64, "current") == ""
+    assert "too narrow" in fp8.explain_exclusion(1024, 4096, "mx", target="gpu")
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -68,7 +68,7 @@ from jaxmp._core._matmuls import (
     multiple_of,
     padded,
 )
-from jaxmp.fp8._eligible import why_not
+from jaxmp.fp8._eligible import explain_exclusion
 
 # Equations whose jaxprs are part of the program, and no kernel or element-wise combiner.
 _ENTERED = named(
@@ -359,7 +359,11 @@ class Auditor:
         shape = operands[1].aval.shape
         inputs = math.prod(shape[axis] for axis in contracted)
         sizes = inputs, math.prod(shape) // max(inputs, 1)
-        why = why_not(*sizes, self.context.policies.fp8, self.context.target) if all(sizes) else ""
+        why = (
+            explain_exclusion(*sizes, self.context.policies.fp8, self.context.target)
+            if all(sizes)
+            else ""
+        )
         dtype = dtype_of(operands[0]).name
         message = f"{op.name} of {dtype} where the policies say FP8: "
         message += why or "no layer of Flax makes it, or its author chose its product"

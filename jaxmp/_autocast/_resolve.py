@@ -14,7 +14,7 @@ from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, without_inputs
 from jaxmp._policies._rules import PolicyMap, Rule, check_module_dtypes
 from jaxmp.errors import CompositionError, RuleError
-from jaxmp.fp8._scaling import Scaling, as_recipe
+from jaxmp.fp8._scaling import Scaling, as_scaling
 
 # Names that mark scopes. They are not parts of module paths.
 FULL_PRECISION = "jaxmp_full_precision"
@@ -77,7 +77,7 @@ class Rules:
                 )
         # Scaling of FP8 matmuls; None if no policy sets `matmul = "fp8"`.
         self.fp8: Scaling | None = (
-            _stateless(as_recipe(policies.fp8)) if policies.names_fp8 else None
+            _stateless(as_scaling(policies.fp8)) if policies.names_fp8 else None
         )
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)

@@ -47,7 +47,7 @@ from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_ori
 from jaxmp._policies._device import check_device
 from jaxmp._policies._rules import PolicyMap
 from jaxmp.errors import AttentionError, CompositionError
-from jaxmp.fp8._scaling import as_recipe
+from jaxmp.fp8._scaling import as_scaling
 from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
@@ -301,7 +301,7 @@ def _quantise(
 
 
 def _layer_product(kind: Any, module: Any, plan: Plan, path: Path, fp8: Any) -> Any:
-    scaling = as_recipe(fp8)
+    scaling = as_scaling(fp8)
     state = functools.partial(_read_state, weakref.ref(module), scaling)
     name = "/".join(path)
     return kind(scaling, plan.wide, name, state if scaling.is_stateful else None)

@@ -46,7 +46,7 @@ from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_ori
 from jaxmp._policies._device import check_device
 from jaxmp._policies._rules import PolicyMap
 from jaxmp.errors import CompositionError, RecipeWarning
-from jaxmp.fp8._scaling import as_recipe
+from jaxmp.fp8._scaling import as_scaling
 from jaxmp.fp8._state import NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
@@ -245,9 +245,9 @@ def _quantising(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]
     attributes, name = vars(module), "/".join(path)
     if isinstance(module, (nnx.Linear, nnx.LinearGeneral)):
         if attributes.get("dot_general") in (None, lax.dot_general):
-            return {"dot_general": LayerProduct(as_recipe(fp8), plan.wide, name)}
+            return {"dot_general": LayerProduct(as_scaling(fp8), plan.wide, name)}
     elif isinstance(module, nnx.Einsum) and attributes.get("einsum_op") is jnp.einsum:
-        return {"einsum_op": LayerEinsum(as_recipe(fp8), plan.wide, name)}
+        return {"einsum_op": LayerEinsum(as_scaling(fp8), plan.wide, name)}
     return {}
 
 

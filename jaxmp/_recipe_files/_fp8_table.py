@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmp._recipe_files._toml import literal, quoted
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import GEMMS, KINDS, CurrentScaling, Scaling, as_recipe
+from jaxmp.fp8._scaling import GEMMS, KINDS, CurrentScaling, Scaling, as_scaling
 
 SCALINGS = tuple(KINDS)
 
@@ -71,7 +71,7 @@ def _names(cls: type[Scaling]) -> set[str]:
 
 def fp8_settings(scaling: Any) -> dict[str, str]:
     """Returns an [fp8] table for a scaling: its name and its non-default settings, as TOML text."""
-    scaling = as_recipe(scaling)
+    scaling = as_scaling(scaling)
     default = KINDS[scaling.kind]()
     changed = {
         field.name: _text(getattr(scaling, field.name))

@@ -36,7 +36,7 @@ from jaxmp._recipe_files._loss_scale_table import (
 )
 from jaxmp._recipe_files._schema import TABLES, TOP, Setting, example, module_dtype, read_contents
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
-from jaxmp.fp8._scaling import as_recipe
+from jaxmp.fp8._scaling import as_scaling
 
 if TYPE_CHECKING:
     from jaxmp._recipe import Recipe
@@ -192,7 +192,7 @@ def changed(
     """
     rules = data.policies if policies is None else as_policy_map(policies)
     rules = _with_attention(rules, {key: settings.pop(key, None) for key in ATTENTION_FIELDS})
-    rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_recipe(fp8))
+    rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_scaling(fp8))
     if fp8 is not None and not rules.names_fp8:
         raise RecipeError(
             f"fp8={fp8!r} says how FP8 is scaled, and nothing in {data.name!r} multiplies in FP8. "

@@ -3,7 +3,7 @@
 from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
-from jaxmp.fp8._eligible import why_not as why_not
+from jaxmp.fp8._eligible import explain_exclusion as explain_exclusion
 from jaxmp.fp8._explain import LayerDecision as LayerDecision
 from jaxmp.fp8._explain import explain as explain
 from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats
@@ -15,10 +15,10 @@ from jaxmp.fp8._scaling import CurrentScaling as CurrentScaling
 from jaxmp.fp8._scaling import DelayedScaling as DelayedScaling
 from jaxmp.fp8._scaling import MXScaling as MXScaling
 from jaxmp.fp8._scaling import RowwiseScaling as RowwiseScaling
-from jaxmp.fp8._scaling import as_recipe as as_recipe
-from jaxmp.fp8._state import as_float as as_float
-from jaxmp.fp8._state import as_max as as_max
+from jaxmp.fp8._scaling import as_scaling as as_scaling
 from jaxmp.fp8._state import from_flax as from_flax
 from jaxmp.fp8._state import init_state as init_state
 from jaxmp.fp8._state import to_flax as to_flax
+from jaxmp.fp8._state import to_float32 as to_float32
+from jaxmp.fp8._state import to_fm32 as to_fm32
 from jaxmp.fp8._stats import with_stats as with_stats

@@ -24,7 +24,7 @@ from jaxmp.fp8._scaling import (
     DelayedScaling,
     MXScaling,
     Scaling,
-    as_recipe,
+    as_scaling,
 )
 from jaxmp.fp8._state import AGE, before_step, check_state, next_state, of_operand
 
@@ -106,7 +106,7 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       >>> y.dtype, float(y[0, 0])
       (dtype(bfloat16), 8.0)
     """
-    recipe = as_recipe(recipe)
+    recipe = as_scaling(recipe)
     if kernel not in _SIDES:
         raise JaxmpError(
             f"kernel={kernel!r} must be 'rhs' or 'lhs'; for example fp8.dot_general(kernel='rhs')."

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._scaling import MX_BLOCK, Scaling, as_recipe
+from jaxmp.fp8._scaling import MX_BLOCK, Scaling, as_scaling
 
 # cuBLAS requires the rows of FP8 operands to be multiples of 16 bytes (cuBLASLt, "Narrow precision
 # data types usage"). XLA would pad other sizes, in a copy of the operand.
 MULTIPLE = 16
 
 
-def why_not(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
+def explain_exclusion(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
     """Returns the reason why a linear layer does not run in FP8, or "" if it does.
 
     K and N must be multiples of 16, or with `MXScaling` of its block size 32. On an accelerator, a
@@ -38,12 +38,12 @@ def why_not(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
       JaxmpError: if a size is not a positive integer.
 
     Example:
-      >>> why_not(4096, 10)
+      >>> explain_exclusion(4096, 10)
       'N = 10 is no multiple of 16'
-      >>> why_not(1024, 1024), why_not(1024, 1024, target="gpu")
+      >>> explain_exclusion(1024, 1024), explain_exclusion(1024, 1024, target="gpu")
       ('', 'K = 1024 <= 4096 and N = 1024 <= 1024: too narrow to gain')
     """
-    recipe = as_recipe(recipe)
+    recipe = as_scaling(recipe)
     for name, size in (("k", k), ("n", n)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise JaxmpError(f"{name}={size!r} must be a positive integer; for example 4096.")

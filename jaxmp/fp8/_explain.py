@@ -11,12 +11,12 @@ import jax
 
 from jaxmp._core import _compat
 from jaxmp.errors import CompositionError
-from jaxmp.fp8._eligible import why_not
+from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
 
 
 class LayerDecision(NamedTuple):
-    """FP8 decision for one linear layer; an empty `why_not` means that the layer runs in FP8."""
+    """FP8 decision for one linear layer; an empty `exclusion_reason` means that the layer runs in FP8."""
 
     # Path of the layer's module; under `autocast`, the name scopes of the matmul.
     path: str
@@ -24,7 +24,7 @@ class LayerDecision(NamedTuple):
     k: int
     n: int
     # Reason why the layer does not run in FP8; "" if it does.
-    why_not: str
+    exclusion_reason: str
 
 
 _record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.ContextVar(
@@ -57,7 +57,7 @@ def explain(
     Example:
       >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
       >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
-      >>> explain(model.apply, variables, jnp.ones((2, 32)))[0].why_not
+      >>> explain(model.apply, variables, jnp.ones((2, 32)))[0].exclusion_reason
       'N = 10 is no multiple of 16'
     """
     rows: list[LayerDecision] = []
@@ -98,7 +98,9 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
     target = _compat.target()
     if target == "gpu" and not scaling.emulate:
         _check_device(path)
-    why = why or why_not(max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target)
+    why = why or explain_exclusion(
+        max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target
+    )
     rows = _record.get()
     if rows is not None:
         rows.append(LayerDecision(path, k, n, why))

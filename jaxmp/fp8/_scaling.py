@@ -149,7 +149,7 @@ class CurrentScaling(Scaling):
         (`use_split_accumulator`) and torchao.
       min_width: minimum number of input features and of output features of a layer that runs in
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
-        described in `why_not`.
+        described in `explain_exclusion`.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
 
     Raises:
@@ -289,7 +289,7 @@ KINDS: dict[str, type[Scaling]] = {
 }
 
 
-def as_recipe(recipe: Any) -> Scaling:
+def as_scaling(recipe: Any) -> Scaling:
     """Converts the name of an FP8 scaling to the scaling; a scaling is returned unchanged.
 
     Args:
@@ -300,7 +300,7 @@ def as_recipe(recipe: Any) -> Scaling:
       RecipeError: if `recipe` is not a scaling; the message quotes it.
 
     Example:
-      >>> as_recipe("delayed") == DelayedScaling()
+      >>> as_scaling("delayed") == DelayedScaling()
       True
     """
     if recipe is None:

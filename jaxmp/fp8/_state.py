@@ -22,7 +22,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import leaves_with_path
 from jaxmp.errors import JaxmpError, MissingDependencyError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
-from jaxmp.fp8._scaling import DelayedScaling, as_recipe
+from jaxmp.fp8._scaling import DelayedScaling, as_scaling
 
 State = dict[str, jax.Array]
 
@@ -57,7 +57,7 @@ def init_state(recipe: Any = "delayed") -> State:
       >>> {name: leaf.shape for name, leaf in init_state().items() if "input" in name}
       {'input_amax': (), 'input_amax_history': (1024,)}
     """
-    recipe = as_recipe(recipe)
+    recipe = as_scaling(recipe)
     if not isinstance(recipe, DelayedScaling):
         raise JaxmpError(
             f"{type(recipe).__name__} has no state; only fp8.DelayedScaling has: leave `state` out."
@@ -114,12 +114,12 @@ def _is_max(leaf: Any) -> bool:
     return getattr(leaf.dtype, "name", "") == _MAX
 
 
-def as_max(state: Any) -> Any:
+def to_fm32(state: Any) -> Any:
     """Converts a state to a dtype whose gradients JAX combines by max instead of summing them.
 
     A layer that runs twice, or in each iteration of a `lax.scan`, has one gradient per use, and JAX
     sums them. Convert the state before differentiation, outside of the differentiated function, and
-    its gradient back with `as_float`: `as_float(jax.grad(fn, allow_int=True)(as_max(state)))`.
+    its gradient back with `to_float32`: `to_float32(jax.grad(fn, allow_int=True)(to_fm32(state)))`.
 
     Args:
       state: any pytree of float32 arrays.
@@ -131,7 +131,7 @@ def as_max(state: Any) -> Any:
       MissingDependencyError: if Flax is not installed.
 
     Example:
-      >>> as_float(as_max({"amax": jnp.ones(())}))["amax"].dtype
+      >>> to_float32(to_fm32({"amax": jnp.ones(())}))["amax"].dtype
       dtype('float32')
     """
     try:
@@ -141,7 +141,7 @@ def as_max(state: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fm32), state)
 
 
-def as_float(state: Any) -> Any:
+def to_float32(state: Any) -> Any:
     """Converts `fm32` leaves back to float32 and returns all other leaves unchanged.
 
     Raises:
@@ -199,7 +199,7 @@ _SET = frozenset(NAMES)
 
 
 def combined_by_max(tree: Any) -> Any:
-    """Applies `as_max` to the layer states in a collection, where JAX supports `fm32`.
+    """Applies `to_fm32` to the layer states in a collection, where JAX supports `fm32`.
 
     States are not converted outside of a trace, where JAX cannot add `fm32` arrays, inside
     `shard_map(..., check_vma=False)`, or without Flax.
@@ -216,7 +216,7 @@ def combined_by_max(tree: Any) -> Any:
     if not arrays or _is_unchecked():
         return tree
     try:
-        converted = as_max(arrays)
+        converted = to_fm32(arrays)
     except MissingDependencyError:
         return tree
     for index, leaf in zip(indices, converted, strict=True):
@@ -250,7 +250,7 @@ def kept_where_unused(new: Any, old: Any) -> Any:
 
 @jax.jit
 def _kept_where_unused(new: State, old: State) -> State:
-    new = as_float(new)
+    new = to_float32(new)
     used = new[USES] > np.float32(0)
 
     def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
@@ -276,7 +276,7 @@ def before_step(state: Mapping[str, Any]) -> State:
     """Returns `settled(state)` for a state in float32 or `fm32`.
 
     Raises:
-      TypeError: as in `as_float`.
+      TypeError: as in `to_float32`.
     """
     _check_reducible(state[AGE])
     return settled(state)
@@ -403,7 +403,7 @@ def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
             "['Fp8DirectDotGeneralOp_0']."
         )
     length = jnp.shape(collection["input_amax_history"])[-1]
-    recipe = DelayedScaling(amax_history_len=length) if recipe is None else as_recipe(recipe)
+    recipe = DelayedScaling(amax_history_len=length) if recipe is None else as_scaling(recipe)
     state = init_state(recipe)
     for operand in OPERANDS:
         history = jnp.asarray(collection[f"{operand}_amax_history"], FLOAT32)
