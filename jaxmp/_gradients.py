@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32, is_half, sum_dtype
+from jaxmp._core._dtypes import FLOAT32, is_16bit, sum_dtype
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._state import combined_by_max, is_refusal, kept_where_unused, to_float32
@@ -284,7 +284,7 @@ def _scalar(value: Any, what: str) -> jax.Array:
         return array.astype(FLOAT32)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise JaxmpError(f"The loss must be a floating-point number, and is {array.dtype}.")
-    if is_half(array.dtype):
+    if is_16bit(array.dtype):
         warnings.warn(
             f"The loss function returned its loss in {array.dtype}: what was rounded away is lost. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",

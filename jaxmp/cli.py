@@ -20,7 +20,7 @@ from jaxmp._audit._compile import check_target
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._audit._sections import counted, flops_words
 from jaxmp._core._compat import unchecked_cuda
-from jaxmp._core._dtypes import is_half
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._policies._op_table import CATEGORIES, OpTable
 from jaxmp._policies._policy import Policy, without_inputs
@@ -472,7 +472,7 @@ def _power(value: float) -> str:
 
 def _optimizer_rows(recipe: Recipe) -> _Rows:
     stored = {d for _, field, d in named_dtypes(recipe.policies) if field == "param_dtype"}
-    halves = sorted(dtype.name for dtype in stored if is_half(dtype))
+    halves = sorted(dtype.name for dtype in stored if is_16bit(dtype))
     master = "fp32" if recipe.master == "auto" else recipe.master
     masters = (
         f"parameters stored in {' and '.join(halves)} have {_MASTER[master]}"

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, floating_array, is_half, wide_dtype
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, floating_array, is_16bit, wide_dtype
 from jaxmp.errors import JaxmpError
 
 __all__ = ["layer_norm", "rms_norm", "rotary_embedding"]
@@ -288,7 +288,7 @@ def _positions(positions: Any) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (FLOAT32, FLOAT64):
         return array
     why = f"{array.dtype} cannot hold them"
-    if is_half(array.dtype):
+    if is_16bit(array.dtype):
         exact = 256 if array.dtype != np.float16 else 2048
         why = f"{array.dtype} runs into itself beyond {exact}"
     raise JaxmpError(

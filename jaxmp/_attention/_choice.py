@@ -15,7 +15,7 @@ from jaxmp._core._compat import (
     cudnn_version,
     target,
 )
-from jaxmp._core._dtypes import bits, is_half
+from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -150,7 +150,7 @@ def _device_blockers() -> list[Blocker]:
 def _operand_blockers(args: Arguments) -> list[Blocker]:
     blockers = []
     dtype = args.query.dtype
-    if not is_half(dtype):
+    if not is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
         blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
     capability = compute_capability()
@@ -174,7 +174,7 @@ def _mask_blockers(args: Arguments) -> list[Blocker]:
     blockers = []
     _, _, queries, keys = args.logits_shape
     bias, dtype = args.bias, args.query.dtype
-    if bias is not None and is_half(dtype) and bits(bias.dtype) > bits(dtype):
+    if bias is not None and is_16bit(dtype) and bits(bias.dtype) > bits(dtype):
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its digits can be spared."
         blockers.append(Blocker("bias", reason, change))

@@ -16,7 +16,7 @@ from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._labels import FloatInput
 from jaxmp._audit._report import Finding
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import FLOAT32, HALF
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._core._jaxprs import inners
 from jaxmp._core._locations import Lines
 from jaxmp._core._trees import dtype_of
@@ -187,7 +187,7 @@ def state_findings(traced: Traced) -> list[Finding]:
         holder = path if _is_optax_state(node) else ()
         for below, leaf in jtu.tree_flatten_with_path(node)[0]:
             dtype = dtype_of(leaf)
-            if judged and dtype is not None and dtype in HALF:
+            if judged and dtype is not None and dtype in FLOATS_16BIT:
                 where = jtu.keystr((*path, *below)), number
                 found.setdefault((holder, dtype.name), []).append(where)
             number += 1
@@ -283,6 +283,6 @@ def half_results(traced: Traced) -> list[Finding]:
         )
         for path, aval in traced.results
         if aval.shape == ()
-        and aval.dtype in HALF
+        and aval.dtype in FLOATS_16BIT
         and all(isinstance(key, jtu.SequenceKey) for key in path)
     ]

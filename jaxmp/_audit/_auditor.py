@@ -47,7 +47,7 @@ from jaxmp._audit._labels import (
 )
 from jaxmp._audit._sections import bytes_words
 from jaxmp._core._compat import scan_counts
-from jaxmp._core._dtypes import CASTABLE, FLOAT16, FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._core._dtypes import CASTABLE, FLOAT16, FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
     FORWARD,
@@ -174,7 +174,7 @@ class Auditor:
     def _name_remedies(self) -> None:
         """Suggests autocast where a model is wrapped, and wrapping does not reach a matmul."""
         rows = self.matmuls
-        if any(names and is_half(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+        if any(names and is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
             for finding in self.findings:
                 if finding.check not in ("fp32_matmul", "off_policy_matmul"):
                     continue
@@ -185,7 +185,7 @@ class Auditor:
     def _mark_reduces(self, op: OpOccurrence) -> None:
         """Remembers a sum over devices in 16 bits."""
         for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
-            if is_half(dtype_of(operand)) and operand.aval.size > 1:
+            if is_16bit(dtype_of(operand)) and operand.aval.size > 1:
                 label = HalfReduce(op, GRADIENT in self.flow.of(operand))
                 self._reduces.append(label)
                 self.flow.mark(result, label)
@@ -242,7 +242,7 @@ class Auditor:
     def _check_loop(self, op: OpOccurrence, loop: Any, consts: int, carried: int) -> None:
         incoming = loop.invars[consts : consts + carried]
         pairs = list(zip(incoming, loop.outvars[:carried], strict=True))
-        if any(is_half(dtype_of(var)) for var in incoming if dtype_of(var) in _FLOATS):
+        if any(is_16bit(dtype_of(var)) for var in incoming if dtype_of(var) in _FLOATS):
             check_carry(op, Body(loop), pairs, self.findings, self.flow)
 
     # -- products ---------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Auditor:
             return
         (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
         # Batched products are attention's own, or of many kernels at once: no linear layer's.
-        if batch or not all(is_half(dtype_of(operand)) for operand in operands):
+        if batch or not all(is_16bit(dtype_of(operand)) for operand in operands):
             return
         if not self.context.wants_fp8(op.location):
             return
@@ -404,7 +404,7 @@ class Auditor:
             if maker is None or maker.primitive.name != "convert_element_type":
                 continue
             source = dtype_of(maker.invars[0])
-            if not is_half(source) or not self.findings.is_own_call(maker):
+            if not is_16bit(source) or not self.findings.is_own_call(maker):
                 continue
             if call_site(maker) == call_site(op.equation):
                 return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"

@@ -11,7 +11,7 @@ from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
 from jaxmp._audit._report import Finding
 from jaxmp._audit._sections import bytes_words
-from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, Path
 from jaxmp._core._locations import Location
 
@@ -98,7 +98,7 @@ def _is_half_wanted(context: PolicyContext, module: str, root: Path) -> bool:
     """Whether the policies say 16 bits, and nothing else, for a module."""
     below = tuple(module.split("/")) if module else ()
     wanted = context.wanted(Location((*root, *below)))
-    return bool(wanted) and FLOAT32 not in wanted and all(map(is_half, wanted))
+    return bool(wanted) and FLOAT32 not in wanted and all(map(is_16bit, wanted))
 
 
 def _finding(check: str, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:

@@ -19,7 +19,7 @@ from jaxmp._audit._context import (
 from jaxmp._audit._dataflow import GRADIENT, Terms
 from jaxmp._audit._labels import STREAM, ConditionalFinding, Flow, ForwardUse, Promotion
 from jaxmp._core._compat import scan_counts
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, is_half
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, BACKWARD, FORWARD, equations, is_literal, sub_jaxprs
 from jaxmp._core._locations import call_site
 
@@ -281,7 +281,7 @@ def check_carry(
       flow: labels of the loop's variables.
     """
     for before, after in carry:
-        if is_literal(after) or dtype_of(before) not in HALF:
+        if is_literal(after) or dtype_of(before) not in FLOATS_16BIT:
             continue
         for adding in _made_of(after, loop, _LAYOUT):
             if adding.primitive.name in ("add", "add_any", "sub") and _adds_to(
@@ -359,7 +359,7 @@ def check_promotion(
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     wanted = context.wanted(op.location)
-    if GRADIENT in flow.of(operand) or (wanted and not any(is_half(dtype) for dtype in wanted)):
+    if GRADIENT in flow.of(operand) or (wanted and not any(is_16bit(dtype) for dtype in wanted)):
         return
     size = math.prod(_unbroadcast(operand, op.body).aval.shape)
     for reader in op.body.readers(result):
@@ -371,8 +371,8 @@ def check_promotion(
 
 
 def _is_wider(source: Any, target: Any) -> bool:
-    return (is_half(source) and target == FLOAT32) or (
-        target == FLOAT64 and (is_half(source) or source == FLOAT32)
+    return (is_16bit(source) and target == FLOAT32) or (
+        target == FLOAT64 and (is_16bit(source) or source == FLOAT32)
     )
 
 

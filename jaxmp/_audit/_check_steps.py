@@ -14,7 +14,7 @@ from jaxmp._audit._checks import ERROR, WARNING
 from jaxmp._audit._context import dtype_of
 from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
 from jaxmp._audit._report import Finding
-from jaxmp._core._dtypes import CASTABLE, FLOAT64, is_half
+from jaxmp._core._dtypes import CASTABLE, FLOAT64, is_16bit
 from jaxmp._recipe_files._load import RecipeData
 
 _FLOATS = CASTABLE | {FLOAT64}
@@ -91,13 +91,13 @@ class _Step:
         return not is_parameter and bool(update.others & trained)
 
     def _is_master(self, number: int, dtype: Any) -> bool:
-        return not is_half(dtype) and any(
+        return not is_16bit(dtype) and any(
             update.factor == PLUS and update.has_gradient for update in self.updates[number]
         )
 
     def _half(self) -> Iterator[tuple[int, Update]]:
         for number, updates in self.updates.items():
-            if is_half(self.dtypes[number]):
+            if is_16bit(self.dtypes[number]):
                 yield number, updates[0]
 
     def missing_masters(self, severity: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._audit._checks import CHECKS, ERROR
-from jaxmp._core._dtypes import FLOAT32, HALF
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._core._jaxprs import Path, consumers, is_literal, module_paths_of
 from jaxmp._core._locations import FULL_PRECISION, Lines, Location, call_site
 from jaxmp._policies._op_table import OpTable
@@ -240,6 +240,6 @@ def half_of(variables: Any) -> np.dtype | None:
     """The 16-bit floating dtype among some variables, if any."""
     for var in variables:
         dtype = dtype_of(var)
-        if dtype in HALF:
+        if dtype in FLOATS_16BIT:
             return dtype
     return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._audit._context import OpOccurrence, dtype_of, named
-from jaxmp._core._dtypes import is_half
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
 
 # A value that a backward pass computed, or that was computed from one.
@@ -163,7 +163,7 @@ def _updates(
 
 def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
     """The number of gradients that are summed, if nothing else is."""
-    if not is_half(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
+    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
         return set()
     counts = []
     for var in op.equation.invars:
@@ -195,7 +195,7 @@ def is_scale(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> bo
 def _is_scale(op: OpOccurrence, var: Any, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
-    value = _value(var) if is_half(dtype_of(var)) or dtype_of(var) == "float32" else None
+    value = _value(var) if is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None
     if value is None:
         return SCALAR in labels_of(var)
     size = abs(value)

@@ -18,7 +18,7 @@ from jaxmp._audit._dataflow import (
     is_scale,
     lineage,
 )
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_fp8, is_half
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Inner, inners, is_literal
 
 # An FP32 value that was computed from 16 bits, element by element.
@@ -341,9 +341,9 @@ def _is_logits(label: Any) -> bool:
 
 def _after_cast(found: Labels, equation: Any) -> Labels:
     source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-    if target == FLOAT32 and is_half(source):
+    if target == FLOAT32 and is_16bit(source):
         return found | {WAS_HALF}
-    if source == FLOAT32 and is_half(target):
+    if source == FLOAT32 and is_16bit(target):
         return frozenset(
             RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in found
         )
@@ -380,7 +380,7 @@ def why_unfused(logits: OpOccurrence) -> str:
     operand = equation.invars[0].aval
     (axes, _), _ = equation.params["dimension_numbers"]
     head = math.prod(operand.shape[axis] for axis in axes)
-    if not is_half(operand.dtype):
+    if not is_16bit(operand.dtype):
         return f"its operands are {operand.dtype.name}, and cuDNN's fused kernel takes 16 bits"
     if head % 8 or head > 256:
         return f"heads of {head} are no multiple of 8 up to 128, or 256 on H100 and later"

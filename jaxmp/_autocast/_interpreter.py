@@ -34,7 +34,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
-from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations, scope_names, sub_jaxprs
 from jaxmp._core._trees import cast
 from jaxmp._core._wide_dot import wide_product
@@ -205,7 +205,7 @@ class Interpreter:
         """
         params = equation.params
         recorded = [v.aval.dtype for v in equation.invars if is_castable_aval(v.aval)]
-        highest = asks_for_highest(params) and not is_half(recorded[0])
+        highest = asks_for_highest(params) and not is_16bit(recorded[0])
         in_fp8 = self._fp8_product(equation, values, region, names, highest)
         if highest:
             return bind(equation, in_recorded_dtypes(equation, scope, values))
@@ -216,9 +216,9 @@ class Interpreter:
         preferred = params["preferred_element_type"]
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
-        elif is_half(dtype) and self._only_fp32_reads(equation, scope):
+        elif is_16bit(dtype) and self._only_fp32_reads(equation, scope):
             wide = FLOAT32
-        elif IN_JVP_RULE in names and all(map(is_half, recorded)):
+        elif IN_JVP_RULE in names and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
         else:
@@ -227,7 +227,7 @@ class Interpreter:
             dimensions, precision = params["dimension_numbers"], params["precision"]
             return in_fp8(*arrays, dimensions, precision, dtype if wide is None else wide)
         changes = {"preferred_element_type": dtype}
-        if not is_half(dtype) and "precision" in params and params["precision"] is None:
+        if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(region.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
             return bind(equation, arrays, **changes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxmp._autocast._equations import asks_for_highest
 from jaxmp._autocast._resolve import Rules, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
-from jaxmp._core._dtypes import FLOAT32, bits, is_half
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._jaxprs import FORWARD, inners, phase_of
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import MATMULS, matmul_of
@@ -223,7 +223,7 @@ class Record:
         if category == "opaque":
             return None, edited
         if category == "low":
-            half = is_half(equation.invars[0].aval.dtype)
+            half = is_16bit(equation.invars[0].aval.dtype)
             if asks_for_highest(equation.params) and not half:
                 return None, "its author asked for precision=HIGHEST"
             if in_fp8 is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._autocast._equations import SCATTERS
-from jaxmp._core._dtypes import FLOAT32, bits, is_half
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, without_inputs
@@ -56,7 +56,7 @@ class Region:
     @property
     def is_full(self) -> bool:
         """True if the scope computes in FP32 or wider, so that all operations do."""
-        return not is_half(self.dtype)
+        return not is_16bit(self.dtype)
 
 
 class Rules:

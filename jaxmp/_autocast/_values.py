@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast._fp32_consumers import Readers
-from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, is_literal
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 
@@ -54,7 +54,7 @@ def _to_half(value: Value, dtype: Any) -> Any:
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
     """
     array = value.array
-    if value.standing is not Standing.CONSTANT or not is_half(dtype):
+    if value.standing is not Standing.CONSTANT or not is_16bit(dtype):
         return cast(array, dtype)
     if value.scalar is not None:
         half = np.asarray(saturating_cast(value.scalar, dtype))

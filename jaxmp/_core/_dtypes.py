@@ -41,12 +41,12 @@ DTYPE_NAMES: dict[str, np.dtype] = {
     "double": np.dtype("float64"),
 }
 
-HALF = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
+FLOATS_16BIT = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
 FLOAT16 = np.dtype("float16")
 FLOAT32 = np.dtype("float32")
 FLOAT64 = np.dtype("float64")
 # Formats between which `cast_floating` converts by default.
-CASTABLE = HALF | {FLOAT32}
+CASTABLE = FLOATS_16BIT | {FLOAT32}
 
 
 def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
@@ -110,9 +110,9 @@ def short_name(dtype: Any) -> str:
     return _NAME_OF[canonical_dtype(dtype)]
 
 
-def is_half(dtype: Any) -> bool:
+def is_16bit(dtype: Any) -> bool:
     """Returns True if `dtype` has 16 bits: float16 or bfloat16."""
-    return np.dtype(dtype) in HALF
+    return np.dtype(dtype) in FLOATS_16BIT
 
 
 def is_fp8(dtype: Any) -> bool:

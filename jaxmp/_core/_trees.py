@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_half
+from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 
 Path = tuple[str, ...]
 
@@ -149,7 +149,7 @@ def clamped_cast(array: jax.Array, dtype: Any) -> jax.Array:
 
 def _widened(array: Any, dtype: Any) -> tuple[Any, Any]:
     """An array in a dtype that holds the largest number of `dtype` exactly, and that number."""
-    wide = cast(array, FLOAT32) if is_half(array.dtype) else array
+    wide = cast(array, FLOAT32) if is_16bit(array.dtype) else array
     return wide, wide.dtype.type(jnp.finfo(dtype).max)
 
 

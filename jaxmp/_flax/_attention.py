@@ -23,7 +23,7 @@ from jaxmp._attention._declared import (
     sequence_lengths,
 )
 from jaxmp._attention._plain import attend, weight_dropout
-from jaxmp._core._dtypes import is_half
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._policies._policy import Policy
 from jaxmp.errors import AttentionError
 
@@ -60,7 +60,7 @@ def policied_function(
     """
     stated = getattr(own, "jaxmp_stated", None)
     is_asked = policy.implementation != "auto" or policy.mask != "array"
-    if own is flax and (is_asked or is_half(policy.compute_dtype)):
+    if own is flax and (is_asked or is_16bit(policy.compute_dtype)):
         stated = Stated()
     if stated is None:
         return own

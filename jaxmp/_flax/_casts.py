@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_half
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
@@ -94,7 +94,7 @@ def make_plan(
 
 def upcast(policy: Policy) -> np.dtype:
     """FP32 where a policy computes in 16 bits."""
-    return FLOAT32 if is_half(policy.compute_dtype) else policy.compute_dtype
+    return FLOAT32 if is_16bit(policy.compute_dtype) else policy.compute_dtype
 
 
 # ---------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def ignores_dtype(plan: Plan) -> bool:
     """
     facts = plan.facts
     expected = facts.norm or facts.takes_dtype or plan.wide is not None
-    return is_half(plan.policy.compute_dtype) and not expected
+    return is_16bit(plan.policy.compute_dtype) and not expected
 
 
 def cast_outputs(plan: Plan, out: Any, is_leaf: Any = None) -> Any:
@@ -269,7 +269,7 @@ def explain_mismatch(
     compute, text = plan.policy.compute_dtype, str(error)
     names_both = compute.name in text and "float32" in text
     noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-    if not (is_half(compute) and names_both) or noted:
+    if not (is_16bit(compute) and names_both) or noted:
         return
     name = "/".join(path)
     where = f"the module {name!r}" if path else "the root module"

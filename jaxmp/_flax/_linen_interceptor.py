@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._core._compat import current_context
-from jaxmp._core._dtypes import is_half
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import OVERWRITE, PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
@@ -411,7 +411,7 @@ def _is_lookup(module: Any, plan: Plan, method: str) -> bool:
     cls = _author_class(module)
     if method != "__call__" or cls.__call__ is not nn.Embed.__call__:
         return False
-    if not is_half(plan.policy.compute_dtype) or module.promote_dtype is not promote_dtype:
+    if not is_16bit(plan.policy.compute_dtype) or module.promote_dtype is not promote_dtype:
         return False
     return _stored_table(module).dtype == np.float32
 
@@ -538,7 +538,7 @@ class Applier:
                 args, kwargs = with_originals(plan, path, method, args, kwargs, None)
             uncast = args, kwargs
             args, kwargs = cast_inputs(plan, method, args, kwargs)
-            if self.restores and is_half(plan.input_dtype):
+            if self.restores and is_16bit(plan.input_dtype):
                 boundary = self._boundary(module, method, uncast, (args, kwargs))
         if crosses and plan.wide is not None and method == "attend" and not keeps_dtype:
             call = _wide_attend(module, plan.wide, call)

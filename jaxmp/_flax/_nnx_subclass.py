@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._core._compat import context, current_context
-from jaxmp._core._dtypes import is_half
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import OVERWRITE, cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
@@ -745,7 +745,7 @@ def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: An
             args, kwargs = with_originals(plan, bound.path, name, args, kwargs, _is_opaque)
         uncast = args, kwargs
         args, kwargs = cast_inputs(plan, name, args, kwargs, _is_opaque)
-        if restores and is_half(plan.input_dtype):
+        if restores and is_16bit(plan.input_dtype):
             boundary = _boundary(module, name, uncast, (args, kwargs))
     if as_author:
         call = functools.partial(_call_as_author, bound, module, name)
@@ -846,7 +846,7 @@ def _is_lookup(bound: Bound, module: Any) -> bool:
     if bound.cls.__call__ is not nnx.Embed.__call__:
         return False
     dtypes = vars(module)["embedding"].get_raw_value().dtype, dict(bound.author).get("dtype")
-    return is_half(bound.plan.policy.compute_dtype) and dtypes == (np.float32, np.float32)
+    return is_16bit(bound.plan.policy.compute_dtype) and dtypes == (np.float32, np.float32)
 
 
 def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:

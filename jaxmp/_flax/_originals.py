@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core._compat import is_moved, jaxpr_body, underlying
-from jaxmp._core._dtypes import bits, is_half
+from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._jaxprs import is_literal, sub_jaxprs
 from jaxmp._flax._casts import Plan
 from jaxmp._policies._inputs import Kept
@@ -214,7 +214,7 @@ def _replaced(callee: Any, leaves: list[Any]) -> list[Any]:
 
 
 def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray)) and is_half(leaf.dtype)
+    return isinstance(leaf, (jax.Array, np.ndarray)) and is_16bit(leaf.dtype)
 
 
 def _counted(calls: dict[Any, int], callee: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, is_half, short_name
+from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, is_16bit, short_name
 from jaxmp._policies._inputs import inputs_text, methods_of, own_inputs
 from jaxmp._policies._policy import (
     FIELD_NAMES,
@@ -489,7 +489,7 @@ class Explanation:
         if share is None:
             return []
         lines = [f"{share:.1%} of the matmul FLOPs run in 16 bits or fewer."]
-        if share < 0.5 and self.rows and is_half(self.rows[0].policy.compute_dtype):
+        if share < 0.5 and self.rows and is_16bit(self.rows[0].policy.compute_dtype):
             lines.append(
                 "Layers that cast their operands themselves do not follow the recipe. Apply it to "
                 "each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core import _compat
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
@@ -179,7 +179,7 @@ def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
     if preferred is not None:
         dtype = canonical_dtype(preferred)
-        if dtype not in HALF | {FLOAT32, FLOAT64}:
+        if dtype not in FLOATS_16BIT | {FLOAT32, FLOAT64}:
             raise JaxmpError(
                 f"preferred_element_type is {dtype}: an FP8 product has results in float16, "
                 "bfloat16, float32 or float64. Take one of them, and convert the result."

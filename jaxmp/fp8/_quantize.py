@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, HALF, canonical_dtype, is_fp8
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype, is_fp8
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import fp8_dtype
 
@@ -18,7 +18,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 # Bits of an FP32 infinity, which are also the mask of the exponent.
 _EXPONENT = 0x7F800000
 
-_FLOATS = HALF | {FLOAT32, FLOAT64}
+_FLOATS = FLOATS_16BIT | {FLOAT32, FLOAT64}
 
 
 def as_floats(x: Any, name: str, caller: str) -> jax.Array:

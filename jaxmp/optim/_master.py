@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_half, short_name
+from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
 from jaxmp._policies._rules import PolicyMap
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError, RecipeWarning
@@ -57,7 +57,7 @@ class Layout:
     def has_master(self, index: int) -> bool:
         """Whether leaf `index` is stored in 16 bits and has a master."""
         dtype = self.dtype(index)
-        return self.form != "none" and dtype is not None and is_half(dtype)
+        return self.form != "none" and dtype is not None and is_16bit(dtype)
 
     @property
     def key(self) -> str:
@@ -215,7 +215,7 @@ def master_params(
         if isinstance(held, optax.MaskedNode):
             return delta, held, None
         new, over = add_update(full, delta), None
-        if is_half(param.dtype):
+        if is_16bit(param.dtype):
             new, over = _fit(new, param.dtype)
         if expanded:
             return delta, new, over

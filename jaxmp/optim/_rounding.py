@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp.errors import CompositionError
 
 
@@ -92,7 +92,7 @@ def stochastic_rounding(
 
 def _round_leaf(key: jax.Array, param: Any, delta: Any) -> Any:
     dtype = _trees.dtype_of(param)
-    if dtype is None or not is_half(dtype):
+    if dtype is None or not is_16bit(dtype):
         return delta
     old = param.astype(FLOAT32)
     return round_stochastically(key, old + delta.astype(FLOAT32), dtype).astype(FLOAT32) - old

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, is_half
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
@@ -96,6 +96,6 @@ def cast_params(params: Any, policies: Any, form: str = "fp32") -> Any:
         if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
             return leaf
         dtype = policies.storage_dtype(_trees.rule_names(params, names), leaf.dtype)
-        return to_storage(leaf, dtype, form if is_half(dtype) else "fp32")
+        return to_storage(leaf, dtype, form if is_16bit(dtype) else "fp32")
 
     return _trees.map_with_path(cast_leaf, params)
