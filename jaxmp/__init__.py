@@ -29,6 +29,7 @@ from jaxmp._gradients import LossDtypeWarning as LossDtypeWarning
 from jaxmp._gradients import grad as grad
 from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
+from jaxmp._loss_scale import LossScaleLike as LossScaleLike
 from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
 from jaxmp._policies._op_table import OPS as OPS

@@ -5,13 +5,26 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, final, get_args
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+    final,
+    get_args,
+)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
@@ -86,7 +99,7 @@ class LossScale(abc.ABC):
           A tree of the same structure.
         """
 
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: bool | jax.Array) -> Self:
         """Returns the loss scale for the next step.
 
         Args:
@@ -231,11 +244,11 @@ class StaticLossScale(_Scaling):
     The scale is a leaf, so that a jitted step is not traced again for another value.
 
     Args:
-      scale_value: the scale: a positive number that is finite in FP32 and at least 2**-126, or a
+      loss_scale: the scale: a positive number that is finite in FP32 and at least 2**-126, or a
         scalar array of such a number. Traced values are not checked.
 
     Raises:
-      LossScaleError: if `scale_value` is not such a number.
+      LossScaleError: if `loss_scale` is not such a number.
 
     Example:
       >>> StaticLossScale(1024).unscale(jnp.float16(1.0))
@@ -244,9 +257,12 @@ class StaticLossScale(_Scaling):
 
     LEAVES = ("scale_value",)
 
-    def __init__(self, scale_value: Any) -> None:
-        scale = _scale_argument("scale_value", scale_value)
+    def __init__(self, loss_scale: ArrayLike) -> None:
+        scale = _scale_argument("loss_scale", loss_scale)
         vars(self).update(scale_value=_leaf(scale, jnp.float32))
+
+    def __repr__(self) -> str:
+        return f"StaticLossScale(loss_scale={self.scale_value})"
 
 
 @final
@@ -341,7 +357,7 @@ class DynamicLossScale(_Scaling):
 
     def __init__(
         self,
-        init_scale: Any = 2.0**16,
+        init_scale: ArrayLike = 2.0**16,
         *,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -434,7 +450,7 @@ class DynamicLossScale(_Scaling):
     # Presets, with the settings in `_FRAMEWORKS`.
 
     @classmethod
-    def torch(cls, init_scale: Any = 2.0**16, **overrides: Any) -> Self:
+    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
         """Creates the loss scale of `torch.amp.GradScaler`, Accelerate and Lightning: no bounds.
 
         Args:
@@ -444,7 +460,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("torch", overrides))
 
     @classmethod
-    def deepspeed(cls, init_scale: Any = 2.0**16, **overrides: Any) -> Self:
+    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
         """Creates DeepSpeed's loss scale under ZeRO: interval 1000, minimum 1, hysteresis 2.
 
         One finite step is not counted, at the start and after each overflow.
@@ -457,7 +473,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("deepspeed", overrides))
 
     @classmethod
-    def megatron(cls, init_scale: Any = 2.0**32, **overrides: Any) -> Self:
+    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Any) -> Self:
         """Creates Megatron-LM's `DynamicGradScaler`: interval 1000, minimum 1, hysteresis 2.
 
         Args:
@@ -467,7 +483,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("megatron", overrides))
 
     @classmethod
-    def keras(cls, init_scale: Any = 2.0**15, **overrides: Any) -> Self:
+    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
         """Creates the loss scale of Keras 3's `LossScaleOptimizer`: interval 2000, no bounds.
 
         Args:
@@ -477,7 +493,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("keras", overrides))
 
     @classmethod
-    def tensorflow(cls, init_scale: Any = 2.0**15, **overrides: Any) -> Self:
+    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
         """Creates TensorFlow's `DynamicLossScale`: interval 2000, minimum 1.
 
         Args:
@@ -518,7 +534,18 @@ def _preset(framework: str, overrides: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------
 
 
-def as_loss_scale(value: Any) -> LossScale:
+class JmpLossScale(Protocol):
+    """Loss scale of jmp, or of another library with the same attribute."""
+
+    @property
+    def loss_scale(self) -> Any: ...
+
+
+# Values that `as_loss_scale` accepts.
+LossScaleLike: TypeAlias = LossScale | JmpLossScale | ArrayLike | None
+
+
+def as_loss_scale(value: LossScaleLike) -> LossScale:
     """Converts a value to a loss scale.
 
     Args:
@@ -540,7 +567,7 @@ def as_loss_scale(value: Any) -> LossScale:
     if value is None:
         return NoLossScale()
     if _is_number(value):
-        return StaticLossScale(value)
+        return StaticLossScale(cast(ArrayLike, value))
     if (converted := _from_jmp(value)) is not None:
         return converted
     raise LossScaleError(
@@ -579,7 +606,7 @@ def _from_jmp_dynamic(value: Any) -> DynamicLossScale:
 # ---------------------------------------------------------------------------
 
 
-def _leaf(value: Any, dtype: Any) -> jax.Array:
+def _leaf(value: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return jnp.array(value, dtype, copy=True)
 
 
@@ -625,7 +652,7 @@ _SCALE = "a positive number, finite in FP32 and at least 2**-126"
 
 # Argument -> a valid call, shown in error messages.
 _RIGHT_CALL = {
-    "scale_value": "StaticLossScale(1024)",
+    "loss_scale": "StaticLossScale(1024)",
     "init_scale": "DynamicLossScale(init_scale=65536)",
     "growth_factor": "DynamicLossScale(growth_factor=2.0)",
     "backoff_factor": "DynamicLossScale(backoff_factor=0.5)",
@@ -665,7 +692,7 @@ def _fp32(value: Any) -> float:
         return math.inf
 
 
-def _scale_argument(name: str, value: Any) -> Any:
+def _scale_argument(name: str, value: ArrayLike) -> ArrayLike:
     """Returns a scale as an FP32 number; a traced scale is returned unchanged."""
     if _is_number(value) and _is_traced(value):
         return value

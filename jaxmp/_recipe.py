@@ -176,8 +176,8 @@ class Recipe:
           >>> load_recipe("bf16_params").cast_params({"kernel": jnp.ones(2)})["kernel"].dtype
           dtype(bfloat16)
         """
-        form = "packed" if self.master == "packed" else "fp32"
-        return optim.cast_params(params, self.policies, form)
+        master = "packed" if self.master == "packed" else "fp32"
+        return optim.cast_params(params, self.policies, master)
 
     def replace(self, **changes: Any) -> Recipe:
         """The same recipe with something changed.
@@ -197,7 +197,7 @@ class Recipe:
 
         Example:
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
-          StaticLossScale(scale_value=128.0)
+          StaticLossScale(loss_scale=128.0)
         """
         return Recipe(self, **changes)
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import serialization, struct
 
-from jaxmp import _gradients, optim
+from jaxmp import _gradients
 from jaxmp._core import _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError
@@ -190,7 +190,7 @@ def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
     """Step, stored parameters and optimizer state of step 0."""
     trainable, overwritten = _trees.split_overwritten(params)
     trainable = jax.tree.map(_strong, trainable)
-    optim.check_composition(jax.eval_shape(tx.init, trainable))
+    _find.check_composition(jax.eval_shape(tx.init, trainable))
     opt_state = tx.init(trainable)
     _find.shared_loss_scale(opt_state)
     _check_rules(opt_state, trainable)

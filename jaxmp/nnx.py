@@ -16,7 +16,7 @@ import optax
 from flax import linen, nnx
 from jax.core import Tracer
 
-from jaxmp import _gradients, optim
+from jaxmp import _gradients
 from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
 from jaxmp._audit._share import low_precision_share
@@ -34,6 +34,7 @@ from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning, RuleError
 from jaxmp.optim import _find, _master
 from jaxmp.optim._apply import apply_update
+from jaxmp.optim._find import check_composition
 
 __all__ = [
     "CompiledStep",
@@ -615,7 +616,7 @@ class Optimizer(nnx.Optimizer):
         self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param
     ) -> None:
         params = nnx.as_pure(nnx.state(model, _trained(wrt)))
-        optim.check_composition(jax.eval_shape(tx.init, params))
+        check_composition(jax.eval_shape(tx.init, params))
         super().__init__(model, tx, wrt=_trained(wrt))
         self.wrt = wrt
         nnx.update(model, _master.store(params, self._pure_state()))

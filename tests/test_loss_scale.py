@@ -165,7 +165,7 @@ def test_immutable_and_unhashable(make):
 
 def test_repr_shows_state_and_settings():
     assert repr(NoLossScale()) == "NoLossScale()"
-    assert repr(StaticLossScale(8)) == "StaticLossScale(scale_value=8.0)"
+    assert repr(StaticLossScale(8)) == "StaticLossScale(loss_scale=8.0)"
     assert repr(DynamicLossScale(8).adjust(True)) == (
         "DynamicLossScale(scale_value=8.0, good_steps=1, hysteresis_left=1, growth_delay_left=0, "
         "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, min_scale=6.103515625e-05, "
@@ -685,7 +685,7 @@ def test_every_argument_is_in_the_list_of_bad_ones():
 def test_bad_static_scales_are_refused_with_a_fix_that_works(value):
     with pytest.raises(LossScaleError) as error:
         StaticLossScale(value)
-    assert f"StaticLossScale(scale_value={value!r}): scale_value must be" in str(error.value)
+    assert f"StaticLossScale(loss_scale={value!r}): loss_scale must be" in str(error.value)
     assert fix_in(error) == StaticLossScale(1024)
 
 
@@ -794,7 +794,7 @@ def test_a_foreign_class_of_the_same_name_is_refused():
 
 
 def test_as_loss_scale_checks_numbers():
-    with pytest.raises(LossScaleError, match=r"scale_value=-1\): scale_value must be"):
+    with pytest.raises(LossScaleError, match=r"loss_scale=-1\): loss_scale must be"):
         as_loss_scale(-1)
 
 

@@ -16,7 +16,7 @@ from jaxmp.fp8._scaling import Scaling
 
 
 class LayerDecision(NamedTuple):
-    """FP8 decision for one linear layer; an empty `exclusion_reason` means that the layer runs in FP8."""
+    """FP8 decision for one linear layer."""
 
     # Path of the layer's module; under `autocast`, the name scopes of the matmul.
     path: str

@@ -1,6 +1,5 @@
 """Optax transformations: masters, loss scale, skipped steps, stochastic rounding."""
 
-from jaxmp.optim._find import check_composition as check_composition
 from jaxmp.optim._master import MasterParamsState as MasterParamsState
 from jaxmp.optim._master import master_params as master_params
 from jaxmp.optim._mixed_precision import mixed_precision as mixed_precision

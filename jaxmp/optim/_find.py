@@ -281,7 +281,7 @@ def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
         gradient was not finite, and the likely causes, the most likely first.
 
     Raises:
-      ScaleCollapsedError: the dynamic loss scale sits at its floor and the last step still overflowed.
+      ScaleCollapsedError: if gradients still overflow at the minimum scale.
       MasterOverflowError: in the last step a master grew too large for the 16-bit dtype that its
         parameter is stored in.
 

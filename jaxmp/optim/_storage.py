@@ -20,6 +20,8 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import PyTree
+from jaxmp._policies._rules import PolicyMap
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
@@ -81,13 +83,13 @@ def to_storage(value: Any, dtype: Any, form: str) -> Any:
     return _trees.cast(value, dtype)
 
 
-def cast_params(params: Any, policies: Any, form: str = "fp32") -> Any:
+def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> PyTree:
     """Casts each floating parameter to the dtype in which `policies` store it.
 
     Args:
       params: a tree of parameters, or a dict of Flax collections whose `params` are cast.
       policies: a PolicyMap.
-      form: the master's form, which decides how a tie rounds.
+      master: the form of the masters, "fp32" or "packed", which determines how ties round.
     """
     collections = _trees.has_collections(params)
 
@@ -96,6 +98,6 @@ def cast_params(params: Any, policies: Any, form: str = "fp32") -> Any:
         if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
             return leaf
         dtype = policies.storage_dtype(_trees.rule_names(params, names), leaf.dtype)
-        return to_storage(leaf, dtype, form if is_16bit(dtype) else "fp32")
+        return to_storage(leaf, dtype, master if is_16bit(dtype) else "fp32")
 
     return _trees.map_with_path(cast_leaf, params)
