@@ -36,7 +36,7 @@ def tokens(*shape: int) -> jax.Array:
 
 
 # ---------------------------------------------------------------------------
-# A case and its builds
+# A test network in both frameworks
 # ---------------------------------------------------------------------------
 
 Renames = tuple[tuple[str, str], ...]
@@ -48,15 +48,15 @@ class Case:
 
     name: str
     args: Callable[[], tuple[Any, ...]]
-    # A Linen module, and `rngs -> NNX module`; None: this framework has no such layers.
+    # A Linen module, and `rngs -> NNX module`; None if the framework does not have such layers.
     linen: Any
     nnx: Any
     _: dataclasses.KW_ONLY
     rules: tuple[Rule, ...] = ()
-    # Regular expressions and what they become: a parameter's path in NNX -> its path in Linen.
-    # None: the two keep their parameters in different shapes.
+    # Regular expressions and replacements that convert the path of a parameter in NNX to its path
+    # in Linen. None if the shapes of the parameters differ.
     linen_names: Renames | None = ()
-    # Who breaks strict promotion, Flax or the model's author; "": nobody.
+    # The code that violates strict promotion, Flax or the model; "" if there is none.
     promotes: str = ""
 
     def policies(self, default: str = MIXED) -> PolicyMap:
@@ -143,8 +143,8 @@ class Build:
         return out, state, gradients
 
 
-# Compiling is most of the battery's time. Unoptimised it takes half as long; without the fusion
-# emitters, which later versions cannot switch off, a quarter of that.
+# Most of the time of these tests is compilation. Without optimizations it takes half as long;
+# without the fusion emitters, which later versions cannot disable, a quarter of that.
 FAST_TO_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     FAST_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
@@ -245,7 +245,7 @@ def fill(leaf: Any, kind: str, random: np.random.Generator) -> jax.Array:
 
 
 # ---------------------------------------------------------------------------
-# The list
+# List of networks
 # ---------------------------------------------------------------------------
 
 _ROUTER = Rule("**/router/**", "c=f32", why="routing is a discrete decision")
@@ -253,7 +253,7 @@ _HEAD = Rule("lm_head", "o=f32", why="the loss reads FP32 logits")
 _POOL = "nn.avg_pool divides by an int"
 _GATES = "Flax's gated cells multiply the FP32 state with a bfloat16 gate"
 
-# Linen names the layers that their author did not.
+# Linen generates names for these layers.
 _MLP = (("hidden", "Dense_0"), ("norm", "LayerNorm_0"))
 _BLOCK = (
     (r"\battention\b", "MultiHeadDotProductAttention_0"),
@@ -308,7 +308,7 @@ CASES = [
     _with_rule("cnn_wide", _cnn, Rule("conv", "o=f32")),
     _recurrent("lstm", "LSTMCell", linen_names=_CELL, promotes=_GATES),
     _recurrent("simple_cell", "SimpleCell", linen_names=_CELL),
-    # NNX keeps the gates of these in one kernel.
+    # NNX stores the gates of these layers in one kernel.
     _recurrent("fast_lstm", "OptimizedLSTMCell", linen_names=None, promotes=_GATES),
     _recurrent("gru", "GRUCell", linen_names=None, promotes=_GATES),
     Case(

@@ -155,9 +155,9 @@ def check_errors(given):
         for what, got, want, other in zip(
             ("out", "query", "key", "value", "bias"), mine, exact, usual, strict=False
         ):
-            # The reference may be exact by luck, as for one key, where a gradient is a sum over
-            # queries of differences of equal terms of order 1. Two roundings are always due, and
-            # two of FP32 for each term that is added.
+            # The reference can be exact by chance, for example for one key, where a gradient is a
+            # sum over queries of differences of equal terms of order 1. Two roundings are always
+            # allowed, and two FP32 roundings for each term of a sum.
             floor = 2 * float(jnp.finfo(dtype).eps) * max(np.abs(want).max(), 1)
             floor += 2 * float(jnp.finfo(jnp.float32).eps) * sum(given.logits_shape[2:])
             limit = max(2 * np.abs(other - want).max(), floor)
@@ -197,7 +197,7 @@ def calls(draw):
     stated = {"is_causal": True} if draw(st.booleans()) else {}
     if draw(st.booleans()):
         stated["local_window_size"] = (draw(st.integers(0, 20)), draw(st.integers(0, 20)))
-    # Which dimensions of a bias or mask are whole: a bit for each of batch, heads, queries, keys.
+    # Dimensions in which a bias or mask is not broadcast: a bit for batch, heads, queries and keys.
     some = st.none() | st.integers(0, 15)
     return functools.partial(
         drawn,
@@ -240,7 +240,7 @@ def test_a_long_sequence_against_fp64(dtype, length):
 
 
 # ---------------------------------------------------------------------------
-# In the place of `jax.nn.dot_product_attention`
+# Compatibility with `jax.nn.dot_product_attention`
 # ---------------------------------------------------------------------------
 
 
@@ -270,7 +270,7 @@ def test_result_residual_and_gradients_are_those_of_jax(options):
     def of(fn, **options):
         def loss(*operands):
             out, residual = fn(*operands, return_residual=True, **options)
-            # The residual has no gradient.
+            # The gradient of the residual is zero.
             return (out.astype(jnp.float32) ** 2).sum() + residual.max().astype("float32"), (
                 out,
                 residual,
@@ -385,7 +385,7 @@ def test_operands_get_one_sharding_and_keep_values_and_gradients():
 
 
 # ---------------------------------------------------------------------------
-# Rows that see nothing, logits that float16 cannot hold
+# Queries that see no key, and logits that overflow float16
 # ---------------------------------------------------------------------------
 
 
@@ -460,7 +460,7 @@ def dropped(name, rate=0.25, keys=48, broadcast=False):
 def test_dropout_drops_its_share_and_scales_the_rest(name):
     kept, whole = dropped(name)
     gone = kept == 0
-    # 9216 weights: the share's standard deviation is 0.0045.
+    # For 9216 weights, the standard deviation of the share is 0.0045.
     assert abs(float(gone.mean()) - 0.25) < 0.02
     np.testing.assert_allclose(kept[~gone], (whole / 0.75)[~gone], rtol=1e-5)
     assert bool((gone[0] != gone[1]).any())
@@ -505,7 +505,7 @@ def test_vmap_scan_and_checkpoint_agree():
     def body(carry, _):
         return carry + jax.grad(loss)(query, key, value), None
 
-    # Compiled as a whole, FP32 sums of 20 terms of order 1 are added in another order.
+    # In the compiled program, FP32 sums of 20 terms of order 1 have another order.
     summed, _ = jax.lax.scan(body, jnp.zeros_like(query), length=2)
     np.testing.assert_allclose(summed, 2 * want, rtol=1e-5, atol=1e-5)
 
@@ -566,7 +566,7 @@ def temporary(length, implementation):
 
 def test_memory_of_blocks_grows_linearly():
     sizes = [temporary(length, "blockwise") for length in (2048, 4096, 8192, 16384)]
-    # Twice the positions take at most twice the bytes; those of all pairs take four times.
+    # Twice the positions require at most twice the bytes; all pairs would require four times.
     assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
     assert temporary(16384, "xla") > 10 * sizes[-1]
 
@@ -680,7 +680,7 @@ def test_a_choice_is_logged_once(caplog, monkeypatch):
 
 
 # ---------------------------------------------------------------------------
-# Policies, and what is refused
+# Policies and errors
 # ---------------------------------------------------------------------------
 
 
@@ -808,7 +808,7 @@ def nnx_names(policies, **fields):
 def test_a_policy_chooses_the_implementation(names):
     assert names("c=bf16") == {"xla"}
     assert names("c=bf16,implementation=blockwise") == {"blockwise"}
-    assert names("c=f32") == set()  # Flax's own, bit for bit
+    assert names("c=f32") == set()  # bit-identical to Flax
     assert names("c=f32,implementation=blockwise") == {"blockwise"}
     rule = jaxmp.Rule("", "implementation=xla")
     assert names(jaxmp.PolicyMap("c=bf16,implementation=blockwise", (rule,))) == {"xla"}
@@ -857,7 +857,7 @@ def test_a_function_is_told_by_what_it_states_and_pickles(framework):
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_the_backward_pass_multiplies_at_the_precision_of_the_forward_pass(implementation):
     def fn(query, key, value):
-        # A recipe sets this while its module runs; the backward pass is traced after that.
+        # A recipe sets this while its module runs; the backward pass is traced later.
         with jax.default_matmul_precision("highest"):
             out = dot_product_attention(
                 query, key, value, is_causal=True, implementation=implementation

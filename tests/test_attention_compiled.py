@@ -75,7 +75,7 @@ def test_fused_under_scan_and_remat():
         return jax.lax.scan(body, query, length=4)[0].astype("float32").sum()
 
     found = dict(kernels(jax.grad(fn), shape(2, 256, 8, 64)))
-    # What is computed anew is the forward kernel once more.
+    # Only the forward kernel is recomputed.
     assert found[BACKWARD] == 4 and found[FORWARD] >= 4
 
 
@@ -170,7 +170,7 @@ def test_memory_has_no_term_of_all_pairs():
         args = (query, query, query, {})
         return audit(gradients(is_causal=True), *args, target="h200").memory.temporary
 
-    # The same number of tokens: all pairs would take eight times as much.
+    # The number of tokens is the same; memory for all pairs would be eight times as large.
     assert temporary(8192) <= 1.1 * temporary(1024)
 
 
@@ -206,7 +206,7 @@ def fully_sharded(tree, mesh):
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_fully_sharded_parameters(framework):
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    # Left to itself, XLA shards the key over the size of its heads, and the query over the batch.
+    # By default, XLA shards the key over the head size, and the query over the batch.
     gpt, tokens = GPT(layers=2, width=512, heads=8), shape(16, 64, dtype=jnp.int32)
     wrap = jaxmp.load_recipe("bf16").wrap
     if framework == "linen":

@@ -80,7 +80,7 @@ def audit_small(framework, recipe="bf16", **sizes):
 
 
 # ---------------------------------------------------------------------------
-# Clean programs
+# Correct programs
 # ---------------------------------------------------------------------------
 
 
@@ -167,7 +167,7 @@ def test_a_compiled_nnx_step_is_refused_and_stays_whole():
 
 
 # ---------------------------------------------------------------------------
-# Planted errors: matmuls
+# Seeded defects: matmuls
 # ---------------------------------------------------------------------------
 
 
@@ -232,7 +232,7 @@ def test_full_precision_is_allowed():
     args = shape(16, 16), shape(16, 16, dtype=jnp.float32)
     report = audit(fn, *args, policies=BF16)
     assert report.ok and audit(fn, *args).ok
-    # Its mark is no module.
+    # The name of its scope is not a module.
     assert {row.module for row in (*report.matmuls, *report.casts)} == {"lin"}
     assert {row.module for row in report.modules} == {"", "lin"}
 
@@ -336,7 +336,7 @@ def test_the_batch_is_no_width():
 
 
 # ---------------------------------------------------------------------------
-# Planted errors: 16 bits where FP32 belongs
+# Seeded defects: 16 bits instead of FP32
 # ---------------------------------------------------------------------------
 
 
@@ -394,7 +394,7 @@ def test_what_belongs_in_fp32(fn, check, dtype):
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: jnp.sum(x, axis=-1),  # JAX adds up in FP32
+        lambda x: jnp.sum(x, axis=-1),  # JAX accumulates in FP32
         lambda x: jnp.mean(x, axis=-1),
         lambda x: x - jnp.var(x, axis=-1, keepdims=True),
         lambda x: jnp.tanh(x) * jax.nn.sigmoid(x),
@@ -535,7 +535,7 @@ def test_silent_promotions_in_other_ways(fn):
 def test_what_autocast_lifts_is_no_silent_promotion():
     def fn(w, b, x):
         with jax.named_scope("lin"):
-            # Towards the mean, and beside what was added up in FP32.
+            # Divided to a mean, and next to values that were summed in FP32.
             return (x @ w + b[None]).mean() + (x @ w * jnp.exp(x @ w)).sum()
 
     args = jnp.ones((16, 16)), jnp.ones((16,)), jnp.ones((8, 16))
@@ -544,7 +544,7 @@ def test_what_autocast_lifts_is_no_silent_promotion():
         assert report.ok and {row.module for row in report.casts} == {"lin"}
         assert report.casts and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
     half = args[0].astype(jnp.bfloat16), args[1], args[2].astype(jnp.bfloat16)
-    with jax.numpy_dtype_promotion("standard"):  # the same by hand: a loss in FP32 is right
+    with jax.numpy_dtype_promotion("standard"):  # the same by hand: a loss in FP32 is correct
         assert "implicit_promotion" not in checks(audit(fn, *half, policies="bf16"))
 
 
@@ -556,7 +556,7 @@ def test_casts_that_somebody_wrote_are_no_silent_promotion():
 
 
 # ---------------------------------------------------------------------------
-# Planted errors: attention
+# Seeded defects: attention
 # ---------------------------------------------------------------------------
 
 
@@ -571,7 +571,7 @@ def test_attention_of_jaxmp_says_why_it_is_no_fused_kernel():
     report = audit(jax.grad(loss), args[0], shape(16, 64, dtype=jnp.float32), policies="bf16")
     finding = the_only(report, "unfused_attention", "warning")
     assert_named(finding, "attention", "unfused attention")
-    # Once per layer, not once per pass; the forward pass multiplies twice, q k^T and by v.
+    # Once per layer, not once per pass; the forward pass has two matmuls.
     assert finding.count == 1 and finding.flops == 2 * 2 * 16 * 16 * 64
     assert "'xla'" in finding.message and "logits of all pairs take" in finding.message
     assert "device: the program is compiled for cpu" in finding.message
@@ -675,7 +675,7 @@ def test_a_mixture_of_experts_is_no_attention():
 
 
 # ---------------------------------------------------------------------------
-# Planted errors: state
+# Seeded defects: state
 # ---------------------------------------------------------------------------
 
 
@@ -881,7 +881,7 @@ def test_gradients_of_a_convolution_take_as_much_again_each(strides):
 
     args = shape(2, 9, 9, 16), shape(3, 3, 16, 32)
     report = audit(jax.grad(loss, (0, 1)), *args).flops_by("phase")
-    # The borders of the input's gradient, which are multiplied with zeros, count too.
+    # The borders of the gradient of the input, which are multiplied by zeros, count too.
     assert 2 * report["forward",] <= report["backward",] <= 4 * report["forward",]
 
 

@@ -57,7 +57,7 @@ def example(recipe):
 
 
 # ---------------------------------------------------------------------------
-# The example's step
+# The step of the example
 # ---------------------------------------------------------------------------
 
 
@@ -66,12 +66,12 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     report = example("bf16")
     assert report.ok and report.gpu == "NVIDIA H200 141GB HBM3e (no such GPU on this machine)"
     assert operands(report) == {("bfloat16", "bfloat16")}
-    # XLA multiplies as much as was traced, no more and no less.
+    # The compiled matmuls have as many FLOPs as the traced ones.
     kernels = (*report.gemms, *report.attention)
     assert sum(row.flops for row in kernels) == report.flops
     assert {row.module for row in kernels} == {row.module for row in report.matmuls}
     assert all(Path(row.file).name == "byte_gpt.py" and row.line for row in report.gemms)
-    # Once forwards, and backwards for either operand.
+    # Once forward, and backward for each operand.
     phases = [
         row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)
     ]
@@ -94,7 +94,7 @@ def test_the_update_of_the_example_moves_what_it_must():
     # Reads and writes of FP32 parameters and two moments, 24 bytes, and a 16-bit gradient.
     assert 25.5 <= memory.update_floor / parameters <= 26.5
     assert memory.update_floor <= memory.update_bytes <= 1.02 * memory.update_floor
-    # All but the loss and the counters takes over the donated memory.
+    # All results except the loss and the counters use the donated memory.
     assert 0 <= memory.outputs - memory.aliased < 4096 < memory.temporary
     assert memory.fusions > 0
 
@@ -114,7 +114,7 @@ def test_nnx_steps():
     report = audit(step, model, optimizer, tokens, policies="bf16", target="h200")
     assert operands(report) == {("bfloat16", "bfloat16")}
     assert "block_0/mlp_up" in {row.module for row in report.gemms}
-    # The step writes into model and optimizer and returns the loss alone. Backward, too, is there.
+    # The step updates model and optimizer and returns only the loss. The backward pass is included.
     rows = [row.phase for row in report.gemms if row.module == "lm_head" for _ in range(row.count)]
     assert sorted(rows) == ["backward", "backward", "forward"]
     # Two products forward and five backward, over a dense mask: B 4, N 2, T and S 16, H 16.
@@ -126,7 +126,7 @@ def test_nnx_steps():
 
 
 # ---------------------------------------------------------------------------
-# FP8: real or fallen back
+# FP8 matmuls and fallbacks
 # ---------------------------------------------------------------------------
 
 
@@ -348,7 +348,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
     assert not row.in_matmul and row.phase == "backward"
     assert audit(step, *args, policies=BF16).ok
-    # Without policies nobody asked for FP32.
+    # Without policies, FP32 is not requested.
     assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"
 
     def mended(w, x):
@@ -463,7 +463,7 @@ def test_a_mesh_that_the_program_alone_names(mesh, make):
     report = audit(make(mesh), shape(256, 64, dtype=jnp.float32), target="h200")
     assert report.gpu.startswith("4 x NVIDIA H200")
     assert "all-reduce" in {row.operation for row in report.collectives}
-    # What jit is told to spread is spread; where nothing is said, each card has all of it.
+    # Arrays with a sharding in jit are sharded; all others are replicated on each GPU.
     whole = 256 * 64 * 4
     assert report.memory.arguments == (whole // 4 if make is by_jit else whole)
 
@@ -612,7 +612,7 @@ def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
 
 
 # ---------------------------------------------------------------------------
-# Where the card is there
+# Target GPU present on this machine
 # ---------------------------------------------------------------------------
 
 
@@ -631,7 +631,7 @@ def here(monkeypatch):
         devices = [FakeDevice(check, number) for number, check in enumerate(checks)]
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "local_devices", lambda: devices)
-        # Those of other processes, for which nothing can be compiled alone.
+        # Devices of other processes, for which a single process cannot compile.
         monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(checks[0], 99)])
         return devices
 
@@ -641,7 +641,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize(
     ("target", "check", "is_it"),
     [
-        # As CUDA names them (`cudaDeviceProp.name`, `nvidia-smi -L`).
+        # Names as CUDA reports them (`cudaDeviceProp.name`, `nvidia-smi -L`).
         ("a100", "NVIDIA A100-SXM4-80GB", True),
         ("a100", "NVIDIA A100-PCIE-40GB", True),
         ("a100", "NVIDIA A100 80GB PCIe", True),
@@ -678,7 +678,7 @@ def test_a_mesh_of_the_cards_keeps_its_order(here):
         return jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
 
     assert _compile._real_gpus("h200", mesh_of(second, first), 2) == [second, first]
-    # A mesh of other devices says how many are meant.
+    # A mesh of other devices determines the number of devices.
     others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
     assert _compile._real_gpus("h200", mesh_of(*others), 2) == [first, second]
     assert _compile._real_gpus("b200", mesh_of(second, first), 2) == []
@@ -692,7 +692,7 @@ def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
         with jax.named_scope("Net"), jax.named_scope("lin"):
             return jax.nn.gelu(x @ w) @ w
 
-    # So many rows that no kernel adds up a part of the sums, in FP32, for another to finish.
+    # With this many rows, no kernel computes partial sums in FP32 that another kernel completes.
     args = shape(512, 512), shape(16384, 512)
     described = audit(f, *args, target="h200")
     monkeypatch.setattr(
@@ -738,7 +738,7 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "[('bfloat16', 'bfloat16')]", done.stderr
-    # Where the script itself starts JAX's backends, JAX says what it misses before any audit.
+    # If the script initializes JAX's backends, JAX reports missing libraries before the audit.
     assert first or done.stderr == ""
 
 

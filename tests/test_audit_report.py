@@ -147,7 +147,7 @@ def printed_by_rich(report, width, **options):
 
 
 # ---------------------------------------------------------------------------
-# What is shown, in which order
+# Contents and order
 # ---------------------------------------------------------------------------
 
 VIEWS = {
@@ -212,7 +212,7 @@ def test_a_long_list_of_faults_is_cut_in_the_short_report():
     assert "The first 20; --full prints 10 more." in str(report)
     assert "a.py:20" in str(report) and "a.py:21" not in str(report)
     assert "a.py:30" in report.to_text(full=True)
-    # One remedy serves all rows.
+    # One fix applies to all rows.
     assert str(report).count("take it in FP32") == 1
 
 
@@ -226,7 +226,7 @@ def test_fixes_are_code_below_the_table():
         text = REPORT.to_text(width=width)
         table, fixes = text[text.index("\nFaults") : text.index("\nMatmuls")].split("\nFixes\n")
         assert "nn.Dense(504)" not in table and "Rule(" not in table
-        # Code is never wrapped, and keeps the indent of its own lines.
+        # Code is never wrapped, and the indentation of its lines is kept.
         lines = fixes.splitlines()
         assert f"            {LONG_CODE}" in lines and "        if True:" in lines
         assert "        nn.Dense(504)" in lines
@@ -375,10 +375,10 @@ def test_a_healthy_audit_fits_one_screen(gpt_124m):
 
 
 # ---------------------------------------------------------------------------
-# Three planted errors
+# Three seeded defects
 # ---------------------------------------------------------------------------
 
-# The names are those of the fixes: fn, x, logits. A comment stands where a user pastes a fix.
+# The names are those of the fixes: fn, x, logits. Comments mark the lines for the fixes.
 PLANTED = """
 import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
 model = jaxmp.load_recipe("bf16").wrap(nn.Dense(16, name="up"))

@@ -20,7 +20,8 @@ from jaxmp._core import _compat
 ROOT = Path(__file__).parents[1]
 MEASURED = "script_audits_jax_0.10.2_cpu.json"
 
-# What most scripts share: two weights, 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward pass.
+# Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
+# pass.
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np, optax
 def loss_fn(params, x):
@@ -183,7 +184,7 @@ STYLES = {
     "thread": (THREAD, [], "train_step"),
 }
 
-# Gradients and updates are compiled apart, in two players.
+# Gradients and updates of two players are compiled separately.
 TWO_PLAYERS = (
     MODEL
     + """
@@ -248,7 +249,7 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     # Optimizer states are seen through the wrappers that flatten them.
     assert ("optimizer_state_16bit" in errors) == (style in ("nnx", "pmap"))
     assert {finding.location.partition(":")[0] for finding in report.errors} <= {"train.py", ""}
-    # Nothing of the script runs after its train step.
+    # The script does not continue after its train step.
     assert not (folder / "too_late.txt").exists()
 
 
@@ -383,7 +384,7 @@ def test_the_page_shows_a_script_as_measured():
 
 
 # ---------------------------------------------------------------------------
-# Which function is the train step
+# Selection of the train step
 # ---------------------------------------------------------------------------
 
 PARAMS = {"a": jnp.ones((4, 4)), "b": jnp.ones((4,))}

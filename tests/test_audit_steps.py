@@ -78,7 +78,7 @@ def sgd(w, x, **options):
 def test_16_bit_parameters_without_masters(around, wrap):
     step = wrap(functools.partial(sgd, around=around))
     found = counts(step, half(W), X)
-    # In a loop, the gradient of a weight that all steps share is a running sum.
+    # In a loop, the gradient of a weight that all iterations share is a running sum.
     assert found.pop("reduction_16bit", 0) == (around is scanned)
     assert found == {"missing_master": 1}
     assert counts(step, W, X) == {}
@@ -392,7 +392,7 @@ def test_gradients_reduced_in_16_bits(map):
     assert finding.fix == "jax.lax.pmean(grads.astype(jnp.float32), 'data')"
     line = inspect.getsource(inspect.getmodule(test_moments_by_hand)).splitlines()[finding.line - 1]
     assert line.endswith("# devices")
-    # Without policies nobody asked for FP32.
+    # Without policies, FP32 is not requested.
     assert audit(step, W, X).ok
     assert audit(data_parallel(F32, check_vma=False, map=map), W, X, policies="bf16").findings == ()
 
@@ -501,7 +501,7 @@ def test_wrap_mends_a_model(framework):
         variables = jax.eval_shape(model.init, jax.random.key(0), X)
         run = lambda model: audit(model.apply, variables, X, policies="bf16")
     else:
-        # Flax gives the modules of NNX no scopes; the user's own has one here.
+        # Flax does not create scopes for NNX modules; the user code has one here.
         model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
         def call(model, x):

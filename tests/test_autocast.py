@@ -101,7 +101,7 @@ def test_arithmetic_is_wide_only_on_the_way_to_fp32():
     traced = trace(autocast(fn, MIXED), W, X)
     assert dtypes(named(traced, "sub")[0]) == (F32, F32, F32)
     assert [dtypes(equation)[2] for equation in named(traced, "mul")] == [F32, BF16]
-    # What follows its operand, and rounds, is rounded.
+    # Operations of category "follow" that round have 16-bit results.
     assert dtypes(named(traced, "tanh")[0])[0] == dtypes(named(traced, "add")[0])[2] == BF16
 
 
@@ -207,8 +207,9 @@ def test_scatters_run_in_the_dtype_of_their_row(method, dtype):
     traced = trace(autocast(fn, MIXED), W, X)
     assert scatter_dtypes(traced) == [(dtype,) * 4]
     assert {dtypes(e)[:2] for e in products(traced)} == {(BF16, BF16)}
-    # Its derivatives too, which bind the scatter's jaxpr again. 2**-8 per product, two in a row,
-    # but where min and max choose otherwise for rounded operands; equal ones share a gradient.
+    # Its derivatives, which bind the jaxpr of the scatter again, are also correct. The error is
+    # 2**-8 per matmul for two successive ones, except where min and max select other values for
+    # rounded operands; equal values share a gradient.
     ours, plain = (
         jax.grad(lambda w, f=f: (f(w, X) ** 2.0).sum())(W) for f in (autocast(fn, MIXED), fn)
     )
@@ -386,7 +387,7 @@ def test_transformations(name):
     fn = make(network, lambda fn: autocast(fn, MIXED))
     out = fn(*arguments)
     assert out.dtype == F32
-    # 2**-8 per product, ten of them in a row; a second derivative doubles the path.
+    # 2**-8 for each of ten successive matmuls; a second derivative doubles the number.
     assert 0 < relative_error(out, plain) < 0.05
     assert set(operands(fn, *arguments)) == {(BF16, BF16)}
 
@@ -616,18 +617,18 @@ def layers(w, x):
     for name in "abcd":
         with jax.named_scope(name):
             x = layer(w, x)
-        x = x @ w  # in 16 bits, so that all layers are given the same
+        x = x @ w  # in 16 bits, so that all layers have equal inputs
     return x
 
 
 @pytest.mark.parametrize(
     ("path", "wide", "traces"),
     [
-        # What one rule says of all layers leaves them one function.
+        # If one rule applies to all layers, they share one function.
         ("*/down", [F32] * 4, 1),
         ("*/up", [BF16] * 4, 1),
         ("c/**", [BF16, BF16, F32, BF16], 2),
-        # The last layer's scopes are known although its jaxpr is that of the others.
+        # The scopes of the last layer are known although it shares the jaxpr of the others.
         ("d/down", [BF16, BF16, BF16, F32], 2),
     ],
 )
@@ -640,7 +641,7 @@ def test_inner_jits_are_shared_where_rules_say_the_same(path, wide, traces):
 
 
 def test_required_rules_know_the_scopes_of_shared_jits():
-    # The rule asks for nothing that the default does not: all four layers share one jaxpr.
+    # The rule has the same effect as the default, so all four layers share one jaxpr.
     autocast(layers, PolicyMap(MIXED, [Rule("d/down", "c=bf16")]))(W, X)
     with pytest.raises(RuleError, match="d/dawn"):
         autocast(layers, PolicyMap(MIXED, [Rule("d/dawn", "c=bf16")]))(W, X)
@@ -670,8 +671,8 @@ def test_name_scopes_and_source_lines_survive():
 # ---------------------------------------------------------------------------
 
 
-# The program as it was written: XLA for CPU may otherwise leave out roundings to bfloat16 between
-# operations that it fuses, and its YNN kernels (JAX 0.11 on) round inside of a product.
+# Compile without changes of rounding: XLA for CPU may omit roundings to bfloat16 between fused
+# operations, and its YNN kernels (since JAX 0.11) round inside of a matmul.
 AS_WRITTEN = {**FAST_TO_COMPILE, "xla_allow_excess_precision": False}
 if jax.__version_info__ >= (0, 11):
     AS_WRITTEN["xla_cpu_experimental_ynn_fusion_type"] = ""
@@ -722,14 +723,14 @@ def test_models(build):
 
     wide = named(program, "exp", "rsqrt", "log") + named(forward, "reduce_sum", "square")
     wide += [e for e in named(forward, "add", "sub", "mul", "div") if NORM.search(module_path(e))]
-    # The only differences in the battery that are not between layers are those of a softmax.
+    # In these networks, only a softmax contains differences that are not between layers.
     wide += [e for e in named(forward, "sub") if "ttention" in module_path(e)]
     for equation in wide:
         assert dtypes(equation)[0] == F32, (equation.primitive.name, module_path(equation))
 
     logs = log_error_ratios(build, traced)
     RATIOS[str(build)] = np.exp(np.mean(logs, axis=0))
-    # Twice the standard error, 6 % at most, is what chance may add.
+    # The tolerance is twice the standard error, at most 6 %.
     assert (RATIOS[str(build)] < 1.1 * np.exp(2 * standard_error(logs))).all(), RATIOS[str(build)]
 
 

@@ -126,8 +126,8 @@ def equinox_gradients(loss_fn, model):
 def test_equinox_products_norms_and_softmax():
     gradients, arrays = equinox_gradients(autocast(encoder_loss, MIXED), encoder())
     traced = trace(gradients, arrays)
-    # 1 + 4 + 3 linear layers and 2 products of the attention, each with its two derivatives; the
-    # first layer has none with respect to the data.
+    # 1 + 4 + 3 linear layers and 2 matmuls of the attention, each with two derivatives, except that
+    # of the first layer with respect to the data.
     assert len(products(traced)) == 3 * 10 - 1
     assert {dtypes(equation)[:2] for equation in products(traced)} == {(BF16, BF16)}
     for equation in in_scope(named(traced, "sub", "exp", "rsqrt", "reduce_sum"), "jvp(eqx"):
@@ -243,7 +243,7 @@ def test_haiku_state_is_written_and_stays_in_fp32(haiku_variables):
     _, exact = haiku_loss(params, state)
     assert leaf_dtypes(new) == leaf_dtypes(state)
     assert relative_error(new, state) > 0.1
-    # The averages are of activations that one product in bfloat16 has made.
+    # The averages are those of activations of one bfloat16 matmul.
     assert 0 < relative_error(new, exact) < 0.01
 
 

@@ -29,6 +29,7 @@ def test_operations_and_calls():
     ratios = autocast_overhead.counts()
     assert ratios["stablehlo_ops"]["ratio"] <= autocast_overhead.LIMITS["stablehlo_ops"]
     assert ratios["python_calls"]["ratio"] <= autocast_overhead.LIMITS["trace_lower"]
-    # Neither step is another's: autocast traces the plain model, and casts each weight once.
+    # The two steps are different programs: autocast traces the plain model, and casts each weight
+    # once.
     ours, theirs = ratios["stablehlo_ops"]["counts"]
     assert ours != theirs and min(ours, theirs) > 1000

@@ -287,7 +287,7 @@ def test_eager_calls_compute_as_jitted_ones(name):
         assert out.dtype == jitted.dtype == jnp.bfloat16
         np.testing.assert_array_equal(out, jitted)
     assert [out.dtype for out in model(x, np.float64(257.3))] == [jnp.bfloat16] * 3
-    # A Python number has no dtype, so that it is not rounded before it is used.
+    # A Python number is weakly typed, so it is not rounded before it is used.
     number = MODELS[name](BF16)(x, 257.3)[2]
     np.testing.assert_allclose(number, 257.3 / 3, rtol=1e-6)
 

@@ -108,7 +108,7 @@ def test_show_prints_all_that_a_recipe_says(run, monkeypatch, name, columns):
     assert f"output {policy.output_dtype.name}: " in said
     assert f"matmul {policy.matmul}: " in said
     for rule in recipe.policies.rules:
-        # A long path is folded.
+        # A long path is wrapped.
         assert repr(rule.path) in "".join(said.split()) and rule.why in said
     assert ("inputs kept t, time, timestep" in said) == (policy.compute_dtype.itemsize == 2)
     assert ("65536 (2**16)" in said) == name.startswith("fp16")

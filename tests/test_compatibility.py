@@ -20,16 +20,17 @@ from compatibility_models import INSTALLED, tokens
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
 
-# Results, with room for another machine's sums. One rounding is at most 2**-9 and 2**-12.
+# Tolerances of the outputs, with a margin for other machines. One rounding is at most 2**-9 and
+# 2**-12.
 OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
 
 # Gradients jump where a rounding decides which pixel is the largest.
 JUMPS = {"ResNet, classifier": 20}
 
-# GPT-2's layers cast their operands to float32, of which the recipe warns.
+# The layers of GPT-2 cast their operands to float32, and the recipe warns.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.RecipeWarning")
 
-# The fast ones have their like among the others: text, images, sound.
+# These models resemble faster ones among the others.
 SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
 
 MODELS = {model.name: model for model in INSTALLED}
@@ -72,7 +73,7 @@ def test_outputs_and_gradients_stay_near_those_of_fp32(name, recipe):
 @pytest.mark.parametrize("name", NAMES)
 def test_matmuls_have_16_bit_operands_but_where_the_author_says_otherwise(name, recipe):
     paths = [path for path, *_ in wide_products(build(name), recipe)]
-    if name.startswith("NanoMoE"):  # Linen named its router; the product and its two gradients
+    if name.startswith("NanoMoE"):  # Router_0: one matmul, two gradients
         assert len(paths) == 3 and all("/Router_0/Dense_0" in path for path in paths)
     elif MODELS[name].source != "transformers" or name.startswith("ResNet"):
         assert paths == []

@@ -39,7 +39,7 @@ GLOBALS = {
 def run_examples(test):
     failures = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    # A user's own session: JAX's default promotion, which optax needs.
+    # JAX's default promotion, as in a user's session; optax requires it.
     with jax.numpy_dtype_promotion("standard"):
         runner.run(test, out=failures.append)
     return "".join(failures)

@@ -80,7 +80,8 @@ def test_text_is_real_and_split_by_file():
     text = byte_gpt.standard_library_text()
     assert len(text.train) > 5_000_000
     assert 0.05 < len(text.held_out) / len(text.train) < 0.3
-    # By the hashes of their names, json/decoder.py is to train on and json/encoder.py held out.
+    # By the hashes of their names, json/decoder.py is training data and json/encoder.py is held
+    # out.
     for side, other, line in (
         (text.train, text.held_out, b"\nclass JSONDecoder("),
         (text.held_out, text.train, b"\nclass JSONEncoder("),
@@ -122,7 +123,7 @@ def test_nnx_computes_what_linen_computes():
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
     params = jax.jit(gpt.init)(jax.random.key(1), tokens)["params"]
     twin = byte_gpt.in_nnx(gpt, params)
-    # One tree of one set of names: a path rule means the same module in both.
+    # Both trees have the same names, so a path rule matches the same module in both.
     assert_same_bits(params, nnx.as_pure(nnx.state(twin, nnx.Param)))
     expected = jax.jit(gpt.apply)({"params": params}, tokens)
     # FP32 sums in another order.
@@ -320,7 +321,7 @@ def test_vision_learns_and_skips_what_overflows(recipe):
     run = tiny_vision_run(recipe)
     assert len(run.losses) == len(run.scales) == len(run.skipped) == 8
     assert run.predictions.shape == (128,)
-    # A skipped step halves the scale, a clean one keeps it for the first 50.
+    # A skipped step halves the scale, and the first 50 finite steps keep it.
     after = np.cumprod(np.where(run.skipped, 0.5, 1.0))
     assert run.skipped.any() == (recipe == "fp16_params")
     np.testing.assert_array_equal(run.scales, after * (2.0**24 if recipe == "fp16_params" else 1))

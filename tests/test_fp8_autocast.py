@@ -47,7 +47,7 @@ def loss(w1, w2, x):
 
 
 # ---------------------------------------------------------------------------
-# What becomes FP8
+# Matmuls in FP8
 # ---------------------------------------------------------------------------
 
 
@@ -103,7 +103,7 @@ def test_the_scaling_is_that_of_the_policies():
     ours = jax.jit(autocast(fn, PolicyMap(POLICY, fp8=scaling)))(X, W1)
     x, w = X.astype(jnp.bfloat16), W1.astype(jnp.bfloat16)
     theirs = jax.jit(lambda x, w: fp8.dot_general(scaling)(x, w, LINEAR))(x, w)
-    # Half a unit of BF16, where XLA hands on the FP32 sums.
+    # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
 
 
@@ -113,7 +113,7 @@ def test_the_kernel_is_what_nothing_has_computed(side):
     policies = PolicyMap(POLICY, fp8=fp8.CurrentScaling(wgrad="high"))
 
     def fn(w, x):
-        hidden = jax.nn.softmax(x)  # computed, which an argument is not
+        hidden = jax.nn.softmax(x)  # computed, unlike an argument
         product = w.T @ hidden.T if side == "lhs" else hidden @ w
         return jnp.square(product).sum()
 
@@ -155,7 +155,7 @@ def test_under_scan_and_inside_functions(wrap, forward):
         return
     want = jax.jit(jax.grad(autocast(stacked, POLICY)))(STACK, X)
     got = jax.jit(grad)(STACK, X)
-    # What is computed again may be rounded to BF16 at other places.
+    # Recomputed values may be rounded to BF16 at other points.
     assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
     assert np.isfinite(got).all() and np.any(got)
 
@@ -207,7 +207,7 @@ def test_under_shard_map():
 
 
 # ---------------------------------------------------------------------------
-# What stays in 16 bits, and on record
+# Matmuls in 16 bits, and their reasons
 # ---------------------------------------------------------------------------
 
 
@@ -218,7 +218,7 @@ def test_products_of_a_backward_pass_inside_stay_in_16_bits(wrap):
     again = 2 if wrap is jax.checkpoint else 0
     found = operands(grad, W1, W2, X)
     assert found.count((BF16, BF16)) == 3 and set(found) == {FORWARD, (BF16, BF16)}
-    # A recomputation is a forward pass, whose last product nothing needs here.
+    # A recomputation is a forward pass, whose last matmul is not used here.
     why = reasons(grad, W1, W2, X)
     assert why.count("") == found.count(FORWARD) and 2 <= found.count(FORWARD) <= 2 + again
     assert sum("write jax.grad(autocast(f))" in reason for reason in why) == 3
@@ -272,7 +272,7 @@ def test_what_is_left_out_says_why(fn, dtype, why):
     assert set(operands(square, X, W1)) == {(dtype, dtype)}
     found = reasons(fn, X, W1)
     assert [why in reason for reason in found] == [True] if why else not found
-    # And it differentiates.
+    # It is also differentiable.
     assert set(operands(jax.grad(square, (0, 1)), X, W1)) == {(dtype, dtype)}
 
 
@@ -364,7 +364,7 @@ def test_an_audit_names_what_stays_in_16_bits():
 
 
 # ---------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------
 
 
@@ -374,7 +374,7 @@ def test_scaling_with_a_state_is_refused():
             policies = policies.replace(fp8="delayed")
         with pytest.raises(CompositionError, match=r"recipe.replace\(fp8='current'\)"):
             autocast(jnp.matmul, policies)
-    # Where nothing is in FP8 there is nothing to refuse.
+    # Without FP8 matmuls there is no error.
     autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
 
 

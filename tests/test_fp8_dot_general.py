@@ -23,7 +23,7 @@ RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=4),
     "rowwise": fp8.RowwiseScaling(),
 }
-# Variants of what is tested anyway take as long to compile: they wait for the slow tests.
+# Variants of tested cases take as long to compile, so they are slow tests.
 _FIRST = ("current", "delayed", "rowwise")
 each_recipe = pytest.mark.parametrize(
     "recipe",
@@ -92,7 +92,7 @@ def test_signal_to_noise_of_normal_data(recipe, dtype):
 
 
 _HARD = {
-    # Student's t with 2.5 degrees of freedom: now and then a number a hundred times the median.
+    # Student's t with 2.5 degrees of freedom: some elements are a hundred times the median.
     "heavy-tailed": lambda: np.random.default_rng(0).standard_t(2.5, size=(256, 128)),
     # Two of 128 input channels are 100 times as large as the rest.
     "outlier-channels": lambda: (
@@ -137,7 +137,7 @@ def test_second_derivatives_are_refused(recipe):
     x, w = normal(0, 32, 32), normal(1, 32, 16)
     squares = lambda x: (linear(recipe, x, w) ** 2).sum()
     slope = jax.grad(squares)
-    # The result's gradient is constant here, and the scales may be: what is left is the kernel.
+    # The gradient of the result is constant, and so can be the scales; only the kernel varies.
     of_kernel = lambda w: jax.grad(lambda x: linear(recipe, x, w).sum())(x).sum()
     for derive in (
         lambda: jax.jvp(slope, (x,), (x,)),
@@ -289,7 +289,7 @@ def test_float16_does_not_overflow_on_the_way():
 
 
 # ---------------------------------------------------------------------------
-# Nothing is hidden
+# Non-finite values are preserved
 # ---------------------------------------------------------------------------
 
 
@@ -468,7 +468,7 @@ def test_under_shard_map():
 
 
 # ---------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------
 
 
@@ -594,7 +594,7 @@ def compiled(recipe, x, w, dims, target="h200"):
         ("rowwise", (4, 128, 256), (256, 384), (((2,), (0,)), ((), ()))),
         ("current", (4, 128, 256), (256, 4, 64), (((2,), (0,)), ((), ()))),
         ("rowwise", (4, 128, 4, 64), (4, 64, 256), (((2, 3), (0, 1)), ((), ()))),
-        # A batch dimension, as of experts, is cuBLAS's own.
+        # A batch dimension, as for experts, becomes a batched matmul of cuBLAS.
         ("current-power", (4, 128, 256), (4, 256, 384), (((2,), (1,)), ((0,), (0,)))),
     ],
 )
@@ -645,7 +645,7 @@ def test_sharded_kernels_are_gathered_in_fp8(name, spec):
     gathered = [
         (row.dtype, row.bytes) for row in report.collectives if row.operation == "all-gather"
     ]
-    # Once, for both passes, one byte a number.
+    # Once for both passes, with one byte per element.
     assert gathered == [("float8_e4m3fn", 256 * 1024)]
     maxima = [row.bytes for row in report.collectives if row.operation == "all-reduce"]
     assert sum(maxima) < 100

@@ -107,7 +107,7 @@ ROWWISE = fp8.RowwiseScaling()
         (2048, 4096, ROWWISE, "gpu", "K = 2048 <= 2048 and N = 4096 <= 4096: too narrow to gain"),
         (2064, 4096, ROWWISE, "gpu", ""),
         (2048, 4112, ROWWISE, "gpu", ""),
-        # Limits of one's own.
+        # Limits set by the user.
         (512, 512, fp8.CurrentScaling(min_width=512), "gpu", ""),
         (
             512,

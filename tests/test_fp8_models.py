@@ -67,7 +67,7 @@ def nnx_loss(policy_map):
 each_framework = pytest.mark.parametrize("loss_of", [linen_loss, nnx_loss], ids=["linen", "nnx"])
 
 # ---------------------------------------------------------------------------
-# What runs in FP8
+# Matmuls in FP8
 # ---------------------------------------------------------------------------
 
 
@@ -79,7 +79,7 @@ def test_every_linear_layer_multiplies_in_fp8_three_times(loss_of):
     bf16 = "bfloat16"
     assert found.count((E4M3, E4M3, bf16)) == 12
     assert found.count((E5M2, E4M3, bf16)) == found.count((E4M3, E5M2, bf16)) == 12
-    # The head's product, whose FP32 sums are handed on, and two of attention in each block.
+    # The matmul of the head, which returns its FP32 sums, and two of attention in each block.
     assert len(found) - len(in_fp8(found)) == 3 + 2 * 6
     assert (bf16, bf16, "float32") in found and "float32" not in {row[0] for row in found}
 
@@ -187,7 +187,7 @@ def test_layers_of_each_kind_compute_what_they_should():
     _, exact, _ = both_layers("p=f32,c=f32,o=f32")
     got, twin, want = jax.jit(lambda x: (linen(x), flax_nnx(x), exact(x)))(x)
     error = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-    # A last bit of BF16 may move a number across a rounding of FP8.
+    # A difference in the last bit of BF16 may change the rounding to FP8.
     assert error(got, twin) < 0.02
     # Two layers at 28.5 dB each leave 25.5 dB: 5% of the norm.
     assert 0.03 < error(got, want) < 0.07
@@ -548,7 +548,7 @@ def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framewor
             traced[row.module] = traced.get(row.module, 0) + row.count
             flops += row.flops
     assert traced == dict.fromkeys(LINEARS, 3)
-    # XLA makes one product of those that share an operand, as of queries, keys and values.
+    # XLA merges matmuls that share an operand, such as those of query, key and value.
     real = [row for row in report.gemms if row.kernel == "cublas fp8"]
     assert sum(row.flops for row in real) == flops
     assert {dtype for row in real for dtype in (row.lhs, row.rhs)} == {E4M3, E5M2}
@@ -577,7 +577,7 @@ def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
 def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
     report = compiled_gradients("linen", load_recipe("fp8"), "h200")
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
-    assert set(found) == LINEARS  # attention's own products and the head are none
+    assert set(found) == LINEARS  # not the matmuls of attention and the head
     assert "K = 128 <= 4096 and N = 512 <= 1024: too narrow" in found["block_0/mlp_up"].message
     assert "min_width = 0" in found["block_0/mlp_up"].fix
     report = compiled_gradients("linen", ANY_WIDTH, "h200")

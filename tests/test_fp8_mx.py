@@ -81,8 +81,8 @@ def test_numbers_and_scales_are_those_of_the_format(dtype, rounding):
     np.testing.assert_array_equal(
         np.asarray(got.values).view(np.uint8), np.asarray(values).view(np.uint8)
     )
-    # And nothing saturates by more than half a unit, but by the specification's rule. Numbers from
-    # 448 to 512 of E4M3 do, E5M2's units are so large that they do not.
+    # No element saturates by more than half a unit, except with the rule of the specification. With
+    # it, elements from 448 to 512 in E4M3 saturate; the units of E5M2 are too large for that.
     wide = values.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
     unit = 2.0 ** -(ml_dtypes.finfo(dtype).nmant + 1)
     lost = np.abs(wide - x) > unit * np.abs(x)
@@ -132,7 +132,7 @@ def signal_to_noise(exact, got):
     ("recipe", "dtype", "least", "of_gradients"),
     [
         (UP, "bfloat16", 28.0, 28.0),
-        # What saturates, from 448 to 512 of a block's scale, costs 1 dB of normal data.
+        # Elements from 448 to 512 times the scale saturate, which costs 1 dB for normal data.
         (DOWN, "float32", 27.0, 27.0),
         slow(HYBRID, "float16", 28.0, 23.5),
     ],
@@ -203,7 +203,7 @@ def test_jax_multiplies_the_same():
         except NotImplementedError as error:
             pytest.skip(str(error))
     ours = jax.jit(lambda x, w: fp8.dot_general("mx")(x, w, LINEAR, None, jnp.float32))(x, w)
-    # The same numbers, added up in another order.
+    # The same sums in another order.
     np.testing.assert_allclose(ours, want, rtol=0, atol=96 * 2.0**-24 * np.abs(want).max())
 
 
@@ -232,7 +232,7 @@ def test_layers_einsum_and_autocast_take_it():
     ours = jax.jit(autocast(einsum, policies))(x, w)
     half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
-    # Half a unit of BF16, where XLA hands on the FP32 sums.
+    # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
     assert fp8.explain_exclusion(48, 64, "mx") == "K = 48 is no multiple of 32"
     assert fp8.explain_exclusion(48, 64, "current") == ""
@@ -277,7 +277,7 @@ def test_remat_scan_and_vmap():
 
 
 # ---------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------
 
 

@@ -185,7 +185,7 @@ def test_an_optimizer_carries_it():
             )
     (_, first, kernel, _), (skipped_loss, skipped, same, steps), (_, last, _, end) = kinds
     assert first["fp8_input_amax_history"].tolist() == [4, 0, 0]
-    # Calibrated: each microbatch by its own maximum, of which the larger is kept.
+    # Calibrated: each microbatch uses its amax, and the larger one is stored.
     assert first["fp8_input_amax"] == 4
     # The mean over 128 numbers; the loss scale is in the gradient that is quantised.
     y = 4 * np.abs(np.float32(jnp.max(jnp.abs(linear()(x / 4)))))
@@ -388,7 +388,7 @@ def test_scanned_layers_have_a_state_each():
     for kernel in np.asarray(model.blocks.dense.kernel[...]):
         inputs.append(float(np.max(np.abs(y))))
         y = y @ kernel
-    # Each layer loses 28.5 dB, or 4%, of what it computes.
+    # Each layer has 28.5 dB, an error of 4 %.
     assert newest(run_once(model, x), "blocks/dense") == pytest.approx(inputs, rel=0.1)
     assert len(set(newest(model, "blocks/dense"))) == 3
     np.testing.assert_array_equal(states(model)["blocks/dense"]["fp8_age"], 1)

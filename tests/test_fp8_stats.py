@@ -62,7 +62,7 @@ def test_stale_scales_saturate_and_what_is_not_finite_shows():
     _, state = jax.grad(lambda x, s: product(x, s).sum(), (0, 1))(X, state)
     _, stats = jax.jit(fp8.with_stats(product))((4 * X).at[0, 0].set(jnp.nan), state)
     row = stats[":input"]
-    # Beyond a fourth of its own maximum, by hand.
+    # Elements beyond a fourth of the amax, counted by hand.
     finite = np.abs(np.delete(np.asarray(X).ravel(), 0))
     assert float(row.saturated) == pytest.approx(np.mean(4 * finite > np.abs(X).max()), rel=1e-6)
     assert float(row.saturated) > 0.1 and float(stats[":kernel"].saturated) == 0
@@ -84,7 +84,7 @@ def test_what_is_rounded_twice_has_two_rows(recipe, keys):
     assert len(stats) == keys and {key.partition("#")[0] for key in stats} == {
         f"layer{role}" for role in ROLES
     }
-    # Neighbours have scales of their own: nothing saturates.
+    # Neighbours have separate scales, so nothing saturates.
     assert all(float(row.saturated) == 0 and float(row.finite) == 1 for row in stats.values())
 
 
@@ -106,7 +106,7 @@ def test_scan_gives_a_row_of_each_step_and_remat_none_twice():
     amax = stats["layer:kernel"].amax
     np.testing.assert_array_equal(amax, jnp.abs(ws).max((1, 2)))
     assert float(stats["layer:input"].amax[0]) == float(jnp.abs(X).max())
-    # The last step's gradient comes first in the backward pass, and stands last here.
+    # The gradient of the last iteration is computed first in the backward pass, and is last here.
     gradients = np.asarray(stats["layer:output_grad"].amax)
     assert gradients.shape == (3,) and gradients[2] <= 1
 

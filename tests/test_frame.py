@@ -118,7 +118,7 @@ def test_changelog_has_this_version():
 # Text
 # ---------------------------------------------------------------------------
 
-# An absolute path into a file system of somebody's own.
+# An absolute path on a specific machine.
 MACHINE_PATH = re.compile(r"(?<![\w./~])/(?:work|root|home|tmp|opt|Users|mnt)/\w")
 TEXT = {".md", ".py", ".toml", ".json", ".txt", ".cfg", ".yml", ""}
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jaxmp", "policies", "tests")
@@ -194,7 +194,7 @@ def test_make_installs_once(tmp_path):
 
 
 # ---------------------------------------------------------------------------
-# CI, with make and every Python played by stubs
+# CI, with stubs for make and Python
 # ---------------------------------------------------------------------------
 
 OLD_PYTHON = '#!/bin/sh\ncase "$2" in *"(3, 12)"*) exit 1;; esac\n'

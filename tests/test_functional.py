@@ -68,7 +68,8 @@ def test_norms_are_those_of_fp64(dtype, mean, deviation, seed):
     rms, layer = last_axis(x, scale, bias)
     assert rms.dtype == layer.dtype == dtype
     assert_rounded_once(rms, norm_64(x, scale, bias, (1,), False))
-    # The mean of numbers near m is right to an FP32 rounding of m, beside their deviation.
+    # The mean of values near m is accurate to one FP32 rounding of m, in addition to their
+    # deviation.
     spread = np.sqrt(f64(x).var(-1, keepdims=True) + 1e-6)
     fp32 = 8e-6 + 2.0**-22 * np.abs(mean) / spread * np.abs(f64(scale)).max()
     assert_rounded_once(layer, norm_64(x, scale, bias, (1,), True), fp32=fp32)
@@ -108,7 +109,7 @@ def test_a_small_deviation_beside_a_large_mean():
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_are_those_of_fp64_and_parameters_sum_in_fp32(dtype):
     rng = np.random.default_rng(0)
-    # Sums over 4096 rows: in 16 bits they stop growing long before.
+    # Sums over 4096 rows, which would stop growing earlier in 16 bits.
     x = jnp.asarray(rng.normal(size=(4096, 16)) + 1, dtype)
     scale, bias = jnp.asarray(rng.normal(size=16), jnp.float32), jnp.zeros(16)
     weights = jnp.asarray(rng.uniform(0.5, 1.5, size=(4096, 16)), dtype)
@@ -133,7 +134,7 @@ def test_gradients_are_those_of_fp64_and_parameters_sum_in_fp32(dtype):
     np.testing.assert_allclose(slopes[2], exact[2], rtol=1e-5)
     in_half = functools.reduce(np.add, np.asarray(weights))
     assert in_half.dtype == dtype
-    assert (np.abs(f64(in_half) - exact[2]) > 1e-3 * exact[2]).any()  # what FP32 sums avoid
+    assert (np.abs(f64(in_half) - exact[2]) > 1e-3 * exact[2]).any()  # the error without FP32 sums
 
     rms = lambda x, scale, bias: functional.rms_norm(x, scale)
     slope = jax.jit(jax.grad(lambda scale: loss(x, scale, bias, rms)))(scale)
@@ -203,7 +204,7 @@ def test_every_int32_position_is_rotated_as_in_fp64(dtype, interleaved):
     options = {"interleaved": interleaved, "base": 500000.0, "scaling": 4.0}
     found = rotate(x, FAR, **options)
     assert found.dtype == dtype
-    # Of the longdouble oracle 64 bits are right: 2**31 radians to 1e-10.
+    # The longdouble reference has 64 bits: 2**31 radians are accurate to 1e-10.
     assert_rounded_once(found, rotary_64(x, FAR, **options).astype(np.float64), fp32=2e-6)
 
 
@@ -279,7 +280,7 @@ def test_shapes_of_positions_part_of_the_features_and_given_frequencies():
 
 
 # ---------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------
 
 X, T = jnp.zeros((1, 4, 2, 6)), jnp.arange(4)

@@ -124,7 +124,7 @@ def test_initial_values(framework):
     residual = ["attention_out", "mlp_down"]
     for name in ("qkv", "mlp_up", *residual):
         kernel = np.asarray(blocks[name]["kernel"])
-        # Each layer has values of its own: 0.02, or 0.02 / sqrt(2 * 8).
+        # The layers have different values: 0.02, or 0.02 / sqrt(2 * 8).
         deviation = 0.005 if name in residual else 0.02
         np.testing.assert_allclose(kernel.std((1, 2)), deviation, rtol=0.05)
         assert np.unique(kernel[:, 0, 0]).size == 8
@@ -233,7 +233,7 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
     rows = gradient["token_embedding"]["embedding"]
     assert rows.shape[0] == 256 and not rows[TOY.vocabulary :].any()
     assert rows[: TOY.vocabulary].any(axis=1).all()
-    # Large values there would take all probability.
+    # Large values there would have all probability.
     table = params()["token_embedding"]["embedding"].at[TOY.vocabulary :].set(100.0)
     filled = params() | {"token_embedding": {"embedding": table}}
     run = jax.jit(APPLY[framework](recipe))
@@ -253,7 +253,7 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
 
 @pytest.mark.parametrize(("framework", "recipe"), [("linen", "bf16_params"), ("nnx", "fp16")])
 def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
-    # Tokens that repeat: 1 to 8, again and again.
+    # Repeated tokens 1 to 8.
     file = tmp_path / "tokens.bin"
     (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(file)
     monkeypatch.setitem(gpt.SIZES, "tiny", TOY)
@@ -343,7 +343,7 @@ def test_what_remat_recomputes():
     forward, backward = FUSED
     layers = COMPILED.layers
     assert recomputing.attention == {forward: 2 * layers, backward: layers}
-    # Without it no product is computed twice.
+    # Without it, no matmul is computed twice.
     more = recomputing.matmuls["bfloat16 x bfloat16"] - saving.matmuls["bfloat16 x bfloat16"]
     kernels = 12 * COMPILED.width**2
     assert 0 < more <= 2 * 4 * COMPILED.max_length * kernels * layers

@@ -98,7 +98,7 @@ def test_dtypes_and_bytes(type, dtype, size):
 def test_loops_run_as_often_as_xla_knows(program):
     times = {step.instruction.name: step.times for step in program.steps()}
     assert times["loop"] == 1 and times["fusion.1"] == 5
-    # What is inside of a fusion is no step of its own.
+    # The instructions inside of a fusion are not separate steps.
     assert "neg.1" not in times
     fusion = program.computations["body"].instructions["fusion.1"]
     assert program.inside(fusion).root.opcode == "negate"
@@ -114,6 +114,6 @@ def test_names_and_lines(program):
     assert inner.op_name == "jit(step)/jvp(Net)/lin/neg"
     assert program.frames(inner) == [("/lib/flax/linen.py", 30), (r"/code/a \"b\".py", 7)]
     assert program.computations["body"].instructions["fusion.1"].op_name == "jit(step)/it's"
-    # Older versions of XLA write the line itself.
+    # Older versions of XLA write the line directly.
     assert program.frames(program.entry.instructions["d"]) == [("/x.py", 3)]
     assert program.frames(program.entry.instructions["loop"]) == []

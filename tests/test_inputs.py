@@ -225,7 +225,7 @@ def test_shipped_recipes_embed_time_steps_in_fp32(name):
 
 UNCAST = PolicyMap(MIXED, [Rule("emb", "c=f32,o=f32")])
 
-# What a model may do with a time step on the way to its embedding, which takes `[2]` or `[2, 1]`.
+# Operations on a time step before its embedding, which accepts `[2]` or `[2, 1]`.
 MOVES = {
     "same": lambda c: c,
     "index": lambda c: c[:, None],

@@ -40,7 +40,7 @@ def operands_by_module(model, variables, *args, **kwargs):
 
 
 # ---------------------------------------------------------------------------
-# The object
+# The wrapped model
 # ---------------------------------------------------------------------------
 
 
@@ -138,7 +138,7 @@ def test_takes_whatever_names_a_policy():
 
 
 # ---------------------------------------------------------------------------
-# Every way in
+# All entry points
 # ---------------------------------------------------------------------------
 
 
@@ -295,7 +295,7 @@ def test_compact_name_scope_and_mixins_are_entrances_too():
 
 
 # ---------------------------------------------------------------------------
-# Which dtype
+# Dtypes
 # ---------------------------------------------------------------------------
 
 
@@ -561,7 +561,7 @@ def test_the_gradient_of_a_row_that_is_looked_up_is_summed_in_fp32(boxed):
 
     gradient, out = jax.jit(jax.grad(loss, has_aux=True))(variables)
     (table,), (slope,) = map(jax.tree.leaves, (variables, gradient))
-    # Sums of ones stop at 256 in bfloat16.
+    # Sums of ones stop growing at 256 in bfloat16.
     np.testing.assert_array_equal(slope, np.pad(np.full((1, 8), 1000.0), ((0, 3), (0, 0))))
     np.testing.assert_array_equal(out, table.astype(jnp.bfloat16)[rows])
 
@@ -851,7 +851,7 @@ def test_rules_are_judged_at_every_init_of_a_jitted_model():
 
 
 # ---------------------------------------------------------------------------
-# Refusals
+# Errors
 # ---------------------------------------------------------------------------
 
 

@@ -132,7 +132,7 @@ def test_jitted_method():
 
 
 # ---------------------------------------------------------------------------
-# Loops: a carry keeps the dtypes with which it came
+# Loops: a carry keeps its dtypes
 # ---------------------------------------------------------------------------
 
 

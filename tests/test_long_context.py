@@ -53,7 +53,7 @@ def test_flash_goes_on_where_the_logits_of_all_pairs_do_not_fit(tmp_path, capsys
     flash, xla = runs["blockwise"], runs["xla"]
     assert [point.length for point in flash.fit] == [512, 1024]
     assert flash.too_long is None
-    # What does not fit is never run; what is run is the same training.
+    # A step that does not fit is not run; the steps that run are the same training.
     assert [point.length for point in xla.fit] == [512]
     assert xla.too_long.length == 1024
     assert xla.too_long.needed > limit >= max(p.needed for p in (*flash.fit, *xla.fit))

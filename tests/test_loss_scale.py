@@ -28,7 +28,7 @@ from jaxmp._loss_scale import (
 )
 from jaxmp.errors import LossScaleError
 
-# Every setting differs from its default, so that none can be lost unseen.
+# All settings differ from their defaults, so that a lost one is detected.
 CUSTOM = {
     "init_scale": 512.0,
     "growth_factor": 4.0,
@@ -607,7 +607,7 @@ def test_never_zero(make):
 def test_never_infinite():
     loss_scale = DynamicLossScale.torch(2.0**126, growth_interval=1)
     assert scales(loss_scale, [True] * 4 + [False]) == [2.0**127] * 4 + [2.0**126]
-    # A growth that is refused leaves the scale alone and starts the count anew.
+    # If an increase would overflow, the scale stays the same and the count restarts.
     loss_scale = DynamicLossScale.torch(2.0**127, growth_interval=2).adjust(True).adjust(True)
     assert (float(loss_scale.scale_value), int(loss_scale.good_steps)) == (2.0**127, 0)
 

@@ -154,7 +154,7 @@ def assert_same_sequence(loss_scale, pattern, model, rtol=0.0):
         assert math.isclose(float(loss_scale.scale_value), expected, rel_tol=rtol)
 
 
-# Runs of clean steps and of overflows, so that long ones are not rare.
+# Sequences of finite steps and of overflows, including long ones.
 PATTERNS = st.lists(
     st.tuples(st.sampled_from(".x"), st.integers(1, 7)), min_size=1, max_size=10
 ).map(lambda runs: "".join(step * count for step, count in runs)[:40])
@@ -353,7 +353,7 @@ def test_worked_traces_of_alternating_overflows(preset, options, expected):
 # Defaults and overrides
 # ---------------------------------------------------------------------------
 
-# init, growth interval, floor, hysteresis, delay; all double, halve, and have no ceiling.
+# init, growth interval, minimum, hysteresis, delay; all presets double, halve, and have no maximum.
 DEFAULTS = {
     "torch": (2.0**16, 2000, None, 1, 0),
     "deepspeed": (2.0**16, 1000, 1.0, 2, 1),

@@ -31,7 +31,7 @@ F32_EPS = 2.0**-24  # half a unit in the last place, relative
 
 
 # ---------------------------------------------------------------------------
-# The oracle
+# FP64 reference
 # ---------------------------------------------------------------------------
 
 
@@ -177,7 +177,7 @@ def test_masked_classes_never_make_nan_in_a_gradient(soft, options):
     inf = jnp.inf
     logits = jnp.array(
         [[1.0, -inf, 2.0], [-inf, 1.0, 2.0], [-inf, -inf, -inf]], jnp.float16
-    )  # an honest row, a masked label, nothing but masked classes
+    )  # a normal row, a masked label, only masked classes
     labels = jnp.array([0, 0, 0])
     if soft:
         labels = jax.nn.one_hot(labels, 3, dtype=jnp.float16)
@@ -211,7 +211,7 @@ def test_an_infinite_or_nan_logit_is_not_hidden():
 
 
 # ---------------------------------------------------------------------------
-# Rows that do not count
+# Ignored rows
 # ---------------------------------------------------------------------------
 
 
@@ -329,7 +329,7 @@ def test_a_class_index_out_of_range(loss_fn, wrong):
     labels = labels.at[2].set(wrong)
     with pytest.raises(JaxmpError, match=rf"labels\[2\] is {wrong}, .* 0 to 10.*ignore_index="):
         loss_fn.__wrapped__(hidden, kernel, labels)
-    # Where its value is not known: NaN in the loss, where nobody can overlook it.
+    # If its value is not known, the loss is NaN.
     each = loss_fn(hidden, kernel, labels, reduction="none")
     assert np.flatnonzero(np.isnan(each)).tolist() == [2]
     loss, slope = jax.value_and_grad(loss_fn)(hidden, kernel, labels)
@@ -538,7 +538,7 @@ def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
         )
         return found.sum() / weights.sum() if reduction == "none" else found
 
-    # Classes that are no label: their gradients are made of small probabilities alone.
+    # Classes that are not labels: their gradients consist of small probabilities only.
     error = lambda fn: norm_error(jax.jit(jax.grad(fn))(kernel)[:, 1000:], exact[:, 1000:])
     assert error(ours) < 2.0**-11  # each entry of the logits' gradient is rounded once
     assert error(plain) > 2.0**-7
@@ -551,7 +551,7 @@ def test_products_have_half_operands_and_fp32_results():
     report = jaxmp.audit(run, hidden, kernel.astype(jnp.float32), labels)
     assert {(row.lhs, row.rhs) for row in report.matmuls} == {("bfloat16", "bfloat16")}
     assert text.count("dot_general") == text.count("preferred_element_type=float32") == 3
-    # Three products for a loss with gradients, one without.
+    # Three matmuls for a loss with gradients, one without.
     assert report.flops == 3 * (2 * 6 * 8 * 11)
     alone = jaxmp.audit(by_chunks, hidden, kernel, labels)
     assert alone.flops == 2 * 6 * 8 * 11
@@ -617,7 +617,8 @@ def test_memory_on_a_cpu():
     found = shares("cpu")
     for dtype in ("float32", "bfloat16"):
         assert found[dtype, "linear_cross_entropy"] <= 0.25
-        # A CPU multiplies in FP32: its bfloat16 layer holds FP32 logits whatever the loss does.
+        # A CPU multiplies in FP32, so its bfloat16 layer stores FP32 logits independently of the
+        # loss.
         assert found[dtype, "softmax_cross_entropy"] <= 0.8
 
 
@@ -864,7 +865,7 @@ def test_sigmoid_binary_cross_entropy_of_masked_entries():
         (slope,) = pull(jnp.ones(4))
         assert np.isfinite(slope).all() and slope[:2].tolist() == [0, 0]
     in_fp32 = optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), labels)
-    assert np.isnan(in_fp32[:2]).any()  # why optax is not asked
+    assert np.isnan(in_fp32[:2]).any()  # the reason for not using optax here
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -919,7 +920,7 @@ def test_what_is_saved_stays_half(loss_fn):
 
 
 # ---------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------
 
 X, Y = jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)

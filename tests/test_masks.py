@@ -155,7 +155,7 @@ def test_gradients_agree_with_float64(name, implementation):
     for base, tolerance in (("bf16", 0.02), ("fp32", 1e-5)):
         wrapped = recipe(base, implementation=implementation, **settings).wrap(model)
         result = gradients(wrapped.apply, variables, X)
-        # Of all leaves together: the gradient of a key's bias is zero but for rounding.
+        # Error of all leaves together: the gradient of the key bias consists of rounding errors.
         trees = [jax.tree.leaves(tree) for tree in (result, exact)]
         flat = [np.concatenate([np.ravel(leaf) for leaf in leaves]) for leaves in trees]
         error = np.linalg.norm(flat[0].astype("float64") - flat[1]) / np.linalg.norm(flat[1])
@@ -294,7 +294,7 @@ def test_cross_attention_takes_a_rule_of_its_own():
     out = recipe().replace(policies=policies).wrap(Decoder()).apply(variables, X, context, TOKENS)
     expected = recipe().wrap(Decoder()).apply(variables, X, context, TOKENS)
     assert jnp.abs(out - expected).max() < ROUNDINGS
-    # As many keys as queries: only the array shows the contradiction.
+    # With as many keys as queries, only the elements of the array contradict the declaration.
     with pytest.raises(AttentionError, match="'cross' declares"):
         recipe(mask="causal").wrap(Decoder()).apply(variables, X, X, TOKENS)
 

@@ -23,7 +23,7 @@ from programs import dtypes, leaf_dtypes, module_path, named, products, relative
 FLOAT16 = "p=f32,c=f16,o=f32"
 HALF_PARAMS = "p=bf16,c=bf16,o=f32"
 
-# |bf16 - fp32| / |fp32| in the 2-norm over the battery; measured: results 0.002 to 0.010.
+# |bf16 - fp32| / |fp32| in the 2-norm for all networks; measured: results 0.002 to 0.010.
 RESULT_BUDGET = 0.02
 GRADIENT_BUDGET = 0.04
 # float16 has 3 more bits of mantissa.
@@ -43,7 +43,7 @@ every_twin = pytest.mark.parametrize(
 
 
 # ---------------------------------------------------------------------------
-# What a policy leaves as it is
+# Unchanged by a policy
 # ---------------------------------------------------------------------------
 
 
@@ -101,7 +101,7 @@ def test_a_jaxmp_free_program_would_be_caught(build):
 
 
 # ---------------------------------------------------------------------------
-# What a policy sets
+# Set by a policy
 # ---------------------------------------------------------------------------
 
 
@@ -219,7 +219,7 @@ def test_twins_have_the_same_numbers(twins):
 
 
 # ---------------------------------------------------------------------------
-# Against what a careful author writes by hand
+# Comparison with hand-written mixed precision
 # ---------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ def test_a_model_metrics_and_rngs_train_through_the_optimizer():
 
     losses = [float(step(model, optimizer, rngs, encoder, more)) for _ in range(30)]
     assert losses[-1] < losses[0]
-    # Each microbatch saw the state that the one before left.
+    # Each microbatch receives the state of the previous one.
     assert int(encoder.count) == 60 and int(rngs.default.count[...]) == 60
     np.testing.assert_allclose(more["metrics"].loss.total[...], 2 * sum(losses), rtol=1e-5)
 
@@ -283,7 +283,7 @@ def test_a_loss_scale_that_would_be_a_constant_is_refused():
 
 
 # ---------------------------------------------------------------------------
-# A skip restores what its own last call wrote
+# A skipped step restores the Variables of the optimizer's last call
 # ---------------------------------------------------------------------------
 
 
@@ -369,7 +369,7 @@ def test_a_call_without_update_leaves_nothing_to_restore():
     actor.update(model, grads)
     np.testing.assert_allclose(model.critic[...], 1.0 - 0.1 * GOOD)
     np.testing.assert_allclose(model.mean[...], mean)
-    # What was set by hand after the call is not of the call.
+    # A value that was set after the call is not restored.
     _, grads = actor.value_and_grad(actor_loss)(model, BAD)
     model.mean[...] = jnp.asarray(7.0)
     actor.update(model, grads)

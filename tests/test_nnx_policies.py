@@ -432,7 +432,7 @@ class Raw(nnx.Module):
     """Model with parameters in every kind of container, read in every way."""
 
     def __init__(self):
-        # 1.001 is no bfloat16: what is written back rounded would show.
+        # bfloat16 cannot represent 1.001, so a rounded write would be visible.
         param = lambda: nnx.Param(jnp.full((3, 3), 1.001))
         self.w = param()
         self.list, self.dict = nnx.List([param()]), nnx.Dict(a=param())
@@ -632,7 +632,7 @@ def test_a_parameter_of_another_module_is_read_in_that_modules_dtype():
     tokens = jnp.arange(4)
     assert operands(program(apply_policy(Tied(rngs()), MIXED), tokens)) == {BF16}
     mixed = apply_policy(Tied(rngs()), PolicyMap("bf16-true", [Rule("embed", "c=f16")]))
-    with jax.numpy_dtype_promotion("standard"):  # the rule asks for a mixed product
+    with jax.numpy_dtype_promotion("standard"):  # the rule requires a matmul with mixed operands
         assert operands(program(mixed, tokens)) == {BF16, ("bfloat16", "float16")}
 
 
@@ -747,7 +747,7 @@ def test_an_output_dtype_narrower_than_the_compute_dtype():
 def test_the_roots_output_dtype_and_that_of_a_part_called_alone():
     model, x = apply_policy(Net(rngs()), MIXED), floats(2, 3)
     assert model(x).dtype == jnp.float32
-    assert model.blocks[0](x).dtype == jnp.bfloat16  # handed on in the compute dtype
+    assert model.blocks[0](x).dtype == jnp.bfloat16  # returned in the compute dtype
     assert model.blocks[0].linear(x).dtype == jnp.bfloat16
 
 
@@ -773,7 +773,7 @@ def test_respect_explicit_keeps_the_dtypes_an_author_chose():
     overriding = apply_policy(Explicit(rngs()), "p=f32,c=bf16,o=bf16")
     assert list(by_module(program(respecting, tokens)).values()) == ["bfloat16", "float16"]
     assert operands(program(overriding, tokens)) == {BF16}
-    # Flax itself sets an embedding's dtype to that of its table: nobody chose it.
+    # Flax sets the dtype of an embedding to that of its table, so it is not a choice of the user.
     assert respecting.embed.dtype == overriding.embed.dtype == jnp.bfloat16
     assert respecting.dtype == overriding.dtype == "my own"
 
@@ -825,7 +825,7 @@ def test_the_gradient_of_a_row_that_is_looked_up_is_summed_in_fp32():
         return model(rows), gradient["embedding"][...]
 
     out, gradient = run(model)
-    # Sums of ones stop at 256 in bfloat16.
+    # Sums of ones stop growing at 256 in bfloat16.
     np.testing.assert_array_equal(gradient, np.pad(np.full((1, 8), 1000.0), ((0, 3), (0, 0))))
     np.testing.assert_array_equal(out, layer.embedding[...].astype(jnp.bfloat16)[rows])
 
@@ -915,7 +915,7 @@ def test_a_tied_head_follows_a_rule_about_outputs_only_where_all_its_paths_do(he
     fix = f"Rule('re:{'|'.join(sorted(['embed', head]))}', 'o=f32')"
     assert fix in str(error.value)
     assert dtypes_of(eval(fix)) == ("float32", "float32")
-    # As in a shipped recipe, which must not widen what the model's layers hand to each other.
+    # As in a shipped recipe, which must not widen the values between the layers of the model.
     assert dtypes_of(dataclasses.replace(rule, required=False)) == ("bfloat16", "bfloat16")
 
 
@@ -929,7 +929,7 @@ def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works()
 
 
 # ---------------------------------------------------------------------------
-# Refusals
+# Errors
 # ---------------------------------------------------------------------------
 
 
@@ -1232,7 +1232,7 @@ def test_batch_statistics_are_fp32_and_written_back_to_the_original(jit):
 def test_a_key_gives_the_mask_that_it_gives_in_fp32():
     plain, policied = (nnx.Dropout(0.5, rngs=rngs()) for _ in range(2))
     policied, x = apply_policy(policied, "bf16-true"), jnp.ones((16, 16))
-    for _ in range(2):  # the count of the stream moves on alike
+    for _ in range(2):  # the count of the stream increases in the same way
         np.testing.assert_array_equal(plain(x) == 0, policied(x) == 0)
 
 
@@ -1533,7 +1533,7 @@ def test_threads_with_their_own_policies_on_one_model():
     def work(index):
         for turn in range(20):
             barrier.wait(timeout=60)
-            # A policied model made anew, so that making it races too; eager and jitted in turn.
+            # A newly wrapped model, so that wrapping is concurrent too; eager and jitted in turn.
             policied = apply_policy(model, policies[index])
             out = run_jitted(policied, x) if turn % 10 == 0 else policied(x)
             if turn % 10 and bits_of(out) != expected[index]:

@@ -34,7 +34,7 @@ BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
 # Every primitive has a row
 # ---------------------------------------------------------------------------
 
-# Prints "name module" for each primitive that a module of JAX defines or hands on.
+# Prints "name module" for each primitive that a module of JAX defines or re-exports.
 COLLECT = """
 import importlib, pkgutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -49,8 +49,8 @@ for name, module in list(sys.modules.items()):
         if isinstance(value, jax.extend.core.Primitive):
             print(value.name, name)
 """
-# Languages for the insides of kernels: what they define stands in no other jaxpr. The calls of
-# kernels do.
+# Kernel languages: their primitives occur only inside kernels. The calls of kernels occur in other
+# jaxprs.
 KERNEL = re.compile(r"jax\.experimental\.(pallas|mosaic)|jax\._src\.(pallas|thunky|mosaic)|.*thunk")
 KERNEL_CALLS = {"pallas_call", "mpmd_map", "core_map", "mosaic_gpu_p"}
 
@@ -85,7 +85,7 @@ def test_a_missing_row_is_noticed(found, name):
     assert without_a_row(found, {row: OPS[row] for row in OPS if row != name}) == [name]
 
 
-# Rows for other supported versions of JAX than the one that runs here.
+# Rows for supported versions of JAX other than the installed one.
 ELSEWHERE = {
     *("box_get", "box_set", "call", "closed_call", "core_map", "log_extend", "log_read", "new_box"),
     *("new_log", "pbroadcast_done", "pbroadcast_start", "psum_start", "reduced_vary_cast_p"),
@@ -102,7 +102,7 @@ def test_every_row_is_a_primitive(found):
 
 
 # ---------------------------------------------------------------------------
-# What rows say
+# Contents of rows
 # ---------------------------------------------------------------------------
 
 
@@ -178,7 +178,7 @@ def step(value, dtype):
 
 
 # ---------------------------------------------------------------------------
-# Each category can be carried out
+# Execution of each category
 # ---------------------------------------------------------------------------
 
 
@@ -187,7 +187,7 @@ def pooled(x):
 
 
 def total(x):
-    return lax.reduce_sum(x, (0,))  # jnp.sum adds 16 bits up in FP32
+    return lax.reduce_sum(x, (0,))  # jnp.sum accumulates 16-bit values in FP32
 
 
 def product(x):
@@ -255,7 +255,7 @@ def calls(x, y):
     return examples(x, y), checked(jnp.tile(x, 2)), unchecked(jnp.tile(x, 2))
 
 
-# No public function of JAX makes these, or only under a mesh of another kind than here.
+# No public function of JAX creates these, or only with another kind of mesh.
 NOT_MADE = {
     *("eq_to", "le_to", "lt_to", "broadcast_to", "dce_sink", "xla_metadata_value", "zeros_like"),
     *("tie", "layout_constraint", "reshard"),
@@ -314,7 +314,7 @@ def test_what_may_be_moved_compiles_in_float16():
 
 # JAX takes operands of two dtypes, but multiplies in the wider: the 16-bit product is lost.
 PRODUCTS = {"dot_general", "ragged_dot_general"}
-# JAX does not look at their operands before it compiles.
+# JAX does not check their operands before compilation.
 UNCHECKED = {"select_and_scatter_add", "select_and_gather_add"}
 
 
@@ -510,7 +510,7 @@ def test_a_refusal_names_the_place_and_shows_a_file_that_loads(write, text, word
     message = str(error.value)
     assert message.startswith("'my.toml', line ")
     assert all(word in message for word in words), message
-    assert len(message) < 1000  # names the nearest, and not all operations that there are
+    assert len(message) < 1000  # names the nearest operation, and not all of them
     shown = "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))
     assert "[ops]" in shown and load_recipe(write(shown))
 
@@ -553,7 +553,7 @@ def test_the_table_of_whatever_names_policies(write):
 
 
 # ---------------------------------------------------------------------------
-# What is printed
+# Printed output
 # ---------------------------------------------------------------------------
 
 

@@ -470,7 +470,7 @@ def test_flax_nnx_optimizer_holds_it():
 
 
 # ---------------------------------------------------------------------------
-# Finding things
+# Access to the state
 # ---------------------------------------------------------------------------
 
 
@@ -764,7 +764,7 @@ def test_a_value_and_grad_with_another_axis_is_refused():
     with pytest.raises(CompositionError, match=r"axis_name='e'.*axis_name='d'"):
         create(axis_name="d").value_and_grad(sum_of_squares, axis_name="e")
     create(axis_name="d").value_and_grad(sum_of_squares, axis_name=("d",))
-    # A state without jaxmp's optimizer has no other place for it.
+    # In a state without jaxmp's optimizer, `axis_name` can only be passed to value_and_grad.
     plain = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
     plain.value_and_grad(sum_of_squares, axis_name="d")
 

@@ -27,7 +27,8 @@ def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does(
     for row in rows:
         extra_pass = row["clip"] or row["skip"] == "auto"
         assert row["passes_over_gradients"] == (2 if extra_pass else 1), row
-        # 4 bytes a parameter for each pass over FP32 gradients; scalars vanish beside 16 M of them.
+        # 4 bytes per parameter for each pass over FP32 gradients; scalars are negligible for 16 M
+        # parameters.
         floor = floors[row["storage"]] + 4 * extra_pass
         assert row["bytes_per_parameter"] == pytest.approx(floor, abs=0.02), row
         assert row["temp_bytes_per_parameter"] < 0.01, row

@@ -111,7 +111,7 @@ def test_scaling_without_products_in_fp8_is_a_contradiction(tmp_path):
         load_recipe(str(file))
     file.write_text('extends = "bf16"\n[policy]\nmatmul = "fp8"\n[fp8]\nscaling = "rowwise"\n')
     assert load_recipe(str(file)).fp8.kind == "rowwise"
-    # What a base says of scaling does not stand in the way of leaving FP8.
+    # The scaling of the base recipe does not prevent leaving FP8.
     file.write_text('extends = "fp8_rowwise"\n[policy]\nmatmul = "default"\n')
     recipe = load_recipe(str(file))
     assert recipe.fp8 is None
@@ -208,8 +208,8 @@ def test_everything_that_names_policies_is_a_recipe(policies):
     assert recipe.loss_scale == NoLossScale() and recipe.master == "auto"
 
 
-# Text -> default policy of `policies=`, `load_recipe` and `PolicyMap`; result of `get_policy`
-# (None: it refuses). As in the table of docs/recipes.md.
+# String -> default policy of `policies=`, `load_recipe` and `PolicyMap`, and result of `get_policy`
+# (None for an error), as in the table of docs/recipes.md.
 STRINGS = [
     ("bf16", "p=f32,c=bf16,o=f32", "p=bf16,c=bf16,o=bf16"),
     ("fp16", "p=f32,c=f16,o=f32", "p=f16,c=f16,o=f16"),
@@ -233,7 +233,7 @@ def test_a_string_has_one_meaning(text, as_recipe, as_policy):
     recipe = load_recipe(text)
     policies = PolicyMap(text, [rule])
     for found in (recipe.policies, as_policy_map(text), policies, PolicyMap(recipe)):
-        # A module without such arguments does not list the inputs that the recipe keeps.
+        # A module without such arguments does not list the `keep_inputs` of the recipe.
         assert str(found.resolve("dense")) == as_recipe
     assert policies.rules == (rule, *recipe.policies.rules)
     assert PolicyMap(text) == recipe.policies == PolicyMap(recipe.policies)
@@ -467,7 +467,7 @@ def test_line_ends_and_byte_order_marks_are_read(write):
 
 
 # ---------------------------------------------------------------------------
-# Refusals
+# Errors
 # ---------------------------------------------------------------------------
 
 REFUSED = {
@@ -565,7 +565,7 @@ def test_a_refusal_names_the_place_and_shows_a_file_that_loads(write, text, word
     for word in words:
         assert word in message
     shown = shown_file(message)
-    if "Write it as TOML" in message:  # one line, to be put in the place of the faulty one
+    if "Write it as TOML" in message:  # one line, which replaces the invalid one
         line = int(re.search(r"line (\d+)", message)[1])
         lines = text.split("\n")
         lines[line - 1] = shown
@@ -638,7 +638,7 @@ def test_a_file_names_no_python_object(write):
 
 
 # ---------------------------------------------------------------------------
-# The facade
+# The class Recipe
 # ---------------------------------------------------------------------------
 
 
@@ -764,7 +764,7 @@ def test_contradictions_in_python_are_refused(changes):
 
 
 # ---------------------------------------------------------------------------
-# What a recipe does
+# Effects of a recipe
 # ---------------------------------------------------------------------------
 
 
@@ -867,7 +867,7 @@ def undocumented(text):
 
 def test_the_readme_documents_every_key():
     assert undocumented(README) == []
-    assert "the keys of `[policy]`" in README  # [[rules]] has them, too
+    assert "the keys of `[policy]`" in README  # [[rules]] has these keys too
 
 
 def test_the_test_of_the_readme_can_fail():
@@ -884,7 +884,7 @@ def test_the_readme_documents_no_key_of_fp8_that_does_not_exist():
 def test_the_readme_gives_the_defaults_of_fp8():
     section = README.split("### `[fp8]`")[1].split("###")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", section, re.MULTILINE))
-    # The defaults of these depend on the scaling; their rows say how.
+    # The defaults of these keys depend on the scaling, as their rows document.
     defaults = {name: text for name, text in rows.items() if name not in ("dgrad", "wgrad")}
     del defaults["power_of_two"]
     assert len(defaults) == len(TABLES["fp8"]) - 3

@@ -98,7 +98,7 @@ def test_below_is_itself_and_everything_below(path, child):
     assert not path or not below.fullmatch(path + child)
 
 
-# An independent reading of the globs: match segment lists by recursion.
+# An independent implementation of the patterns: match lists of segments by recursion.
 def glob_matches(pattern, path):
     if not pattern:
         return not path

@@ -44,7 +44,7 @@ def message_of(call):
 
 
 # ---------------------------------------------------------------------------
-# What is said
+# Text of the warnings
 # ---------------------------------------------------------------------------
 
 
@@ -100,7 +100,7 @@ def test_the_fixes_are_code(fix):
 
 
 # ---------------------------------------------------------------------------
-# When it is said
+# Time of the warnings
 # ---------------------------------------------------------------------------
 
 
@@ -153,7 +153,7 @@ def test_groups_of_parameters_report_their_counts():
         jaxmp.check(state)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2 and all("last 10 steps" in text for text in messages)
-    # The guards see the gradients of all groups as NaN, so neither can name the first.
+    # Both guards receive NaN gradients for all groups, so neither can name the first leaf.
     assert not any("first gradient" in text for text in messages)
 
 
@@ -173,7 +173,7 @@ def test_devices_agree_on_the_leaf():
 
 
 # ---------------------------------------------------------------------------
-# What it costs
+# Cost
 # ---------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ class Net(nn.Module):
 def setup(recipe, tx=None):
     recipe = jaxmp.load_recipe(recipe)
     if isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
-        # From 2**16 the first steps overflow float16, as they should; these tests count steps.
+        # At 2**16, the first steps overflow float16 as expected; these tests count steps.
         recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
     model = recipe.wrap(Net())
     x = jax.random.normal(jax.random.key(1), (16, 4))
@@ -273,7 +273,7 @@ def test_overwritten_state_is_assigned_and_reverted_on_a_skip():
         grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": history}}
         new = state.apply_gradients(grads=grads)
         np.testing.assert_array_equal(new.params["_overwrite_with_gradient"]["amax"], history)
-        # The history is no gradient: it does not enter the norm that clips w to length 1.
+        # The history is not a gradient, so it is not part of the norm that clips w to length 1.
         np.testing.assert_allclose(
             jaxmp.get_master_params(new)["params"]["w"], 1 - 0.1 / np.sqrt(2), rtol=1e-6
         )
