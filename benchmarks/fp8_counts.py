@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import step_counts
-from jaxmp import PolicyMap, Recipe, Rule, TrainState, fp8, load_recipe
+from jaxmp import PolicyMap, Rule, TrainState, fp8, load_recipe
 
 LIMITS = {"stablehlo_ops": 1.30, "trace_lower": 1.5}
 HEAD = Rule("Dense_0", "o=f32,matmul=default", why="the last layer")
@@ -57,7 +57,7 @@ BF16 = step_of(load_recipe("bf16"))
 
 
 def in_fp8(scaling):
-    return step_of(Recipe(PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", [HEAD], scaling)))
+    return step_of(load_recipe(PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", [HEAD], scaling)))
 
 
 def operations(make):

@@ -144,8 +144,8 @@ BASE = "p=f32,c=bf16,o=bf16"
 
 def recipe(scaling):
     if scaling is None:
-        return jaxmp.Recipe(jaxmp.PolicyMap(BASE, [HEAD]))
-    return jaxmp.Recipe(jaxmp.PolicyMap(f"{BASE},matmul=fp8", [HEAD], fp8=scaling))
+        return jaxmp.load_recipe(jaxmp.PolicyMap(BASE, [HEAD]))
+    return jaxmp.load_recipe(jaxmp.PolicyMap(f"{BASE},matmul=fp8", [HEAD], fp8=scaling))
 
 
 # Name -> (scaling of the recipe, the layers' own product).

@@ -22,10 +22,10 @@ import flax
 import jax
 import optax
 
-from jaxmp import PolicyMap, Recipe, Rule, fp8
+from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from train_lm import Framework, train
 
-BF16 = Recipe("bf16")
+BF16 = load_recipe("bf16")
 HEAD = Rule("lm_head", "o=f32,matmul=default", why="the last layer", required=False)
 SCALINGS = {
     "current": fp8.CurrentScaling(),
@@ -37,7 +37,7 @@ SCALINGS = {
 
 def recipe(scaling):
     default = "p=f32,c=bf16,o=f32,matmul=fp8"
-    return Recipe(PolicyMap(default, [HEAD], scaling), name=f"fp8, {scaling.kind}")
+    return load_recipe(PolicyMap(default, [HEAD], scaling)).replace(name=f"fp8, {scaling.kind}")
 
 
 # Those that are trained in both frameworks; the others in Linen.

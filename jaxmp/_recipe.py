@@ -1,4 +1,4 @@
-"""Recipe: the facade over policies, loss scale, masters and the framework adapters."""
+"""Recipe: policies, loss scale and masters of a training run, and the methods that apply them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import jax
 import optax
 
 from jaxmp import optim
+from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._rules import PolicyMap
 from jaxmp._recipe_files._dump import recipe_text
-from jaxmp._recipe_files._load import RecipeData, changed, recipe_data, recipe_names
-from jaxmp.errors import JaxmpError
+from jaxmp._recipe_files._load import (
+    RecipeData,
+    RecipeLike,
+    as_recipe_data,
+    recipe_names,
+    replace_settings,
+)
+from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 
 M = TypeVar("M")
 
@@ -25,46 +33,42 @@ _ADAPTERS = {"flax.linen.module": "jaxmp.linen", "flax.nnx.module": "jaxmp.nnx"}
 
 @final
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Recipe:
-    """All that a training run needs to know about precision.
+    """Precision settings of a training run, and the functions that apply them.
 
-    Frozen, hashable, equal by content, static under `jax.jit`: it holds strings, plain numbers and
-    a `PolicyMap`, and no array.
+    `load_recipe` makes recipes, and `replace` changes them. A recipe is frozen, hashable, equal by
+    content and static under `jax.jit`: it contains strings, plain numbers and a `PolicyMap`, but no
+    arrays.
 
-    Args:
-      recipe: a recipe's name, a path that ends in `.toml`, a policy string such as
-        `"p=f32,c=bf16,o=f32"`, another recipe, a `PolicyMap`, or anything that `get_policy` takes.
-        What is no recipe gets a dynamic loss scale if any of its dtypes is float16, and masters
-        for every parameter that is stored in 16 bits.
-      **changes: see `replace`.
-
-    Raises:
-      RecipeError: if a file or name cannot be loaded, or settings contradict each other.
-      PolicyError: if a policy string or a dtype cannot be understood.
+    Attributes:
+      data: the settings.
 
     Example:
-      >>> recipe = Recipe("bf16", master="none")
+      >>> recipe = load_recipe("bf16").replace(master="none")
       >>> recipe, recipe.policies.resolve("dense"), recipe.master
       (Recipe('bf16'), Policy('p=f32,c=bf16,o=f32'), 'none')
     """
 
     data: RecipeData
 
-    def __init__(self, recipe: Any, **changes: Any) -> None:
-        data = recipe_data(recipe)
-        object.__setattr__(self, "data", changed(data, **changes) if changes else data)
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, RecipeData):
+            raise RecipeError(
+                f"Recipe({self.data!r}) is not how recipes are made. Load it, then change it:\n"
+                f"    load_recipe({self.data!r}).replace(master='fp32')"
+            )
 
-    # ------------------------------------------------------------------ What it says
+    # ------------------------------------------------------------------ Settings
 
     @property
     def name(self) -> str:
-        """The shipped name, the file's `name` or stem, or the policy string."""
+        """Name of the recipe: that of the file or its `name` key, or the policy string."""
         return self.data.name
 
     @property
     def summary(self) -> str:
-        """One line for a person who chooses among recipes."""
+        """Description in one line."""
         return self.data.summary
 
     @property
@@ -74,43 +78,43 @@ class Recipe:
 
     @property
     def loss_scale(self) -> LossScale:
-        """A loss scale at its start, in fresh arrays at each access."""
+        """Initial loss scale, with new arrays at each access."""
         return self.data.loss_scale.build()
 
     @property
     def master(self) -> str:
-        """Where the FP32 truth of 16-bit parameters is kept: see `jaxmp.optim.master_params`."""
+        """Form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`."""
         return self.data.master
 
     @property
     def skip(self) -> str:
-        """How a step that is not finite is left out: see `jaxmp.optim.skip_nonfinite`."""
+        """Form in which non-finite steps are skipped: see `jaxmp.optim.skip_nonfinite`."""
         return self.data.skip
 
     @property
     def accumulate_dtype(self) -> str:
-        """Name of the dtype in which gradients are added up over microbatches."""
+        """Name of the dtype in which gradients are summed over microbatches."""
         return self.data.accumulate_dtype
 
     @property
     def reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are added up over the devices of an `axis_name`."""
+        """Name of the dtype in which gradients are summed over the devices of an `axis_name`."""
         return self.data.reduce_dtype
 
     @property
     def ops(self) -> OpTable:
-        """What `autocast` does with each operation: the default table, and this recipe's edits."""
+        """Categories of operations in `autocast`: the default table with this recipe's edits."""
         return self.data.ops
 
     @property
-    def fp8(self) -> Any:
-        """How modules with `matmul = "fp8"` are scaled; None: by `jaxmp.fp8.CurrentScaling()`."""
+    def fp8(self) -> Scaling | None:
+        """Scaling of modules with `matmul = "fp8"`; None: `jaxmp.fp8.CurrentScaling()`."""
         return self.policies.fp8
 
-    # ------------------------------------------------------------------ What it does
+    # ------------------------------------------------------------------ Methods
 
     def wrap(self, model: M) -> M:
-        """The model under this recipe's policies; the given one is untouched.
+        """Returns a model that computes under this recipe's policies; `model` is not modified.
 
         Args:
           model: an instance of a Flax Linen or NNX module.
@@ -119,31 +123,31 @@ class Recipe:
           A model of the same class with the same parameter tree.
 
         Raises:
-          JaxmpError: if it is no such model.
+          JaxmpError: if `model` is not such an instance.
 
         Example:
           >>> model = load_recipe("bf16").wrap(nn.Dense(2))
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        return _adapter(model).apply_policy(model, self.policies)
+        return _load_adapter(model).apply_policy(model, self.policies)
 
     def optimizer(
         self, inner: optax.GradientTransformation, axis_name: Any = None
     ) -> optax.GradientTransformationExtraArgs:
-        """`inner` with this recipe's masters, loss scale and skipped steps.
+        """Adds this recipe's masters, loss scale and skipped steps to an optimizer.
 
         Args:
-          inner: any optax transformation; clipping and schedules belong inside.
+          inner: any optax transformation, with clipping and schedules.
           axis_name: mapped axis of `pmap`, `vmap` or `shard_map`. The `value_and_grad` of a train
-            state averages loss and gradients over it, and all devices along it agree to skip. Leave
-            it out where `jax.jit` shards the batch.
+            state averages loss and gradients over it, and all devices along it skip the same steps.
+            None if `jax.jit` shards the batch.
 
         Returns:
-          The transformation that `jaxmp.optim.mixed_precision` makes.
+          The transformation that `jaxmp.optim.mixed_precision` returns.
 
         Raises:
-          CompositionError: if masters or skips cannot work as the recipe asks.
+          CompositionError: if `inner` does not work with masters or skipped steps.
 
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
@@ -159,14 +163,14 @@ class Recipe:
             axis_name=axis_name,
         )
 
-    def cast_params(self, params: Any) -> Any:
-        """Casts each floating parameter to the dtype in which it is stored, by its path.
+    def cast_params(self, params: PyTree) -> PyTree:
+        """Casts each floating-point parameter to the dtype in which it is stored, by its path.
 
-        In a plain optax loop call it after `tx.init(params)`, which takes masters from the values
-        before the cast.
+        In a plain optax loop, call it after `tx.init(params)`, which makes the masters from the
+        uncast values.
 
         Args:
-          params: a tree of parameters, or a dict of Flax collections, of which `params` alone is
+          params: a tree of parameters, or a dict of Flax collections, of which only `params` is
             cast.
 
         Returns:
@@ -180,17 +184,17 @@ class Recipe:
         return optim.cast_params(params, self.policies, master)
 
     def replace(self, **changes: Any) -> Recipe:
-        """The same recipe with something changed.
+        """Returns this recipe with some settings replaced.
 
         Args:
-          **changes: `policies` (anything that names policies), `loss_scale` (a loss scale, a
+          **changes: `policies` (anything that `load_recipe` accepts), `loss_scale` (a loss scale, a
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
-            dict, laid over the recipe's own table, or an `OpTable` in its place), `fp8` (a scaling
-            of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
+            dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
+            scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
             [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
 
         Returns:
-          A new recipe. A loss scale that was automatic is decided anew for other policies.
+          A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.
 
         Raises:
           RecipeError: if a value is not allowed, or contradicts another.
@@ -199,13 +203,13 @@ class Recipe:
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
           StaticLossScale(loss_scale=128.0)
         """
-        return Recipe(self, **changes)
+        return Recipe(replace_settings(self.data, **changes))
 
     def to_toml(self) -> str:
-        """The recipe as the text of a TOML file that loads as an equal recipe.
+        """Returns the text of a TOML file that loads as an equal recipe.
 
         Raises:
-          RecipeError: if a text in it cannot be written as UTF-8.
+          RecipeError: if a string in the recipe cannot be written as UTF-8.
 
         Example:
           >>> recipe = load_recipe("bf16").replace(loss_scale=1024.0)
@@ -219,59 +223,67 @@ class Recipe:
         return f"Recipe({self.name!r})"
 
 
-def load_recipe(recipe: Any) -> Recipe:
+def load_recipe(recipe: RecipeLike) -> Recipe:
     """Loads a recipe.
 
     Args:
-      recipe: a shipped recipe's name (see `list_recipes`); a path that ends in `.toml`; a policy
-        string such as `"p=f32,c=bf16,o=f32"`; a `Recipe`, `PolicyMap`, `Policy`, `jmp.Policy`,
-        dtype or dict.
+      recipe: the name of an installed recipe (see `list_recipes`); a path that ends in `.toml`; a
+        policy string such as `"p=f32,c=bf16,o=f32"`; a `Recipe`, `PolicyMap`, `Policy`,
+        `jmp.Policy`, dtype or dict. Policies that are not a recipe get FP32 masters for all
+        parameters stored in 16 bits, and a dynamic loss scale if any of their dtypes is float16.
 
     Returns:
-      The recipe.
+      The recipe; `recipe` itself if it is a `Recipe`.
 
     Raises:
-      RecipeError: with file, line, column and key, what is allowed, and the fix as code.
-      PolicyError: if a policy string or a dtype cannot be understood.
+      RecipeError: with file, line, column, key, the allowed values and the fix as code.
+      PolicyError: if a policy or dtype is invalid.
 
     Example:
       >>> load_recipe("fp16").policies.resolve("dense")
       Policy('p=f32,c=f16,o=f32')
     """
-    return recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    return recipe if isinstance(recipe, Recipe) else Recipe(as_recipe_data(recipe))
 
 
 def list_recipes() -> list[str]:
-    """The names of the shipped recipes, sorted.
+    """Returns the sorted names of the installed recipes.
 
     Example:
-      >>> list_recipes()[4:]
-      ['fp32', 'fp8', 'fp8_delayed', 'fp8_rowwise', 'tf32']
+      >>> "bf16" in list_recipes()
+      True
     """
     return recipe_names()
 
 
-def _adapter(model: Any) -> Any:
-    found = _adapter_name(model)
-    attributes = vars(model) if found is None and hasattr(model, "__dict__") else {}
-    inner = next((name for name in attributes if _adapter_name(attributes[name])), None)
-    if inner is not None and not isinstance(model, type):
-        kind = type(model)
-        raise JaxmpError(
-            f"wrap was given a {kind.__module__}.{kind.__qualname__}, which holds a Flax module in "
-            f"{inner!r} and is none itself. Wrap that module in its place: "
-            f"model.{inner} = recipe.wrap(model.{inner})."
-        )
-    if found is None:
-        hint = f" Make an instance: {model.__name__}(...)." if isinstance(model, type) else ""
-        raise JaxmpError(
-            f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Give an instance "
-            "of a flax.linen.Module or a flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
-        )
-    return importlib.import_module(found)
+def _load_adapter(model: object) -> Any:
+    """Imports the adapter module for a Flax module.
+
+    Raises:
+      JaxmpError: if `model` is not an instance of a Flax module.
+    """
+    if (name := _adapter_name(model)) is not None:
+        return importlib.import_module(name)
+    if isinstance(model, type):
+        hint = f" Make an instance: {model.__name__}(...)."
+    else:
+        attributes = getattr(model, "__dict__", {})
+        inner = next((key for key in attributes if _adapter_name(attributes[key])), None)
+        if inner is not None:
+            kind = type(model)
+            raise JaxmpError(
+                f"wrap() received a {kind.__module__}.{kind.__qualname__}, which is not a Flax "
+                f"module but contains one in {inner!r}. Wrap that module: "
+                f"model.{inner} = recipe.wrap(model.{inner})."
+            )
+        hint = ""
+    raise JaxmpError(
+        f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Pass an instance of "
+        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
+    )
 
 
-def _adapter_name(model: Any) -> str | None:
-    """The adapter for a Flax module; None for anything else."""
+def _adapter_name(model: object) -> str | None:
+    """Returns the name of the adapter for a Flax module; None for any other object."""
     bases = {cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "Module"}
-    return next((found for base, found in _ADAPTERS.items() if base in bases), None)
+    return next((adapter for base, adapter in _ADAPTERS.items() if base in bases), None)

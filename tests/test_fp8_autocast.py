@@ -369,7 +369,7 @@ def test_an_audit_names_what_stays_in_16_bits():
 
 
 def test_scaling_with_a_state_is_refused():
-    for policies in (PolicyMap(POLICY, fp8=fp8.DelayedScaling()), jaxmp.Recipe("fp8")):
+    for policies in (PolicyMap(POLICY, fp8=fp8.DelayedScaling()), jaxmp.load_recipe("fp8")):
         if isinstance(policies, jaxmp.Recipe):
             policies = policies.replace(fp8="delayed")
         with pytest.raises(CompositionError, match=r"recipe.replace\(fp8='current'\)"):

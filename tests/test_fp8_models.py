@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
-from jaxmp import PolicyMap, Recipe, Rule, audit, fp8, load_recipe
+from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError
@@ -336,7 +336,7 @@ def test_recipe_files(tmp_path, lines, scaling):
 
 
 def test_recipes_without_a_table():
-    recipe = Recipe("p=f32,c=bf16,o=f32,matmul=fp8")
+    recipe = load_recipe("p=f32,c=bf16,o=f32,matmul=fp8")
     assert recipe.fp8 is None and "[fp8]" not in recipe.to_toml()
     assert recipe.replace(fp8="rowwise").fp8 == fp8.RowwiseScaling()
     assert recipe.replace(fp8="rowwise") != recipe
@@ -353,14 +353,14 @@ def test_another_scaling_replaces_the_whole_table(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("block = 64", r"key 'fp8.block': block does not go with scaling = \"current\""),
+        ("block = 64", r"key 'fp8.block': block requires scaling = \"block\""),
         ("interval = 2", r"(?s)key 'fp8.interval'.*scaling = \"delayed\"\n    interval = 2"),
         ("margin = -1", "key 'fp8.margin': CurrentScaling.margin=-1."),
         ('wgrad = ["e5m2", "e5m2"]', "key 'fp8.wgrad': .*not both 'e5m2'"),
-        ('wgrad = ["e5m2"]', "key 'fp8.wgrad'.*is not allowed"),
+        ('wgrad = ["e5m2"]', "key 'fp8.wgrad'.*wgrad must be"),
         ('scaling = "tensorwise"', "key 'fp8.scaling'.*is not allowed"),
-        ('fast_accumulation = ["forward"]', "key 'fp8.fast_accumulation'.*is not allowed"),
-        ("width = 3", "(?s)'width' is not known here.*min_width"),
+        ('fast_accumulation = ["forward"]', "key 'fp8.fast_accumulation'.*must be"),
+        ("width = 3", "(?s)unknown key 'width'.*min_width"),
     ],
 )
 def test_recipe_files_that_are_refused(tmp_path, lines, message):
@@ -474,7 +474,7 @@ def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
 
 def test_training_with_a_state():
     """Microbatches, a skipped step and the step after it, in one jitted function."""
-    recipe = Recipe(policies(DELAYED))
+    recipe = load_recipe(policies(DELAYED))
     x = jax.random.normal(jax.random.key(1), (32, 16, 32))
     model, variables = delayed(Layers(), x)
     with jax.numpy_dtype_promotion("standard"):
@@ -509,7 +509,7 @@ def test_training_with_a_state():
 
 
 STEP = GPT(layers=2, width=128, heads=2, max_length=128)
-ANY_WIDTH = Recipe(policies(fp8.CurrentScaling(min_width=0)))
+ANY_WIDTH = load_recipe(policies(fp8.CurrentScaling(min_width=0)))
 LINEARS = {
     f"block_{block}/{name}"
     for block in (0, 1)
@@ -540,7 +540,7 @@ def compiled_gradients(framework, recipe, target):
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 @pytest.mark.parametrize("scaling", [fp8.CurrentScaling, fp8.DelayedScaling])
 def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework, scaling):
-    recipe = Recipe(policies(scaling(min_width=0)))
+    recipe = load_recipe(policies(scaling(min_width=0)))
     report = compiled_gradients(framework, recipe, "h200")
     traced, flops = {}, 0
     for row in report.matmuls:
@@ -567,7 +567,7 @@ def test_an_a100_is_refused(framework):
 
 @needs_compiler
 def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
-    emulated = Recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
+    emulated = load_recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
     report = compiled_gradients("linen", emulated, "a100")
     fallen = {finding.module for finding in report.findings if finding.check == "fp8_fallback"}
     assert LINEARS >= fallen >= {f"block_{n}/mlp_{m}" for n in (0, 1) for m in ("up", "down")}
@@ -626,7 +626,7 @@ def held_out_loss(framework, recipe, steps=60):
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_training_is_within_a_percent_of_bf16(framework):
     """Runs on a CPU, where operands are rounded to FP8 and multiplied in a wider dtype."""
-    bf16 = held_out_loss(framework, Recipe("bf16"))
+    bf16 = held_out_loss(framework, load_recipe("bf16"))
     for scaling in (fp8.CurrentScaling(), fp8.DelayedScaling(amax_history_len=16)):
-        loss = held_out_loss(framework, Recipe(policies(scaling)))
+        loss = held_out_loss(framework, load_recipe(policies(scaling)))
         assert loss == pytest.approx(bf16, rel=0.01)

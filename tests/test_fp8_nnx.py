@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp import PolicyMap, Recipe, fp8
+from jaxmp import PolicyMap, fp8, load_recipe
 from jaxmp.errors import CompositionError
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, apply_policy, value_and_grad
 from relaxed import relaxed
@@ -162,7 +162,7 @@ def test_an_optimizer_carries_it():
     """The state is not scaled, clipped or decayed. It is combined by max, and restored on a skipped
     step.
     """
-    recipe = Recipe(POLICIES).replace(loss_scale=jaxmp.DynamicLossScale(init_scale=16.0))
+    recipe = load_recipe(POLICIES).replace(loss_scale=jaxmp.DynamicLossScale(init_scale=16.0))
     inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
     model = linear()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -203,7 +203,7 @@ def test_both_frameworks_train_alike():
     variables = linen.init(jax.random.key(0), x)
     model = apply_policy(nnx.Linear(32, 16, rngs=rngs()), POLICIES)
     nnx.update(model, variables["params"])
-    tx = lambda: Recipe(POLICIES).optimizer(optax.sgd(1.0))
+    tx = lambda: load_recipe(POLICIES).optimizer(optax.sgd(1.0))
     state = jaxmp.TrainState.create(apply_fn=linen.apply, params=variables, tx=tx())
     optimizer = Optimizer(model, tx())
 
@@ -238,7 +238,7 @@ def test_plain_flax_gradients():
     both = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
     grads = nnx.grad(loss_fn, argnums=both)(model, x)
     kernel = np.asarray(model.kernel[...])
-    optimizer = Optimizer(model, Recipe(POLICIES).optimizer(optax.sgd(0.1)))
+    optimizer = Optimizer(model, load_recipe(POLICIES).optimizer(optax.sgd(0.1)))
     optimizer.update(model, nnx.state(grads, nnx.Param))
     assert newest(model, "") == 0 and np.any(model.kernel[...] != kernel)
     optimizer.update(model, grads)
@@ -257,7 +257,7 @@ def test_flax_optimizers_leave_it_to_the_user():
 
 def test_a_filter_of_everything_trains_parameters_only():
     model, x = linear(), of_size(4, 8, 32)
-    momentum = Recipe(POLICIES).optimizer(optax.sgd(0.1, momentum=0.9))
+    momentum = load_recipe(POLICIES).optimizer(optax.sgd(0.1, momentum=0.9))
     optimizer = Optimizer(model, momentum, wrt=nnx.Variable)
     _, grads = optimizer.value_and_grad(loss_fn)(model, x)
     optimizer.update(model, grads)
@@ -297,7 +297,7 @@ def test_a_checkpoint_goes_on_bit_for_bit():
 
     def fresh():
         model = linear()
-        return model, Optimizer(model, Recipe(POLICIES).optimizer(optax.sgd(0.1)))
+        return model, Optimizer(model, load_recipe(POLICIES).optimizer(optax.sgd(0.1)))
 
     @nnx.jit
     def step(model, optimizer, x):

@@ -27,7 +27,7 @@ from jaxmp._audit._report import Finding as Finding
 from jaxmp._core import _compat
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._core._locations import Location
-from jaxmp._recipe_files._load import recipe_data
+from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp.errors import AuditError
 
 
@@ -83,7 +83,7 @@ def audit_call(
     _check_function(fn)
     if target is not None:
         check_target(target)
-    recipe = None if policies is None else recipe_data(policies)
+    recipe = None if policies is None else as_recipe_data(policies)
     spelled = policies if isinstance(policies, str) else "bf16" if policies is None else ""
     text = repr(spelled) if spelled else "recipe" if hasattr(policies, "data") else "policies"
     # JAX may start its backends at any step of an audit.

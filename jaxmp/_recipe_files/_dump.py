@@ -1,72 +1,75 @@
-"""A recipe written as TOML: a file that a person can read, and `load_recipe` reads back."""
+"""Formats a recipe as a commented TOML file that `load_recipe` reads back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES
+from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files._fp8_table import fp8_settings
 from jaxmp._recipe_files._load import RecipeData
 from jaxmp._recipe_files._loss_scale_table import LossScaleData
 from jaxmp._recipe_files._toml import literal
 
-_HEAD = "# A jaxmp recipe: load it with jaxmp.load_recipe, by the path of this file."
-_POLICY = "# The dtypes of every module for which no rule below decides."
+_HEAD = "# Recipe of jaxmp. Load it by the path of this file: jaxmp.load_recipe(path)."
+_POLICY = "# Dtypes of all modules that no rule matches."
 _LOSS_SCALE = {
     "none": "# Gradients are not scaled.",
-    "static": "# Gradients are scaled by a constant, which is divided out in FP32.",
-    "dynamic": "# Gradients are scaled as far as they stay finite; divided out in FP32.",
+    "static": "# Gradients are multiplied by a constant and divided by it in FP32.",
+    "dynamic": "# Gradients are multiplied by the largest scale at which they stay finite, and\n"
+    "# divided by it in FP32.",
 }
-_OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a step that is not finite is left out."
+_OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a non-finite step is skipped."
 _ATTENTION = (
-    "# Flax's attention layers: auto takes cuDNN's fused kernel where it fits; a mask other than\n"
-    "# array is declared, and replaces the array that the model passes."
+    "# Attention layers of Flax. auto: the fused kernel of cuDNN if it supports the call. A mask\n"
+    "# other than array is declared: it replaces the array that the model passes."
 )
-_FP8 = '# How modules with matmul = "fp8" are scaled.'
-_GRADIENTS = (
-    "# What gradients are added up in, over microbatches and over the devices of an axis_name."
-)
-_OPS = "# What autocast does otherwise than by its default table."
-_RULES = "# The first rule that matches a module decides alone; the rest comes from [policy]."
+_FP8 = '# Scaling of modules with matmul = "fp8".'
+_GRADIENTS = "# Dtypes of the sums of gradients over microbatches and over devices (axis_name)."
+_OPS = "# Operations whose category in autocast differs from the default table."
+_RULES = "# Only the first rule that matches a module applies; other fields come from [policy]."
 
 
 def recipe_text(data: RecipeData) -> str:
-    """The TOML text of a recipe, comments included.
+    """Returns a recipe as TOML text with comments.
 
     Args:
       data: the recipe.
 
     Returns:
-      Text that loads as an equal recipe, its name included.
+      Text that loads as an equal recipe with the same name.
 
     Raises:
-      RecipeError: if a text in it cannot be written as UTF-8.
+      RecipeError: if a string in the recipe cannot be written as UTF-8.
     """
-    head = [_HEAD, "", *_settings({"name": data.name, "summary": data.summary})]
+    policies = data.policies
+    default = _policy_fields(policies.default)
+    attention = {name: default.pop(name) for name in ATTENTION_FIELDS if name in default}
+    gradients = {"accumulate_dtype": data.accumulate_dtype, "reduce_dtype": data.reduce_dtype}
     blocks = [
-        head,
-        [_POLICY, "[policy]", *_settings(_default_fields(data.policies.default))],
-        [_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", *_settings(_scale(data.loss_scale))],
-        [_OPTIMIZER, "[optimizer]", *_settings({"master": data.master, "skip": data.skip})],
-        [_ATTENTION, "[attention]", *_settings(_attention(data))],
-        *_fp8(data.policies.fp8),
-        [_GRADIENTS, "[gradients]", *_settings(_gradients(data))],
-        *[[_OPS, "[ops]", *_settings(dict(data.ops.edits))]] * bool(data.ops.edits),
-        *[[_RULES]] * bool(data.policies.rules),
-        *[["[[rules]]", *_settings(_rule_fields(rule))] for rule in data.policies.rules],
+        _block(f"{_HEAD}\n", "", {"name": data.name, "summary": data.summary}),
+        _block(_POLICY, "[policy]", default),
+        _block(_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", _loss_scale(data.loss_scale)),
+        _block(_OPTIMIZER, "[optimizer]", {"master": data.master, "skip": data.skip}),
+        _block(_ATTENTION, "[attention]", attention),
+        *([] if policies.fp8 is None else [_block(_FP8, "[fp8]", fp8_settings(policies.fp8))]),
+        _block(_GRADIENTS, "[gradients]", gradients),
+        *([_block(_OPS, "[ops]", dict(data.ops.edits))] if data.ops.edits else []),
+        *([_RULES] if policies.rules else []),
+        *(_block("", "[[rules]]", _rule_fields(rule)) for rule in policies.rules),
     ]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
-def _settings(values: Mapping[str, Any]) -> Iterable[str]:
-    return [f"{key} = {literal(value)}" for key, value in values.items()]
+def _block(comment: str, header: str, values: Mapping[str, object]) -> str:
+    """Returns the lines of one table."""
+    settings = [f"{key} = {literal(value)}" for key, value in values.items()]
+    return "\n".join([line for line in (comment, header) if line] + settings)
 
 
-def _policy_fields(holder: Any) -> dict[str, Any]:
-    """The fields that a Policy or a Rule sets, dtypes by name."""
-    values = {name: getattr(holder, name) for name in FIELD_NAMES}
+def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
+    """Returns the fields that a policy or rule sets, with dtypes by name."""
+    values = {name: getattr(policy, name) for name in FIELD_NAMES}
     return {
         name: value.name if name.endswith("_dtype") else value
         for name, value in values.items()
@@ -74,37 +77,14 @@ def _policy_fields(holder: Any) -> dict[str, Any]:
     }
 
 
-def _default_fields(policy: Any) -> dict[str, Any]:
-    """Without what has a table of its own."""
-    fields = _policy_fields(policy)
-    return {name: value for name, value in fields.items() if name not in ATTENTION_FIELDS}
-
-
-def _attention(data: RecipeData) -> dict[str, Any]:
-    fields = _policy_fields(data.policies.default)
-    return {name: fields[name] for name in ATTENTION_FIELDS if name in fields}
-
-
-def _fp8(scaling: Any) -> list[list[str]]:
-    if scaling is None:
-        return []
-    return [[_FP8, "[fp8]", *(f"{key} = {text}" for key, text in fp8_settings(scaling).items())]]
-
-
-def _rule_fields(rule: Rule) -> dict[str, Any]:
+def _rule_fields(rule: Rule) -> dict[str, object]:
     selector = {"path": rule.path, "module_type": rule.module_type}
     fields = {key: value for key, value in selector.items() if value is not None}
-    flags = {"subtree": True} if rule.subtree else {}
+    subtree = {"subtree": True} if rule.subtree else {}
     why = {"why": rule.why} if rule.why else {}
-    return {**fields, **flags, **_policy_fields(rule), "required": rule.required, **why}
+    return {**fields, **subtree, **_policy_fields(rule), "required": rule.required, **why}
 
 
-def _scale(data: LossScaleData) -> dict[str, Any]:
+def _loss_scale(data: LossScaleData) -> dict[str, object]:
     preset = {"preset": data.preset} if data.preset else {}
-    bounds = {key: "none" if value is None else value for key, value in data.arguments}
-    return {"kind": data.kind, **preset, **bounds}
-
-
-def _gradients(data: RecipeData) -> dict[str, Any]:
-    names = ("accumulate_dtype", "reduce_dtype")
-    return {name: getattr(data, name) for name in names}
+    return {"kind": data.kind, **preset, **dict(data.arguments)}

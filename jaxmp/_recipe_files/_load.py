@@ -1,7 +1,4 @@
-"""Recipes as plain data: a name, a TOML file or a string becomes a frozen `RecipeData`.
-
-`as_policy_map` serves every `policies=` argument of the library.
-"""
+"""Loads recipes as plain data: from a name, a TOML file, a policy string or policies."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
@@ -16,6 +14,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype
 from jaxmp._core._typing import DTypeLike
+from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import (
     ATTENTION_FIELDS,
@@ -25,7 +24,13 @@ from jaxmp._policies._policy import (
     without_inputs,
 )
 from jaxmp._policies._recipe_names import recipe_names, shipped
-from jaxmp._policies._rules import PolicyMap, Rule, named_dtypes, reads_policies
+from jaxmp._policies._rules import (
+    PolicyMap,
+    Rule,
+    check_module_dtypes,
+    named_dtypes,
+    reads_policies,
+)
 from jaxmp._recipe_files import _toml
 from jaxmp._recipe_files._fp8_table import read_fp8
 from jaxmp._recipe_files._loss_scale_table import (
@@ -34,9 +39,16 @@ from jaxmp._recipe_files._loss_scale_table import (
     loss_scale_data,
     read_loss_scale,
 )
-from jaxmp._recipe_files._schema import TABLES, TOP, Setting, example, module_dtype, read_contents
+from jaxmp._recipe_files._schema import (
+    TABLES,
+    TOP,
+    Setting,
+    Settings,
+    fix_line,
+    read_contents,
+)
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
-from jaxmp.fp8._scaling import as_scaling
+from jaxmp.fp8._scaling import Scaling, as_scaling
 
 if TYPE_CHECKING:
     from jaxmp._recipe import Recipe
@@ -44,13 +56,10 @@ if TYPE_CHECKING:
 # Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
 # string, dtype or dict that specifies them.
 RecipeLike: TypeAlias = Union[
-    "Recipe", PolicyMap, Policy, Mapping[str, Any], str, os.PathLike[str], DTypeLike
+    "Recipe", "RecipeData", PolicyMap, Policy, Mapping[str, Any], str, os.PathLike[str], DTypeLike
 ]
 
 _FLOAT16 = np.dtype("float16")
-
-# Where a setting stands, for messages: (table, key) -> words.
-Where = Callable[[str, str], str]
 
 # ---------------------------------------------------------------------------
 # Data
@@ -59,45 +68,43 @@ Where = Callable[[str, str], str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeData:
-    """All that a recipe says: strings, plain numbers and a `PolicyMap`."""
+    """Content of a recipe: strings, plain numbers and a `PolicyMap`, without arrays."""
 
     name: str
-    # One line for a person who chooses among recipes.
+    # Description in one line.
     summary: str = ""
     policies: PolicyMap
     loss_scale: LossScaleData = dataclasses.field(default_factory=LossScaleData)
-    # Where the FP32 truth of 16-bit parameters is kept: "auto", "fp32", "packed" or "none".
+    # Form of the FP32 masters of 16-bit parameters: "auto", "fp32", "packed" or "none".
     master: str = "auto"
-    # How a step with a non-finite gradient is left out: "auto", "select", "cond" or "none".
+    # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
     skip: str = "auto"
-    # The dtypes in which gradients are added up, over microbatches and over the devices of an
-    # `axis_name`.
+    # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"
-    # What autocast does with each operation.
+    # Categories of the operations in `autocast`.
     ops: OpTable = dataclasses.field(default_factory=OpTable)
 
 
 # ---------------------------------------------------------------------------
-# API
+# Conversion
 # ---------------------------------------------------------------------------
 
 
 @reads_policies
-def as_policy_map(policies: Any) -> PolicyMap:
-    """The `PolicyMap` that any `policies=` argument stands for.
+def as_policy_map(policies: RecipeLike) -> PolicyMap:
+    """Converts any `policies=` argument to a `PolicyMap`.
 
     Args:
-      policies: a `PolicyMap`; a `Recipe`; a string or path, which is a shipped recipe's name first,
-        a TOML file if it ends in `.toml`, a policy string otherwise; or anything else that
-        `get_policy` takes.
+      policies: a `PolicyMap`; a `Recipe`; the name of a recipe; a path that ends in `.toml`; or
+        anything that `get_policy` accepts. The name of a recipe always means the recipe.
 
     Returns:
-      The policies.
+      The policies; `policies` itself if it is a `PolicyMap`.
 
     Raises:
-      RecipeError: if a string names no recipe, or its file cannot be loaded.
-      PolicyError: if it cannot be understood as a policy.
+      RecipeError: if a string is not the name of a recipe, or its file cannot be loaded.
+      PolicyError: if a policy or dtype is invalid.
 
     Example:
       >>> as_policy_map("bf16").resolve("dense")
@@ -105,24 +112,17 @@ def as_policy_map(policies: Any) -> PolicyMap:
       >>> as_policy_map("bfloat16").default
       Policy('p=bf16,c=bf16,o=bf16')
     """
-    if isinstance(policies, PolicyMap):
-        return policies
-    inner = getattr(policies, "policies", None)
-    if isinstance(inner, PolicyMap):
-        return inner
-    if isinstance(policies, (str, os.PathLike)):
-        return recipe_data(policies).policies
-    return PolicyMap(get_policy(policies))
+    return policies if isinstance(policies, PolicyMap) else as_recipe_data(policies).policies
 
 
-def as_op_table(policies: Any) -> OpTable:
-    """The table of operations that comes with any `policies=` argument.
+def as_op_table(policies: RecipeLike) -> OpTable:
+    """Returns the table of operations that belongs to any `policies=` argument.
 
     Args:
-      policies: what `as_policy_map` takes.
+      policies: any argument of `as_policy_map`.
 
     Returns:
-      The recipe's table where `policies` is a recipe, its name or its file; else the default one.
+      The table of the recipe, or the default table if `policies` is not a recipe.
 
     Raises:
       RecipeError, PolicyError: as `as_policy_map`.
@@ -131,189 +131,53 @@ def as_op_table(policies: Any) -> OpTable:
       >>> as_op_table("bf16") == OpTable()
       True
     """
-    return OpTable() if isinstance(policies, PolicyMap) else recipe_data(policies).ops
+    return OpTable() if isinstance(policies, PolicyMap) else as_recipe_data(policies).ops
 
 
-def recipe_data(recipe: Any) -> RecipeData:
-    """The plain data of a recipe.
+def as_recipe_data(recipe: RecipeLike) -> RecipeData:
+    """Converts a recipe, or anything that specifies one, to plain data.
 
     Args:
-      recipe: a recipe's name, a path that ends in `.toml`, a policy string, a `Recipe`, or anything
-        else that `as_policy_map` takes.
+      recipe: the name of a recipe, a path that ends in `.toml`, a policy string, a `Recipe`, or
+        any other argument of `as_policy_map`.
 
     Returns:
-      The data. What is no recipe gets a dynamic loss scale if any of its dtypes is float16, and
-      automatic masters.
+      The data. Policies that are not a recipe get automatic masters, and a dynamic loss scale if
+      any of their dtypes is float16.
 
     Raises:
-      RecipeError: with file, line, column and key where they can be known.
-      PolicyError: if a policy string or a dtype cannot be understood.
+      RecipeError: with file, line, column and key where they are known.
+      PolicyError: if a policy or dtype is invalid.
     """
     if isinstance(recipe, RecipeData):
         return recipe
-    if isinstance(getattr(recipe, "data", None), RecipeData):
-        return recipe.data
+    if isinstance(data := getattr(recipe, "data", None), RecipeData):
+        return data
     if isinstance(recipe, os.PathLike):
-        return _from_file(os.fsdecode(recipe))
-    if isinstance(recipe, str):
-        return _from_string(recipe)
-    return _from_policies(as_policy_map(recipe))
-
-
-def changed(
-    data: RecipeData,
-    *,
-    policies: Any = None,
-    loss_scale: Any = None,
-    ops: Any = None,
-    fp8: Any = None,
-    name: str | None = None,
-    summary: str | None = None,
-    **settings: Any,
-) -> RecipeData:
-    """`data` with some of it replaced; None leaves a thing as it is.
-
-    A loss scale that was automatic is decided anew for other policies.
-
-    Args:
-      data: the recipe to start from.
-      policies: anything that `as_policy_map` takes.
-      loss_scale: anything that `loss_scale_data` takes.
-      fp8: a scaling of `jaxmp.fp8`, or its name.
-      ops: operation -> category, laid over the recipe's own table; or an `OpTable`, in its place.
-      name: what to call it.
-      summary: one line about it.
-      **settings: `master`, `skip`, `accumulate_dtype` or `reduce_dtype`; `implementation`, `mask`
-        or `window`, of attention layers.
-
-    Raises:
-      RecipeError: if a value is not allowed, or contradicts another.
-      OpError: if an operation is unknown, or cannot have the category.
-    """
-    rules = data.policies if policies is None else as_policy_map(policies)
-    rules = _with_attention(rules, {key: settings.pop(key, None) for key in ATTENTION_FIELDS})
-    rules = rules if fp8 is None else dataclasses.replace(rules, fp8=as_scaling(fp8))
-    if fp8 is not None and not rules.names_fp8:
-        raise RecipeError(
-            f"fp8={fp8!r} says how FP8 is scaled, and nothing in {data.name!r} multiplies in FP8. "
-            "Start from a recipe that does, or say so: load_recipe('fp8').replace(fp8='rowwise'), "
-            "recipe.replace(policies='p=f32,c=bf16,o=f32,matmul=fp8', fp8='rowwise')."
-        )
-    if loss_scale is None:
-        automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
-        loss_scale = "auto" if automatic else data.loss_scale
-    given = {"name": name, "summary": summary, **settings}
-    changes = {key: _change(key, value) for key, value in given.items() if value is not None}
-    scale = loss_scale_data(loss_scale, rules)
-    table = data.ops if ops is None else _only_edits(ops, data.ops)
-    return checked(
-        dataclasses.replace(data, policies=rules, loss_scale=scale, ops=table, **changes)
-    )
-
-
-def _with_attention(policies: PolicyMap, settings: dict[str, Any]) -> PolicyMap:
-    """Policies whose default has other settings of attention; None leaves a setting as it is."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    if not given:
-        return policies
-    try:
-        fields = canonical_fields(given, within="")
-        if "mask" in fields:  # the present window describes another mask
-            fields = {"window": None, **fields}
-        default = dataclasses.replace(policies.default, **fields)
-    except PolicyError as error:
-        words = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise RecipeError(f"replace({words}): {error}") from None
-    return dataclasses.replace(policies, default=default)
-
-
-def _only_edits(ops: Any, base: OpTable) -> OpTable:
-    table = ops if isinstance(ops, OpTable) else base.replace(ops)
-    if table.added:
-        raise RecipeError(
-            f"{table.added[0]!r} cannot be part of a recipe: its file holds edits of the known "
-            "operations only. Give the row where it is used:\n"
-            f"    autocast(fn, recipe, ops=OpTable(added={list(table.added)!r}))"
-        )
-    return table
-
-
-_CHANGEABLE = {
-    **{key: TOP[key] for key in ("name", "summary")},
-    **TABLES["optimizer"],
-    **TABLES["gradients"],
-}
-
-
-def _change(key: str, value: Any) -> Any:
-    """A value given in Python, held to what a file may say."""
-    if key not in _CHANGEABLE:
-        names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_CHANGEABLE]
-        raise RecipeError(
-            f"A recipe has no {key!r} to replace.{did_you_mean(key, names)} Allowed: "
-            f"{', '.join(names)}; for example recipe.replace(master='fp32')."
-        )
-    field = _CHANGEABLE[key]
-    value = canonical_dtype(value).name if key.endswith("_dtype") else value
-    if not field.accepts(value):
-        raise RecipeError(
-            f"replace({key}={value!r}): allowed is {field.allowed}; for example "
-            f"recipe.replace({key}={field.example})."
-        )
-    try:
-        return field.convert(value)
-    except RecipeError as error:
-        raise RecipeError(
-            f"replace({key}={value!r}): {error} For example recipe.replace({key}={field.example})."
-        ) from None
-
-
-def shipped_text(name: str) -> str:
-    """The TOML text, comments and all, of a shipped recipe."""
-    return shipped()[name].read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------------------
-# Names, paths and strings
-# ---------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=64)
-def _from_name(name: str) -> RecipeData:
-    return _build(_shipped_layers(name, ()))
-
-
-def _from_file(file: str) -> RecipeData:
-    if not file.endswith(".toml"):
-        renamed = os.path.splitext(file)[0] + ".toml"
-        raise RecipeError(
-            f"{file!r} is not a recipe file: its name does not end in .toml. Rename it:\n"
-            f"    load_recipe({renamed!r})"
-        )
-    return _build(_file_layers(file, ()))
-
-
-def _from_string(text: str) -> RecipeData:
-    name = text.strip().lower()
+        return _load_file(os.fsdecode(recipe))
+    if not isinstance(recipe, str):
+        policies = recipe if isinstance(recipe, PolicyMap) else PolicyMap(get_policy(recipe))
+        return _from_policies(policies)
+    name = recipe.strip().lower()
     if name in shipped():
-        return _from_name(name)
-    if text.endswith(".toml"):
-        return _from_file(text)
+        return _load_name(name)
+    if recipe.endswith(".toml"):
+        return _load_file(recipe)
     try:
-        policy = get_policy(text)
+        policy = get_policy(recipe)
     except PolicyError:
-        if "=" in text or name.lstrip("u").startswith("int"):
+        if "=" in recipe or name.lstrip("u").startswith("int"):
             raise
-        raise _unknown_name(text) from None
+        raise _unknown_name(recipe) from None
     return _from_policies(PolicyMap(policy))
 
 
 def _unknown_name(text: str) -> RecipeError:
-    what = "names no recipe and no policy" if text.strip() else "is an empty name"
+    problem = "is not a recipe or a policy" if text.strip() else "is an empty name"
     return RecipeError(
-        f"{text!r} {what}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "
-        f"{', '.join(recipe_names())}; a file's path ends in .toml; a policy string is such as "
-        "'p=f32,c=bf16,o=f32'. For example:\n    load_recipe('bf16')"
+        f"{text!r} {problem}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "
+        f"{', '.join(recipe_names())}. A file has a path that ends in .toml. A policy string "
+        "has the form 'p=f32,c=bf16,o=f32'. For example:\n    load_recipe('bf16')"
     )
 
 
@@ -325,7 +189,7 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
         policies=policies,
         loss_scale=LossScaleData(kind=automatic_kind(policies)),
     )
-    return checked(data)
+    return _check(data)
 
 
 # ---------------------------------------------------------------------------
@@ -334,153 +198,272 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
 
 
 class _Layers(NamedTuple):
-    """What a file says, laid over what the files that it extends say."""
+    """Settings and rules of a file, merged with those of the files that it extends."""
 
-    name: str
-    summary: str
-    # (table, key) -> setting.
-    settings: dict[tuple[str, str], Setting]
+    document: _toml.Document
+    settings: Settings
     rules: tuple[Rule, ...]
 
 
-# Identities of the files that are being read: each extends the next.
-_Chain = tuple[str, ...]
+@functools.lru_cache(maxsize=64)
+def _load_name(name: str) -> RecipeData:
+    return _build(_read_layers(f"{name}.toml", shipped()[name]))
 
 
-def _shipped_layers(name: str, chain: _Chain) -> _Layers:
-    return _layers(_toml.read(f"{name}.toml", shipped()[name]), chain)
+def _load_file(file: str) -> RecipeData:
+    if not file.endswith(".toml"):
+        renamed = os.path.splitext(file)[0] + ".toml"
+        raise RecipeError(
+            f"{file!r} is not a recipe file: its name does not end in .toml. Rename it:\n"
+            f"    load_recipe({renamed!r})"
+        )
+    return _build(_read_layers(file, Path(file)))
 
 
-def _file_layers(file: str, chain: _Chain) -> _Layers:
-    document = _toml.read(file, Path(file))
-    chain = (*chain, os.path.realpath(file))
+def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _Layers:
+    """Reads a file and the files that it extends.
+
+    Args:
+      file: its name for messages.
+      path: its path.
+      chain: real paths of the files that extend this one.
+    """
+    document = _toml.read(file, path)
+    chain = (*chain, os.path.realpath(str(path)))
     if chain[-1] in chain[:-1]:
         raise RecipeError(
-            f"{file!r} extends itself: {' -> '.join(map(repr, chain))}. Extend a shipped recipe:\n"
-            + example("", "extends")
+            f"{file!r} extends itself: {' -> '.join(map(repr, chain))}. Extend an installed "
+            f"recipe:\n{fix_line('', 'extends')}"
         )
-    return _layers(document, chain)
+    settings, rules = read_contents(document)
+    if ("", "extends") not in settings:
+        if not document.table.get("policy"):
+            raise RecipeError(
+                f"{document.locate()} specifies no precision: it has no [policy] and extends no "
+                f"recipe. Add a recipe to extend:\n{fix_line('', 'extends')}"
+            )
+        return _Layers(document, settings, rules)
+    base = _read_base(document, settings["", "extends"], chain)
+    inherited = {key: base.settings[key] for key in base.settings if _is_inherited(key, settings)}
+    # Own settings come first: if two contradict each other, the message names the user's file.
+    return _Layers(document, {**settings, **inherited}, rules + base.rules)
 
 
-def _layers(document: _toml.Document, chain: _Chain) -> _Layers:
-    own = read_contents(document)
-    extends = own.top.get("extends")
-    if extends is None and not document.table.get("policy"):
+def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> _Layers:
+    name = extends.value
+    if name in shipped():
+        return _read_layers(f"{name}.toml", shipped()[name], chain)
+    if not name.endswith(".toml"):
         raise RecipeError(
-            f"{document.where()} names no precision: it has no [policy], and extends nothing. Say "
-            "what it builds on:\n" + example("", "extends")
+            f"{extends.location}: {name!r} is not an installed recipe."
+            f"{did_you_mean(name, recipe_names())} Allowed: {', '.join(recipe_names())}, or a path "
+            f"ending in .toml, relative to this file. For example:\n{fix_line('', 'extends')}"
         )
-    base = _base(document, extends, chain) if extends is not None else _Layers("", "", {}, ())
-    layers = _Layers(
-        own.top.get("name", Path(document.file).name.removesuffix(".toml")),
-        own.top.get("summary", f"extends {extends}" if extends is not None else ""),
-        _laid_over(base.settings, own.settings),
-        own.rules + base.rules,
-    )
-    scaling = [setting for key, setting in own.settings.items() if key[0] == "fp8"]
-    matmul = layers.settings.get(("policy", "matmul"))
-    in_fp8 = [matmul.value if matmul else None, *(rule.matmul for rule in layers.rules)]
-    if scaling and "fp8" not in in_fp8:
-        raise RecipeError(
-            f"{scaling[0].where}: [fp8] says how FP8 is scaled, and nothing multiplies in FP8: "
-            'neither [policy] nor a rule says matmul = "fp8". Write:\n    extends = "bf16"\n'
-            '    [policy]\n    matmul = "fp8"'
-        )
-    return layers
-
-
-def _base(document: _toml.Document, extends: str, chain: _Chain) -> _Layers:
-    where = document.where("extends")
-    if extends in shipped():
-        return _shipped_layers(extends, chain)
-    if not extends.endswith(".toml"):
-        raise RecipeError(
-            f"{where}: {extends!r} is no shipped recipe.{did_you_mean(extends, recipe_names())} "
-            f"Allowed: {', '.join(recipe_names())}, or a file beside this one whose name ends in "
-            ".toml. For example:\n" + example("", "extends")
-        )
+    file = str(Path(document.file).parent / name)
     try:
-        return _file_layers(str(Path(document.file).parent / extends), chain)
+        return _read_layers(file, Path(file), chain)
     except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
+        raise RecipeError(f"{extends.location}: {error}") from None
 
 
-def _laid_over(
-    base: dict[tuple[str, str], Setting], own: dict[tuple[str, str], Setting]
-) -> dict[tuple[str, str], Setting]:
-    """Own settings replace the base's; another loss scale or FP8 scaling replaces it as a whole."""
-    if own.keys() & {("loss_scale", "kind"), ("loss_scale", "preset")}:
-        base = {key: setting for key, setting in base.items() if key[0] != "loss_scale"}
-    if ("fp8", "scaling") in own:
-        base = {key: setting for key, setting in base.items() if key[0] != "fp8"}
-    if ("attention", "mask") in own:  # the base's window describes another mask
-        base = {key: setting for key, setting in base.items() if key != ("attention", "window")}
-    # Own settings stand first: where two contradict each other, a message names the user's file.
-    return {**own, **{key: setting for key, setting in base.items() if key not in own}}
+def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
+    """Returns True if a setting of the extended recipe applies beside a file's own settings."""
+    table = key[0]
+    if key in own or table == "":
+        return False
+    if table == "loss_scale":
+        return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
+    if table == "fp8":
+        return ("fp8", "scaling") not in own
+    # The window of the extended recipe describes the mask of that recipe.
+    return key != ("attention", "window") or ("attention", "mask") not in own
 
 
 def _build(layers: _Layers) -> RecipeData:
-    tables: dict[str, dict[str, Setting]] = {}
-    for (table, key), setting in layers.settings.items():
-        tables.setdefault(table, {})[key] = setting
-    attention = tables.get("attention", {})
-    default = {**_values(tables.get("policy", {})), **_values(attention)}
-    if "window" in attention and default.get("mask", "array") == "array":
-        raise RecipeError(
-            f"{attention['window'].where}: a window belongs to a declared mask, and nothing "
-            "declares one. Write:\n" + example("attention", "window")
-        )
-    fp8 = read_fp8(tables.get("fp8", {}))
-    policies = PolicyMap(get_policy(default), layers.rules, fp8)
-    if not policies.names_fp8:
-        # A file that it extends may say how, where this one says that there is none.
-        policies = dataclasses.replace(policies, fp8=None)
-    data = RecipeData(
-        name=layers.name,
-        summary=layers.summary,
-        policies=policies,
-        loss_scale=read_loss_scale(tables.get("loss_scale", {}), policies),
-        **_values(tables.get("optimizer", {})),
-        **_values(tables.get("gradients", {})),
-        ops=OpTable(_values(tables.get("ops", {}))),
-    )
-    return checked(data, lambda *key: layers.settings[key].where)
-
-
-def _values(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    return {key: setting.value for key, setting in settings.items()}
-
-
-# ---------------------------------------------------------------------------
-# Settings that contradict each other
-# ---------------------------------------------------------------------------
-
-
-def checked(data: RecipeData, where: Where | None = None) -> RecipeData:
-    """`data`, if nothing in it contradicts the rest.
+    """Returns the recipe that a file specifies.
 
     Raises:
-      RecipeError: naming the place of a setting by `where`.
+      RecipeError: if settings contradict each other.
     """
-    where = where or (lambda table, key: f"recipe {data.name!r}, key '{table}.{key}'")
-    for who, field, dtype in named_dtypes(data.policies):
-        try:
-            module_dtype(dtype)
-        except RecipeError as error:
-            raise RecipeError(f"Recipe {data.name!r}, {field} of {who}: {error}") from None
-        if data.master == "packed" and (field, dtype) == ("param_dtype", _FLOAT16):
-            raise _packed_float16(where("optimizer", "master"), who)
+    document, settings, rules = layers
+    tables: dict[str, dict[str, Setting]] = {name: {} for name in ("", *TABLES)}
+    for (table, key), setting in settings.items():
+        tables[table][key] = setting
+    values = {
+        name: {key: setting.value for key, setting in table.items()}
+        for name, table in tables.items()
+    }
+    default = {**values["policy"], **values["attention"]}
+    if "window" in default and default.get("mask", "array") == "array":
+        raise RecipeError(
+            f"{tables['attention']['window'].location}: window requires a declared mask, and this "
+            f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
+        )
+    policies = PolicyMap(get_policy(default), rules)
+    if policies.names_fp8:
+        scaling = read_fp8(tables["fp8"]) if tables["fp8"] else None
+        policies = dataclasses.replace(policies, fp8=scaling)
+    elif own := [s for s in tables["fp8"].values() if s.document is document]:
+        raise RecipeError(
+            f"{own[0].location}: [fp8] specifies the scaling of FP8 matmuls, but neither [policy] "
+            'nor a rule of this recipe sets matmul = "fp8". Write:\n    [policy]\n'
+            '    matmul = "fp8"'
+        )
+    stem = Path(document.file).name.removesuffix(".toml")
+    extends = f"extends {values['']['extends']}" if "extends" in values[""] else ""
+    data = RecipeData(
+        name=values[""].get("name", stem),
+        summary=values[""].get("summary", extends),
+        policies=policies,
+        loss_scale=read_loss_scale(tables["loss_scale"], policies),
+        **values["optimizer"],
+        **values["gradients"],
+        ops=OpTable(values["ops"]),
+    )
+    return _check(data, lambda table, key: settings[table, key].location)
+
+
+# ---------------------------------------------------------------------------
+# Changes
+# ---------------------------------------------------------------------------
+
+# Settings of `replace` whose values are checked as in a file.
+_REPLACEABLE = {
+    **{key: TOP[key] for key in ("name", "summary")},
+    **TABLES["optimizer"],
+    **TABLES["gradients"],
+}
+
+
+def replace_settings(
+    data: RecipeData,
+    *,
+    policies: RecipeLike | None = None,
+    loss_scale: LossScaleData | Mapping[str, object] | LossScale | float | str | None = None,
+    ops: OpTable | Mapping[str, str] | None = None,
+    fp8: Scaling | str | None = None,
+    **settings: Any,
+) -> RecipeData:
+    """Returns a recipe with some settings replaced.
+
+    Args:
+      data: the recipe to start from.
+      policies: any argument of `as_policy_map`. A loss scale that "auto" has chosen is chosen again
+        for the new policies.
+      loss_scale: any argument of `loss_scale_data`.
+      ops: operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
+      fp8: a scaling of `jaxmp.fp8`, or its name.
+      **settings: `implementation`, `mask` or `window` of attention layers; `name`, `summary`,
+        `master`, `skip`, `accumulate_dtype` or `reduce_dtype`. None leaves a setting unchanged.
+
+    Raises:
+      RecipeError: if a value is not allowed, or contradicts another.
+      OpError: if an operation is unknown, or cannot have the category.
+    """
+    new_policies = data.policies if policies is None else as_policy_map(policies)
+    attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
+    new_policies = _replace_attention(new_policies, attention)
+    if fp8 is not None:
+        new_policies = dataclasses.replace(new_policies, fp8=as_scaling(fp8))
+        if not new_policies.names_fp8:
+            raise RecipeError(
+                f"fp8={fp8!r} specifies the scaling of FP8 matmuls, but no policy or rule of "
+                f"{data.name!r} sets matmul='fp8'. Start from a recipe with FP8 matmuls, or add "
+                "them: load_recipe('fp8').replace(fp8='rowwise'), "
+                "recipe.replace(policies='p=f32,c=bf16,o=f32,matmul=fp8', fp8='rowwise')."
+            )
+    if loss_scale is None:
+        is_automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
+        loss_scale = "auto" if is_automatic else data.loss_scale
+    changes = {
+        key: _read_change(key, value) for key, value in settings.items() if value is not None
+    }
+    return _check(
+        dataclasses.replace(
+            data,
+            policies=new_policies,
+            loss_scale=loss_scale_data(loss_scale, new_policies),
+            ops=data.ops if ops is None else _replace_ops(data.ops, ops),
+            **changes,
+        )
+    )
+
+
+def _replace_attention(policies: PolicyMap, settings: Mapping[str, Any]) -> PolicyMap:
+    """Replaces settings of attention in the default policy; None leaves a setting unchanged."""
+    changes = {key: value for key, value in settings.items() if value is not None}
+    if not changes:
+        return policies
+    try:
+        fields = canonical_fields(changes, within="")
+        if "mask" in fields:  # the current window describes the current mask
+            fields = {"window": None, **fields}
+        default = dataclasses.replace(policies.default, **fields)
+    except PolicyError as error:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in changes.items())
+        raise RecipeError(f"replace({arguments}): {error}") from None
+    return dataclasses.replace(policies, default=default)
+
+
+def _replace_ops(current: OpTable, ops: OpTable | Mapping[str, str]) -> OpTable:
+    table = ops if isinstance(ops, OpTable) else current.replace(ops)
+    if table.added:
+        raise RecipeError(
+            f"{table.added[0]!r} cannot be part of a recipe, whose file can only change the "
+            "categories of JAX's operations. Pass the new operation to autocast:\n"
+            f"    autocast(fn, recipe, ops=OpTable(added={list(table.added)!r}))"
+        )
+    return table
+
+
+def _read_change(key: str, value: object) -> str:
+    """Converts a setting that was passed in Python, under the rules for files."""
+    if key not in _REPLACEABLE:
+        names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_REPLACEABLE]
+        raise RecipeError(
+            f"replace() has no argument {key!r}.{did_you_mean(key, names)} Allowed: "
+            f"{', '.join(names)}; for example recipe.replace(master='fp32')."
+        )
+    field = _REPLACEABLE[key]
+    try:
+        return field.read(canonical_dtype(value).name if key.endswith("_dtype") else value)
+    except RecipeError as error:
+        raise RecipeError(
+            f"replace({key}={value!r}): {error} For example recipe.replace({key}={field.example})."
+        ) from None
+
+
+# ---------------------------------------------------------------------------
+# Contradictions
+# ---------------------------------------------------------------------------
+
+
+def _check(data: RecipeData, locate: Callable[[str, str], str] | None = None) -> RecipeData:
+    """Returns `data` if its settings do not contradict each other.
+
+    Args:
+      data: a recipe.
+      locate: function that describes the location of a setting, by table and key.
+
+    Raises:
+      RecipeError: if they do.
+      PolicyError: if a module would store or compute in fewer than 16 bits.
+    """
+    locate = locate or (lambda table, key: f"recipe {data.name!r}, key '{table}.{key}'")
+    check_module_dtypes(data.policies)
+    if data.master == "packed":
+        for owner, field, dtype in named_dtypes(data.policies):
+            if (field, dtype) == ("param_dtype", _FLOAT16):
+                raise RecipeError(
+                    f'{locate("optimizer", "master")}: master = "packed" stores the 16 bits of '
+                    f"FP32 that bfloat16 drops, but {owner} stores parameters in float16. Write:\n"
+                    + fix_line("optimizer", "master", '"fp32"')
+                )
     if data.skip == "none" and data.loss_scale.kind == "dynamic":
         raise RecipeError(
-            f'{where("optimizer", "skip")}: skip = "none" applies every step, but a dynamic loss '
-            "scale overflows on purpose: it would write NaN into the parameters. Write:\n"
-            + example("optimizer", "skip", '"auto"')
+            f'{locate("optimizer", "skip")}: skip = "none" applies every step, but a dynamic loss '
+            "scale overflows regularly while it searches for the largest scale, and such a step "
+            "would write NaN into the parameters. Write:\n"
+            + fix_line("optimizer", "skip", '"auto"')
         )
     return data
-
-
-def _packed_float16(where: str, who: str) -> RecipeError:
-    return RecipeError(
-        f'{where}: master = "packed" keeps the 16 bits of FP32 that bfloat16 drops, but {who} '
-        "stores parameters in float16. Write:\n" + example("optimizer", "master", '"fp32"')
-    )

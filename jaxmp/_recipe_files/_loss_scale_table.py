@@ -18,7 +18,7 @@ from jaxmp._loss_scale import (
 )
 from jaxmp._policies._rules import PolicyMap, named_dtypes
 from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._schema import DYNAMIC, Setting, example, read_contents, shown
+from jaxmp._recipe_files._schema import DYNAMIC, Setting, fix_line, read_contents
 from jaxmp.errors import LossScaleError, RecipeError
 
 _FLOAT16 = np.dtype("float16")
@@ -53,7 +53,10 @@ _KEYS_OF_KIND = {
 }
 
 
-def loss_scale_data(value: Any, policies: PolicyMap) -> LossScaleData:
+def loss_scale_data(
+    value: LossScaleData | Mapping[str, object] | LossScale | float | str | None,
+    policies: PolicyMap,
+) -> LossScaleData:
     """Converts a loss scale to plain data.
 
     Args:
@@ -70,31 +73,28 @@ def loss_scale_data(value: Any, policies: PolicyMap) -> LossScaleData:
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):
-        return _of_object(as_loss_scale(value))
-    table = _toml.Document("Recipe", {"loss_scale": dict(value)}, {})
-    settings = {key: setting for (_, key), setting in read_contents(table).settings.items()}
+        return _from_object(as_loss_scale(value))
+    document = _toml.Document("replace(loss_scale=...)", {"loss_scale": dict(value)})
+    settings = {key: setting for (_, key), setting in read_contents(document).settings.items()}
     return read_loss_scale(settings, policies)
 
 
-def _of_object(loss_scale: LossScale) -> LossScaleData:
+def _from_object(loss_scale: LossScale) -> LossScaleData:
     if isinstance(loss_scale, NoLossScale):
         return LossScaleData()
     scale = float(loss_scale.scale_value)
     if isinstance(loss_scale, StaticLossScale):
         return LossScaleData(kind="static", arguments=(("value", scale),))
     arguments = {name: getattr(loss_scale, name) for name in loss_scale.STATIC}
-    return LossScaleData(kind="dynamic", arguments=_sorted({**arguments, "init_scale": scale}))
-
-
-def _sorted(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(arguments.items()))
+    arguments = {**arguments, "init_scale": scale}
+    return LossScaleData(kind="dynamic", arguments=tuple(sorted(arguments.items())))
 
 
 def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> LossScaleData:
     """Returns the loss scale that a [loss_scale] table specifies, with "auto" resolved.
 
     Args:
-      settings: key -> `Setting`. The type and range of each value have been checked.
+      settings: key -> setting. The type of each value has been checked.
       policies: the dtype policies, which decide the kind "auto".
 
     Raises:
@@ -107,14 +107,25 @@ def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> Los
         kind = "dynamic" if dynamic else automatic_kind(policies)
     for key, setting in settings.items():
         if key not in _KEYS_OF_KIND[kind]:
-            raise _wrong_kind(key, setting, kind)
+            raise _contradiction(key, setting, kind)
+    if kind == "none":
+        return LossScaleData()
     if kind == "static" and "value" not in values:
         raise RecipeError(
-            f"{settings['kind'].where}: a static loss scale needs a value. For example:\n"
-            + example("loss_scale", "value")
+            f"{settings['kind'].location}: a static loss scale requires a value. Write, for "
+            f'example:\n    kind = "static"\n{fix_line("loss_scale", "value")}'
         )
-    data = LossScaleData(kind=kind, preset=values.pop("preset", ""), arguments=_sorted(values))
-    return _tried(data, settings)
+    preset = values.pop("preset", "")
+    data = LossScaleData(kind=kind, preset=preset, arguments=tuple(sorted(values.items())))
+    try:
+        jax.eval_shape(data.build)  # `eval_shape` does not initialize a device
+    except LossScaleError as error:
+        key = next((key for key in settings if f"{key}=" in str(error)), "value")
+        raise RecipeError(
+            f"{settings[key].location}: {key} = {_toml.describe(settings[key].value)} is not "
+            f"allowed. {error} In TOML:\n{fix_line('loss_scale', key)}"
+        ) from None
+    return data
 
 
 def automatic_kind(policies: PolicyMap) -> str:
@@ -122,27 +133,11 @@ def automatic_kind(policies: PolicyMap) -> str:
     return "dynamic" if _FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
 
 
-def _wrong_kind(key: str, setting: Setting, kind: str) -> RecipeError:
-    right = "static" if key == "value" else "dynamic"
-    line = f"{key} = {shown(setting.value)}"
+def _contradiction(key: str, setting: Setting, kind: str) -> RecipeError:
+    required = "static" if key == "value" else "dynamic"
+    line = f"{key} = {_toml.describe(setting.value)}"
     return RecipeError(
-        f'{setting.where}: {line} goes with kind = "{right}", but this loss scale is "{kind}". '
-        'Delete it, or change the kind:\n    extends = "bf16"\n    [loss_scale]\n'
-        f'    kind = "{right}"\n    {line}'
+        f'{setting.location}: {line} requires kind = "{required}", but the kind of this loss scale '
+        f'is "{kind}". Delete the key, or write:\n    [loss_scale]\n    kind = "{required}"\n'
+        f"    {line}"
     )
-
-
-def _tried(data: LossScaleData, settings: Mapping[str, Setting]) -> LossScaleData:
-    """Returns `data` if it can be built, and raises RecipeError otherwise.
-
-    `jax.eval_shape` builds it without initializing a device.
-    """
-    try:
-        jax.eval_shape(data.build)
-    except LossScaleError as error:
-        key = next((key for key in settings if f"{key}=" in str(error)), "value")
-        raise RecipeError(
-            f"{settings[key].where}: {key} = {shown(settings[key].value)} is refused. {error} "
-            f"In TOML:\n{example('loss_scale', key)}"
-        ) from None
-    return data

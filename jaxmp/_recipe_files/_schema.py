@@ -1,8 +1,9 @@
-"""What a recipe file may say: its keys, what each may hold, and the errors that teach both."""
+"""Schema of recipe files: the keys of each table, their allowed values, and the parser."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from jaxmp._policies._policy import (
 )
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._fp8_table import SCALINGS, frozen, is_formats, is_products, is_width
-from jaxmp.errors import JaxmpError, OpError, RecipeError, RuleError, did_you_mean
+from jaxmp.errors import OpError, RecipeError, RuleError, did_you_mean
+from jaxmp.fp8._scaling import KINDS as SCALINGS
 
 KINDS = ("auto", "none", "static", "dynamic")
 PRESETS = ("torch", "deepspeed", "megatron", "keras", "tensorflow")
@@ -35,27 +36,57 @@ SKIPS = ("auto", "select", "cond", "none")
 
 
 class Field(NamedTuple):
-    """What one key may hold."""
+    """Values that one key allows, and their conversion to a setting."""
 
-    # In words, for messages.
+    # Allowed values, for error messages.
     allowed: str
-    # A TOML literal that is allowed.
+    # An allowed value as TOML text.
     example: str
-    accepts: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value
+    # Allowed TOML types; of `bool` and `int` only the exact type counts.
+    types: tuple[type, ...] = (str,)
+    # Allowed strings -> settings; they need not be of the types above.
+    names: Mapping[str, Any] = {}
+    # Inclusive bounds of a number; NaN is outside.
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    # Converts the TOML value. A ValueError, such as a JaxmpError, means that it is not allowed.
+    convert: Callable[[Any], Any] | None = None
+
+    def read(self, value: Any) -> Any:
+        """Converts a TOML value to a setting.
+
+        Raises:
+          ValueError: if the value is not allowed; the message contains the value and the reason.
+        """
+        if isinstance(value, str) and value in self.names:
+            return self.names[value]
+        low, high = self.bounds
+        is_outside = isinstance(value, (int, float)) and not low <= value <= high
+        if type(value) not in self.types or is_outside:
+            hint = did_you_mean(value, self.names) if isinstance(value, str) else ""
+            raise RecipeError(
+                f"{_toml.describe(value)} is not allowed.{hint} Allowed: {self.allowed}."
+            )
+        return value if self.convert is None else self.convert(value)
 
 
-def module_dtype(dtype: Any) -> np.dtype:
-    """A dtype that a module may store, compute in or hand on.
+def _choice(*options: str, example: str = "") -> Field:
+    allowed = f"one of {', '.join(map(_toml.quoted, options))}"
+    names = dict(zip(options, options, strict=True))
+    return Field(allowed, _toml.quoted(example or options[0]), (), names)
+
+
+def _module_dtype(name: str) -> np.dtype:
+    """Returns the canonical dtype in which a module may store, compute or return values.
 
     Raises:
-      RecipeError: for formats below 16 bits.
+      RecipeError: for formats with fewer than 16 bits.
     """
-    canonical = canonical_dtype(dtype)
+    canonical = canonical_dtype(name)
     if bits(canonical) < 16:
         raise RecipeError(
-            f"{canonical.name} is too narrow for a module in this version: it needs a scale, and a "
-            "bare cast overflows. Use bfloat16 or float16."
+            f"{canonical.name} is too narrow for a module: values need a scale, without which a "
+            'cast overflows. Use bfloat16 or float16; matmul = "fp8" makes linear layers multiply '
+            "in FP8, with scales."
         )
     return canonical
 
@@ -63,89 +94,65 @@ def module_dtype(dtype: Any) -> np.dtype:
 def _sum_dtype(name: str) -> str:
     dtype = canonical_dtype(name)
     if bits(dtype) < 16:
-        raise RecipeError(f"{dtype.name} is too narrow to add gradients up in. Use float32.")
+        raise RecipeError(f"{dtype.name} is too narrow for sums of gradients. Use float32.")
     return dtype.name
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _line(text: str) -> str:
+    if not text.isprintable():
+        raise RecipeError(f"{_toml.describe(text)} is not a string of one line.")
+    return text
 
 
-def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable()
-
-
-def _is_number(value: Any) -> bool:
-    # False for NaN, and for integers too long for Python to print.
-    return type(value) in (int, float) and -LARGEST_SCALE <= value <= LARGEST_SCALE
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and -(2**31) <= value < 2**31
-
-
-def _choice(*options: str) -> Field:
-    words = ", ".join(map(_toml.quoted, options))
-    return Field(f"one of {words}", _toml.quoted(options[0]), lambda value: value in options)
-
-
-def _category(op: Op) -> Field:
-    def convert(category: Any) -> Any:
-        op.check(category)
-        return category
-
-    return Field(
-        f"a category: one of {', '.join(map(_toml.quoted, op.allowed))}",
-        _toml.quoted(op.example),
-        _is_text,
-        convert,
-    )
-
-
-def _or_none(field: Field) -> Field:
-    """A bound that may be lifted: "none" stands for Python's None."""
-    return field._replace(
-        allowed=f'{field.allowed}, or "none"',
-        accepts=lambda value: value == "none" or field.accepts(value),
-        convert=lambda value: None if value == "none" else field.convert(value),
-    )
-
-
-_LINE = Field("a string of one line", '"…"', _is_line)
-_BOOLEAN = Field("true or false", "true", lambda value: isinstance(value, bool))
-_NUMBER = Field("a number that FP32 can hold", "65536.0", _is_number, float)
-_COUNT = Field("an integer", "2000", _is_count)
-_DTYPE = Field("the name of a dtype", '"float32"', _is_text, module_dtype)
-_SUM_DTYPE = Field("the name of a dtype", '"float32"', _is_text, _sum_dtype)
+def _name(text: str) -> str:
+    if not text.strip():
+        raise RecipeError(f"{_toml.describe(text)} is not allowed. Allowed: a name of one line.")
+    return _line(text)
 
 
 def _inputs(value: list[Any]) -> tuple[str | int, ...]:
     try:
         return canonical_inputs(value)
     except ValueError as error:
-        raise RecipeError(f"{error}.") from None
+        raise RecipeError(f"keep_inputs = {_toml.describe(value)}: {error}.") from None
 
 
-def _is_window(value: Any) -> bool:
-    parts = value if isinstance(value, list) else [value]
-    return all(_is_count(part) and part >= 0 for part in parts) and len(parts) in (1, 2)
-
-
-def _window(value: Any) -> tuple[int, int]:
+def _window(value: int | list[Any]) -> tuple[int, int]:
     return canonical_fields({"window": value}, within="")["window"]
 
 
-_ATTENTION: dict[str, Field] = {
-    "implementation": _choice(*ATTENTION),
-    "mask": _choice(*MASKS)._replace(example='"causal"'),
-    "window": Field(
-        "an integer that is not negative, or a list of two: [left, right]",
-        "127",
-        _is_window,
-        _window,
-    ),
+def _category(op: Op) -> Field:
+    def check(category: str) -> str:
+        op.check(category)
+        return category
+
+    allowed = f"a category: one of {', '.join(map(_toml.quoted, op.allowed))}"
+    return Field(allowed, _toml.quoted(op.example), convert=check)
+
+
+_BOOLEAN = Field("true or false", "true", (bool,))
+_NUMBER = Field(
+    "a number that FP32 can represent",
+    "65536.0",
+    (int, float),
+    bounds=(-LARGEST_SCALE, LARGEST_SCALE),
+    convert=float,
+)
+_COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
+_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_module_dtype)
+_SUM_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_sum_dtype)
+_FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (str, list))
+
+# ---------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------
+
+# Keys at the top of a file.
+TOP = {
+    "name": Field("a name of one line", '"my_recipe"', convert=_name),
+    "summary": Field("a string of one line", '"BF16 with an FP32 head"', convert=_line),
+    "extends": Field("the name of a recipe, or the path of a file", '"bf16"'),
 }
-assert tuple(_ATTENTION) == ATTENTION_FIELDS
 
 _POLICY = {
     "param_dtype": _DTYPE,
@@ -155,56 +162,41 @@ _POLICY = {
     "respect_explicit": _BOOLEAN,
     "cast_float64": _BOOLEAN,
     "keep_inputs": Field(
-        "a list of argument names and positions",
-        '["t", "positions"]',
-        lambda value: isinstance(value, list),
-        _inputs,
+        "a list of argument names and positions", '["t", "positions"]', (list,), convert=_inputs
     ),
 }
 
-_FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', is_formats, frozen)
-# Ranges are the business of the recipes of `jaxmp.fp8`.
-_FP8 = {
-    "scaling": _choice(*SCALINGS),
-    "fprop": _FORMATS._replace(example='["e4m3fn", "e4m3fn"]'),
-    "dgrad": _FORMATS._replace(example='["e5m2", "e4m3fn"]'),
-    "wgrad": _FORMATS,
-    "margin": _COUNT._replace(example="1"),
-    "power_of_two": _BOOLEAN,
-    "fast_accumulation": Field(
-        'a list of products among "fprop", "dgrad", "wgrad"', '["fprop"]', is_products, frozen
+_ATTENTION = {
+    "implementation": _choice(*ATTENTION),
+    "mask": _choice(*MASKS, example="causal"),
+    "window": Field(
+        "a nonnegative integer, or a list of two: [left, right]",
+        "127",
+        (int, list),
+        convert=_window,
     ),
-    "min_width": Field('"auto" or an integer that is not negative', "2048", is_width),
-    "emulate": _BOOLEAN,
-    "amax_history_len": _COUNT._replace(example="1024"),
-    "amax_compute": _choice("max", "most_recent"),
-    "interval": _COUNT._replace(example="1"),
-    "calibrate": _BOOLEAN,
-    "rounding": _choice("up", "down"),
 }
+assert tuple(_ATTENTION) == ATTENTION_FIELDS
 
-# Their ranges are the business of `DynamicLossScale`, which checks them when a recipe is built.
+# Settings of a dynamic loss scale. `DynamicLossScale` checks their ranges when the recipe is built.
 DYNAMIC = {
     "init_scale": _NUMBER,
     "growth_factor": _NUMBER._replace(example="2.0"),
     "backoff_factor": _NUMBER._replace(example="0.5"),
     "growth_interval": _COUNT,
-    "min_scale": _or_none(_NUMBER._replace(example="1.0")),
-    "max_scale": _or_none(_NUMBER._replace(example="16777216.0")),
+    "min_scale": _NUMBER._replace(
+        allowed='a number that FP32 can represent, or "none"', example="1.0", names={"none": None}
+    ),
+    "max_scale": _NUMBER._replace(
+        allowed='a number that FP32 can represent, or "none"',
+        example="16777216.0",
+        names={"none": None},
+    ),
     "hysteresis": _COUNT._replace(example="2"),
     "hysteresis_refill": _choice("growth", "clean"),
     "first_growth_delay": _COUNT._replace(example="1"),
 }
 
-TOP = {
-    "name": Field(
-        "a string of one line that is not empty",
-        '"my_recipe"',
-        lambda value: _is_line(value) and bool(value.strip()),
-    ),
-    "summary": _LINE._replace(example='"BF16 with an FP32 head"'),
-    "extends": Field("a string", '"bf16"', _is_text),
-}
 TABLES = {
     "policy": _POLICY,
     "loss_scale": {
@@ -215,54 +207,66 @@ TABLES = {
     },
     "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
     "attention": _ATTENTION,
-    "fp8": _FP8,
+    # The scalings of `jaxmp.fp8` check the ranges of these settings when the recipe is built.
+    "fp8": {
+        "scaling": _choice(*SCALINGS),
+        "fprop": _FORMATS._replace(example='["e4m3fn", "e4m3fn"]'),
+        "dgrad": _FORMATS._replace(example='["e5m2", "e4m3fn"]'),
+        "wgrad": _FORMATS,
+        "margin": _COUNT._replace(example="1"),
+        "power_of_two": _BOOLEAN,
+        "fast_accumulation": Field(
+            'a list of matmuls among "fprop", "dgrad" and "wgrad"', '["fprop"]', (list,)
+        ),
+        "min_width": Field(
+            '"auto" or a nonnegative integer',
+            "2048",
+            (int,),
+            names={"auto": "auto"},
+            bounds=(0, 2**31 - 1),
+        ),
+        "emulate": _BOOLEAN,
+        "amax_history_len": _COUNT._replace(example="1024"),
+        "amax_compute": _choice("max", "most_recent"),
+        "interval": _COUNT._replace(example="1"),
+        "calibrate": _BOOLEAN,
+        "rounding": _choice("up", "down"),
+    },
     "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
     "ops": {name: _category(op) for name, op in OPS.items()},
 }
+
+# Keys of each [[rules]].
 RULE = {
-    "path": Field("a string", '"**/lm_head"', _is_text),
-    "module_type": Field("a string", '"LayerNorm"', _is_text),
+    "path": Field("a string", '"**/lm_head"'),
+    "module_type": Field("a string", '"LayerNorm"'),
     "subtree": _BOOLEAN,
     "required": _BOOLEAN._replace(example="false"),
-    "why": Field("a string", '"the loss reads FP32 logits"', _is_text),
+    "why": Field("a string", '"the loss reads FP32 logits"'),
     **_POLICY,
     **_ATTENTION,
 }
 
+_RULE_EXAMPLE = '    [[rules]]\n    path = "**/lm_head"\n    output_dtype = "float32"'
 
-def example(table: str, key: str, literal: str = "") -> str:
-    """A whole recipe file, indented, in which `key` stands where it belongs."""
+
+def fix_line(table: str, key: str, value: str = "") -> str:
+    """Returns an indented TOML line that sets a key to a value, or to its example.
+
+    Args:
+      table: name of the table; "" for the top of the file.
+      key: key of the table.
+      value: the value as TOML text.
+    """
     fields = {"": TOP, "rules": RULE, **TABLES}[table]
-    setting = f"{key} = {literal or fields[key].example}"
-    base = "fp8" if table == "fp8" else "bf16"
-    lines = [] if table == "policy" or key == "extends" else [f'extends = "{base}"']
+    return f"    {key} = {value or fields[key].example}"
+
+
+def _table_example(table: str) -> str:
+    """Returns indented TOML lines: the header of a table, and its first key."""
     if table == "rules":
-        lines += _example_rule(key, setting)
-    elif table:
-        lines += [f"[{table}]", *_companions(key), setting]
-    else:
-        lines += [setting]
-    return "\n".join(f"    {line}" for line in lines)
-
-
-def _companions(key: str) -> list[str]:
-    """What must stand beside a key."""
-    if key == "value":
-        return ['kind = "static"']
-    if key in ("amax_history_len", "amax_compute", "interval", "calibrate"):
-        return ['scaling = "delayed"']
-    if key == "rounding":
-        return ['scaling = "mx"']
-    if key == "window":
-        return ['mask = "causal"']
-    return []
-
-
-def _example_rule(key: str, setting: str) -> list[str]:
-    about = 'module_type = "LayerNorm"' if key == "subtree" else 'path = "**/lm_head"'
-    lines = ["[[rules]]", *[about] * (key not in ("path", "module_type")), setting]
-    lines += _companions(key) if key == "window" else []
-    return lines + ['output_dtype = "float32"'] * (key not in (*_POLICY, *_ATTENTION))
+        return _RULE_EXAMPLE
+    return f"    [{table}]\n{fix_line(table, next(iter(TABLES[table])))}"
 
 
 # ---------------------------------------------------------------------------
@@ -271,156 +275,126 @@ def _example_rule(key: str, setting: str) -> list[str]:
 
 
 class Setting(NamedTuple):
-    """A canonical value, and the place where a file says so."""
+    """Value of a key after its conversion, and the location of the key."""
 
     value: Any
-    where: str
+    document: _toml.Document
+    key: _toml.Key
+
+    @property
+    def location(self) -> str:
+        """File, line, column and key, for error messages."""
+        return self.document.locate(*self.key)
+
+
+# (table, key) -> setting. The table of keys at the top of a file is "".
+Settings = dict[tuple[str, str], Setting]
 
 
 class Contents(NamedTuple):
-    """What one file says, each value checked by itself."""
+    """Settings and rules of one file. Each value has been checked on its own."""
 
-    top: dict[str, str]
-    # (table, key) -> setting.
-    settings: dict[tuple[str, str], Setting]
+    settings: Settings
     rules: tuple[Rule, ...]
 
 
 def read_contents(document: _toml.Document) -> Contents:
-    """Checks every key and value of a file.
+    """Checks and converts every key of a file.
 
     Raises:
-      RecipeError: with file, line, column and key, what is allowed, and an example that loads.
+      RecipeError: with file, line, column, key, the allowed values and a corrected TOML line.
     """
-    top = _read_top(document)
-    settings = {
-        (table, key): setting
-        for table, fields in TABLES.items()
-        for key, setting in _read_table(document, (table,), fields).items()
-    }
-    return Contents(top, settings, _read_rules(document))
-
-
-def _read_top(document: _toml.Document) -> dict[str, str]:
-    for key, value in document.table.items():
-        if key not in (*TOP, *TABLES, "rules"):
-            raise _unknown_key(document, (key,))
-        if key in TABLES and not isinstance(value, dict):
-            raise RecipeError(
-                f"{document.where(key)}: {shown(value)} is not a table. For example:\n"
-                + example(key, next(iter(TABLES[key])))
-            )
-    return {
-        key: _read_value(document, (key,), field, document.table[key])
-        for key, field in TOP.items()
-        if key in document.table
-    }
-
-
-def _read_rules(document: _toml.Document) -> tuple[Rule, ...]:
+    settings: Settings = {}
+    top: dict[str, Any] = {}
+    for name, value in document.table.items():
+        if name in TABLES:
+            if not isinstance(value, dict):
+                raise RecipeError(
+                    f"{document.locate(name)}: {_toml.describe(value)} is not a table. Write:\n"
+                    + _table_example(name)
+                )
+            read = _read_table(document, (name,), TABLES[name], value)
+            settings |= {(name, key): setting for key, setting in read.items()}
+        elif name != "rules":
+            top[name] = value
+    read = _read_table(document, (), TOP, top)
+    settings |= {("", key): setting for key, setting in read.items()}
     rules = document.table.get("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise RecipeError(
-            f"{document.where('rules')}: {shown(rules)} is not a list of tables. Begin each rule "
-            "with [[rules]]. For example:\n" + example("rules", "path")
+            f"{document.locate('rules')}: {_toml.describe(rules)} is not a list of tables. Start "
+            f"each rule with [[rules]]:\n{_RULE_EXAMPLE}"
         )
-    return tuple(_read_rule(document, index) for index in range(len(rules)))
-
-
-def _read_rule(document: _toml.Document, index: int) -> Rule:
-    fields = _read_table(document, ("rules", index), RULE)
-    try:
-        return Rule(**{name: setting.value for name, setting in fields.items()})
-    except RuleError as error:
-        key = ("rules", index, "path") if error.fix else ("rules", index)
-        literal = _toml.quoted(error.fix) if error.fix else ""
-        raise RecipeError(
-            f"{document.where(*key)}: {error} In TOML:\n{example('rules', 'path', literal)}"
-        ) from None
+    return Contents(settings, tuple(_read_rule(document, n, r) for n, r in enumerate(rules)))
 
 
 def _read_table(
-    document: _toml.Document, table: _toml.Key, fields: Mapping[str, Field]
+    document: _toml.Document, table: _toml.Key, fields: Mapping[str, Field], values: dict[str, Any]
 ) -> dict[str, Setting]:
+    """Returns key -> setting of one table, whose location in the file is `table`."""
+    kind = str(table[0]) if table else ""
     settings: dict[str, Setting] = {}
-    for key, value in _at(document.table, table).items():
-        where = (*table, key)
-        name = _field_name(where)
+    for key, value in values.items():
+        # In policies and rules, `c` is short for `compute_dtype`.
+        name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules") else key
         if name not in fields:
-            raise _unknown_key(document, where)
+            raise _unknown_key(document, (*table, key), kind)
         if name in settings:
             raise RecipeError(
-                f"{document.where(*where)}: {name} is given twice, by its name and by a short "
-                f"form; delete one. For example:\n{example(str(table[0]), name)}"
+                f"{document.locate(*table, key)}: {name} is set twice, by its full name and by a "
+                "short form. Delete one of the two."
             )
-        read = _read_value(document, where, fields[name], value)
-        settings[name] = Setting(read, document.where(*where))
+        try:
+            read = fields[name].read(value)
+        except ValueError as error:
+            raise RecipeError(
+                f"{document.locate(*table, key)}: {error} Write, for example:\n"
+                + fix_line(kind, name)
+            ) from None
+        settings[name] = Setting(read, document, (*table, key))
     return settings
 
 
-def _at(table: Any, key: _toml.Key) -> dict[str, Any]:
-    for part in key:
-        table = table[part] if isinstance(part, int) else table.get(part, {})
-    return table
-
-
-def _field_name(key: _toml.Key) -> str:
-    """The field that a key means: `c` is `compute_dtype` where policies are given."""
-    word = str(key[-1])
-    return FIELD_KEYS.get(word, word) if key[0] in ("policy", "rules") else word
-
-
-def _read_value(document: _toml.Document, key: _toml.Key, field: Field, value: Any) -> Any:
-    table, name = str(key[0]) if len(key) > 1 else "", _field_name(key)
-    if not field.accepts(value):
-        hint = did_you_mean(value, field.allowed.split('"')[1::2]) if _is_text(value) else ""
-        raise RecipeError(
-            f"{document.where(*key)}: {shown(value)} is not allowed.{hint} Allowed: "
-            f"{field.allowed}. For example:\n{example(table, name)}"
-        )
+def _read_rule(document: _toml.Document, index: int, values: dict[str, Any]) -> Rule:
+    fields = _read_table(document, ("rules", index), RULE, values)
     try:
-        return field.convert(value)
-    except JaxmpError as error:
-        raise RecipeError(
-            f"{document.where(*key)}: {error} In TOML:\n{example(table, name)}"
-        ) from None
+        return Rule(**{name: setting.value for name, setting in fields.items()})
+    except RuleError as error:
+        if error.fix:
+            location = document.locate("rules", index, "path")
+            fix = fix_line("rules", "path", _toml.quoted(error.fix))
+        else:
+            location, fix = document.locate("rules", index), _RULE_EXAMPLE
+        raise RecipeError(f"{location}: {error} In TOML:\n{fix}") from None
 
 
-def _unknown_key(document: _toml.Document, key: _toml.Key) -> RecipeError:
-    word, table = str(key[-1]), str(key[0]) if len(key) > 1 else ""
-    allowed: Iterable[str] = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
+def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> RecipeError:
+    """Returns the error for a key that its table does not have."""
+    name, location = str(key[-1]), document.locate(*key)
     if table == "ops":
-        return _unknown_op(document, key)
-    if table == "rules" and word == "attention":
-        return RecipeError(
-            f"{document.where(*key)}: 'attention' is now called 'implementation', as in "
-            "[attention]. For example:\n" + example("rules", "implementation", '"xla"')
-        )
-    home = next((name for name, fields in TABLES.items() if word in fields), "")
+        return _unknown_op(location, name)
+    home = next((other for other, fields in TABLES.items() if name in fields), "")
     if home and not table:
-        hint, shown_key = f" It belongs into [{home}].", (home, word)
-    else:
-        hint, shown_key = did_you_mean(word, allowed), (table or "policy", "")
-    first = next(iter({"rules": RULE, **TABLES}[shown_key[0]]))
+        value = document.table[name]
+        text = "" if isinstance(value, dict) else _toml.describe(value)
+        return RecipeError(
+            f"{location}: {name!r} is a key of [{home}]. Move it there:\n    [{home}]\n"
+            + fix_line(home, name, text)
+        )
+    allowed = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
+    hint = did_you_mean(name, allowed)
+    nearest = hint.split("'")[1] if hint else next(iter(allowed))
+    is_table = not table and nearest not in TOP
+    fix = _table_example(nearest) if is_table else fix_line(table, nearest)
     return RecipeError(
-        f"{document.where(*key)}: {word!r} is not known here.{hint} Allowed: "
-        f"{', '.join(allowed)}. For example:\n{example(shown_key[0], shown_key[1] or first)}"
+        f"{location}: unknown key {name!r}.{hint} Allowed: {', '.join(allowed)}. Write, for "
+        f"example:\n{fix}"
     )
 
 
-def _unknown_op(document: _toml.Document, key: _toml.Key) -> RecipeError:
+def _unknown_op(location: str, name: str) -> RecipeError:
     try:
-        OpTable().op(str(key[-1]))
+        OpTable().op(name)
     except OpError as error:
-        return RecipeError(f"{document.where(*key)}: {error} In TOML:\n{example('ops', error.fix)}")
-    raise AssertionError(key)
-
-
-def shown(value: Any) -> str:
-    """`value` as TOML would write it, as far as it can be written on a line."""
-    if value is None:
-        return '"none"'
-    try:
-        return _toml.literal(value)
-    except ValueError:  # an integer of more digits than Python prints
-        return f"a number of {value.bit_length()} bits"
+        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', error.fix)}")
+    raise AssertionError(name)

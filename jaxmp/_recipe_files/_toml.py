@@ -1,9 +1,10 @@
-"""Reads TOML files with the line and column of every key, and formats single values."""
+"""Reads TOML files, locates their keys for error messages, and formats single values."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 import tomllib
@@ -15,6 +16,8 @@ from jaxmp.errors import RecipeError
 
 # `("policy", "matmul")`, or `("rules", 0, "path")` for a key of the first [[rules]].
 Key = tuple[str | int, ...]
+# Line and column, both counted from 1.
+Position = tuple[int, int]
 
 # ---------------------------------------------------------------------------
 # Reading
@@ -23,32 +26,35 @@ Key = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Parsed TOML file with the position of each key."""
+    """Parsed TOML file."""
 
     # File name for messages, as the user wrote it.
     file: str
     # Parsed content.
     table: dict[str, Any]
-    # Key -> line and column, both counted from 1.
-    places: dict[Key, tuple[int, int]]
+    # Source text; "" for a table that was made in Python.
+    text: str = ""
 
-    def where(self, *key: str | int) -> str:
+    @functools.cached_property
+    def positions(self) -> dict[Key, Position]:
+        """Positions of the table headers and keys; only errors read them."""
+        return _find_positions(self.text)
+
+    def locate(self, *key: str | int) -> str:
         """Describes the location of a key: `'my.toml', line 4, column 1, key 'policy.matmul'`.
 
         A key without a known position gets that of the first key below it, or else of the nearest
         table that contains it, or no position.
         """
-        below = [candidate for candidate in self.places if key and candidate[: len(key)] == key]
-        above = [candidate for candidate in _prefixes(key) if candidate in self.places]
+        below = [candidate for candidate in self.positions if key and candidate[: len(key)] == key]
+        above = [
+            key[:length] for length in range(len(key), 0, -1) if key[:length] in self.positions
+        ]
         position = "".join(
             f", line {line}, column {column}"
-            for line, column in [self.places[candidate] for candidate in (below + above)[:1]]
+            for line, column in [self.positions[candidate] for candidate in (below + above)[:1]]
         )
         return f"{self.file!r}{position}{_key_label(key)}"
-
-
-def _prefixes(key: Key) -> list[Key]:
-    return [key[:length] for length in range(len(key), 0, -1)]
 
 
 def _key_label(key: Key) -> str:
@@ -77,7 +83,7 @@ def parse(file: str, text: str) -> Document:
     """Parses the text of a TOML file; see `read`."""
     text = text.replace("\r\n", "\n")
     try:
-        return Document(file, tomllib.loads(text), _places(text))
+        return Document(file, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(file, text, str(error)) from None
     except RecursionError:
@@ -95,33 +101,26 @@ def _read_text(file: str, path: Traversable) -> str:
             )
         if not path.is_file():
             raise RecipeError(
-                f"There is no file {file!r} (looked in {str(Path.cwd())!r}). Give the path of a "
-                "file that is there, or the name of a shipped recipe, such as:\n"
+                f"There is no file {file!r} (current directory: {str(Path.cwd())!r}). Give the "
+                "path of an existing file or the name of an installed recipe, such as:\n"
                 "    load_recipe('bf16')"
             )
         data = path.read_bytes()
-    except RecipeError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the name
+        if isinstance(error, RecipeError):
+            raise
         raise RecipeError(
-            f"{file!r} cannot be read: {error}. Give the path of a file that can, or the name of "
-            "a shipped recipe, such as:\n    load_recipe('bf16')"
+            f"{file!r} cannot be read: {error}. Give the path of a readable file or the name of "
+            "an installed recipe, such as:\n    load_recipe('bf16')"
         ) from None
-    return _decode(file, data)
-
-
-def _decode(file: str, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line = before.count(b"\n") + 1
-        column = len(before) - (before.rfind(b"\n") + 1) + 1
-        actual = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - data.rfind(b"\n", 0, error.start)
         raise RecipeError(
             f"{file!r}, line {line}, column {column}: byte {data[error.start]:#04x} is not UTF-8, "
-            "the encoding of TOML. Save the file as UTF-8:\n"
-            f"    Path({file!r}).write_text(Path({file!r}).read_text({actual!r}), 'utf-8')"
+            "the encoding of TOML files. Save the file as UTF-8."
         ) from None
 
 
@@ -133,29 +132,11 @@ def _syntax_error(file: str, text: str, problem: str) -> RecipeError:
     reason = re.sub(r"\s*\(at [^)]*\)", "", problem)
     location = f"{file!r}, line {line}, column {column}: {reason} in {source!r}."
     if reason.startswith(("Cannot overwrite", "Cannot declare")):
-        return RecipeError(f"{location} It is given twice; delete one of the two.")
-    return RecipeError(f"{location} Write it as TOML, such as:\n    {_repaired(source)}")
-
-
-def _repaired(line: str) -> str:
-    """Returns a line corrected to valid TOML if its meaning is clear; otherwise an example line."""
-    header = re.fullmatch(r"\s*(\[{1,2})\s*([A-Za-z0-9_-]+)[\s\]]*", line)
-    if header:
-        return f"{header[1]}{header[2]}{']' * len(header[1])}"
-    setting = re.fullmatch(r"\s*([A-Za-z0-9_-]+)\s*[:=]\s*([^#]*?)\s*(?:#.*)?", line)
-    if setting:
-        return f"{setting[1]} = {_repaired_value(setting[2])}"
-    return 'compute_dtype = "bfloat16"'
-
-
-def _repaired_value(value: str) -> str:
-    if value.lower() in ("true", "false"):
-        return value.lower()
-    try:
-        tomllib.loads(f"value = {value}")
-    except ValueError:
-        return quoted(value.strip("\"'"))
-    return value
+        return RecipeError(f"{location} The key or table appears twice; delete one of the two.")
+    return RecipeError(
+        f"{location} TOML requires quotes around text, and lower case for true and false. For "
+        'example:\n    [policy]\n    compute_dtype = "bfloat16"'
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -176,24 +157,24 @@ _HEADER = re.compile(rf"\s*(?P<open>\[\[?)\s*(?P<names>{_NAMES})\s*\]\]?\s*$")
 _SETTING = re.compile(rf"\s*(?P<names>{_NAMES})\s*=")
 
 
-def _places(text: str) -> dict[Key, tuple[int, int]]:
+def _find_positions(text: str) -> dict[Key, Position]:
     """Returns the line and column of each table header and of each key at the start of a line."""
-    places: dict[Key, tuple[int, int]] = {}
-    seen: collections.Counter[Key] = collections.Counter()
+    positions: dict[Key, Position] = {}
+    headers: collections.Counter[Key] = collections.Counter()
     table: Key = ()
     for number, line in enumerate(_STRING_OR_COMMENT.sub(_blank, text).split("\n"), start=1):
         match = header = _HEADER.match(line)
         if header:
             table = _split(header["names"])
             if header["open"] == "[[":
-                seen[table] += 1
-                table = (*table, seen[table] - 1)
+                headers[table] += 1
+                table = (*table, headers[table] - 1)
         else:
             match = _SETTING.match(line)
         if match:
             key = table if header else (*table, *_split(match["names"]))
-            places.setdefault(key, (number, match.start("names") + 1))
-    return places
+            positions.setdefault(key, (number, match.start("names") + 1))
+    return positions
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -232,17 +213,27 @@ def quoted(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise RecipeError(
-            f"{text!r} holds half of a surrogate pair, which no TOML file can hold. Leave it out:\n"
+            f"{text!r} contains half of a surrogate pair, which UTF-8 cannot encode. Write:\n"
             f"    {text.encode('utf-8', 'ignore').decode()!r}"
         ) from None
     # JSON's escapes are valid in TOML, but JSON does not escape DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def literal(value: bool | int | float | str | tuple[Any, ...] | list[Any]) -> str:
-    """Returns `value` as TOML text."""
+def literal(value: object) -> str:
+    """Returns `value` as TOML text; None is `"none"`, as in [loss_scale]."""
+    if value is None:
+        return '"none"'
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
         return quoted(value)
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def describe(value: object) -> str:
+    """Returns `value` as TOML text for an error message, which may be any TOML value."""
+    try:
+        return literal(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return f"an integer of {value.bit_length() if isinstance(value, int) else 0} bits"
