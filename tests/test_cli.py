@@ -236,7 +236,7 @@ def test_explain_names_an_unmatched_required_rule(run, folder):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["show", "bf61"], "Error: 'bf61' names no recipe and no policy. Did you mean 'bf16'?"),
+        (["show", "bf61"], "Error: 'bf61' is not a recipe or a policy. Did you mean 'bf16'?"),
         (["show", "p=f99"], "Error: Unknown dtype 'f99' in 'p=f99'."),
         (["show", "none.toml"], "Error: There is no file 'none.toml'"),
         (["explain", "bf16", "my_model"], "'my_model' is not module.path:factory"),

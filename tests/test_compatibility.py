@@ -95,7 +95,7 @@ def hugging_face_gpt2():
 
 def test_wrapping_a_model_of_transformers_names_the_line_that_works():
     model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16")
-    with pytest.raises(jaxmp.JaxmpError, match="FlaxGPT2LMHeadModel, which holds a Flax") as error:
+    with pytest.raises(jaxmp.JaxmpError, match="FlaxGPT2LMHeadModel, which is not a Flax") as error:
         recipe.wrap(model)
     exec(str(error.value).partition("in its place: ")[2].removesuffix("."))
     assert model(jnp.ones((2, 12), jnp.int32)).logits.dtype == jnp.float32

@@ -353,7 +353,7 @@ def test_another_scaling_replaces_the_whole_table(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("block = 64", r"key 'fp8.block': block requires scaling = \"block\""),
+        ('rounding = "up"', r"key 'fp8.rounding': rounding requires scaling = \"mx\""),
         ("interval = 2", r"(?s)key 'fp8.interval'.*scaling = \"delayed\"\n    interval = 2"),
         ("margin = -1", "key 'fp8.margin': CurrentScaling.margin=-1."),
         ('wgrad = ["e5m2", "e5m2"]', "key 'fp8.wgrad': .*not both 'e5m2'"),
