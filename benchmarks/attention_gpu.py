@@ -1,22 +1,23 @@
-"""Attention on one NVIDIA GPU: its speed beside cuDNN's own, its numbers, and masks that bred NaN.
+"""Measures attention on one NVIDIA GPU: speed relative to cuDNN, accuracy, and masks that caused
+NaN.
 
     python benchmarks/attention_gpu.py
     python benchmarks/attention_gpu.py --longest 8192 --rounds 5
-    python benchmarks/attention_gpu.py --toy     # rehearses on any machine, writes nothing
+    python benchmarks/attention_gpu.py --toy     # small run on any machine, writes nothing
 
-Needs: pip install "jaxmp[examples,cuda13]" (or cuda12). Writes, row by row,
-benchmarks/results/attention_gpu-DEVICE.json.
+Requires pip install "jaxmp[examples,cuda13]" (or cuda12). Writes each row to
+benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured.
 
-- numbers: results and gradients in bfloat16 against FP32, beside the errors of attention in
-  bfloat16 that holds all logits and takes its softmax in FP32. Twice those errors are allowed.
+- numbers: results and gradients in bfloat16 against FP32. At most twice the errors of bfloat16
+  attention that stores all logits and computes its softmax in FP32 are allowed.
 - masks: gradients under a bool mask where T % 128 == 64 (pytorch issue 196678 has NaN there),
   from jaxmp and from `jax.nn.dot_product_attention(implementation="cudnn")`.
-- speed: `jaxmp.dot_product_attention` and that function called directly, in turns on the same
-  arrays: TFLOP/s as median, least and greatest of the rounds, and their ratio, round by round.
+- speed: `jaxmp.dot_product_attention` and a direct call of that function, alternating on the same
+  arrays: median, minimum and maximum of TFLOP/s over the rounds, and the ratio in each round.
 
-A forward pass counts 4 B N T T H operations, a backward pass 2.5 times as many, causal attention
-half. Exits with 1 if a number is too far off, a gradient is not finite, or jaxmp took another
-kernel than cuDNN's.
+A forward pass counts as 4 B N T T H operations, a backward pass as 2.5 times as many, and causal
+attention as half. The exit status is 1 if an error is too large, a gradient is not finite, or jaxmp
+does not use the kernel of cuDNN.
 """
 
 import dataclasses
@@ -63,16 +64,16 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is measured."""
+    """Shapes and lengths to measure."""
 
     # (query heads, key heads, size of a head)
     heads: tuple[tuple[int, int, int], ...] = ((64, 8, 128), (16, 16, 64))
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     tokens: int = 32768  # of a batch
     small: int = 512  # length at which numbers are compared
-    masked: tuple[int, ...] = (64, 192, 320, 576, 1088, 2112)  # each is 64 beyond some 128
+    masked: tuple[int, ...] = (64, 192, 320, 576, 1088, 2112)  # each is a multiple of 128 plus 64
     rounds: int = 9
-    seconds: float = 0.1  # of a round, about
+    seconds: float = 0.1  # approximate duration of a round
     matmul: int = 8192
 
 
@@ -85,7 +86,7 @@ def main(
     toy: Annotated[bool, typer.Option("--toy", help="A tiny size; runs anywhere.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Attention on one NVIDIA GPU: its speed beside cuDNN's own, its numbers, and masks."""
+    """Measures attention on one NVIDIA GPU: speed relative to cuDNN, accuracy, and masks."""
     hardware = describe_hardware()
     if hardware["platform"] != "gpu" and not toy:
         sys.exit(
@@ -100,9 +101,9 @@ def main(
     if out is None and not toy:
         name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
         out = RESULTS / f"attention_gpu-{name}.json"
-    # The kernel that is expected, and that of jax.nn to compare with.
+    # The expected implementation, and that of jax.nn for the comparison.
     kernel = "cudnn" if hardware["platform"] == "gpu" else "xla"
-    # What a rehearsal compares with "xla" is another way, or it would compare that with itself.
+    # A small run on another machine compares "xla" with another implementation.
     implementation = "auto" if kernel == "cudnn" else "blockwise"
     report = {
         "command": shlex.join(["python", "benchmarks/attention_gpu.py", *sys.argv[1:]]),
@@ -124,7 +125,7 @@ def main(
         for row in rows:
             report[section].append(row)
             print(json.dumps({section: row}), flush=True)
-            # Row by row: a run that is cut off has not been in vain.
+            # Write after each row, so that an interrupted run keeps its results.
             if out is not None:
                 write(out, report)
     if out is not None:
@@ -139,16 +140,16 @@ def main(
 
 
 # ---------------------------------------------------------------------------
-# Numbers
+# Accuracy
 # ---------------------------------------------------------------------------
 
 
 def cases(length: int) -> dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]]:
-    """name -> ((query heads, key heads, head size), static options, arrays)."""
+    """Returns name -> ((query heads, key heads, head size), static options, arrays)."""
     heads = (4, 4, 64)
     keys = jax.random.split(jax.random.key(1), 2)
     mask = jax.random.bernoulli(keys[0], 0.8, (2, 1, length, length))
-    # One query sees nothing: zero, and a gradient of zero.
+    # One query sees no key; its result and its gradient are zero.
     mask = mask.at[:, :, 3].set(False)
     bias = jax.random.normal(keys[1], (1, 4, length, length), BF16)
     lengths = jnp.array([length, length // 2 + 1], jnp.int32)
@@ -170,7 +171,7 @@ def numbers(size: Size, implementation: str):
     for name, (heads, options, arrays) in cases(size.small).items():
         operands = random_operands(2, size.small, heads)
         d_out = jax.random.normal(jax.random.key(2), operands[0].shape, BF16)
-        # A bias is differentiated; what else there is only masks.
+        # A bias is differentiated; the other arguments only mask.
         inputs = (*operands, *(arrays[name] for name in arrays if name == "bias"))
         given = options | {name: array for name, array in arrays.items() if name != "bias"}
         exact = results("xla", FP32, inputs, d_out, given)
@@ -187,7 +188,7 @@ def numbers(size: Size, implementation: str):
 
 
 def results(implementation: str, dtype: Any, inputs: Any, d_out: Any, given: Any) -> Any:
-    """In FP32, what attention in `dtype` gives: the result, and the gradient of each input."""
+    """Returns the result of attention in `dtype` and the gradient of each input, in FP32."""
     attention = functools.partial(
         jaxmp.dot_product_attention, implementation=implementation, **given
     )
@@ -201,7 +202,7 @@ def results(implementation: str, dtype: Any, inputs: Any, d_out: Any, given: Any
 
 
 def random_operands(batch: int, length: int, heads: tuple[int, int, int]) -> Any:
-    """Query, key and value in bfloat16."""
+    """Returns query, key and value in bfloat16."""
     queries, keys, size = heads
     rngs = jax.random.split(jax.random.key(0), 3)
     counts = (queries, keys, keys)
@@ -212,13 +213,13 @@ def random_operands(batch: int, length: int, heads: tuple[int, int, int]) -> Any
 
 
 def direct(kernel: str) -> Any:
-    """JAX's own attention by that kernel, with nothing of jaxmp around it."""
+    """Returns JAX's attention function with that kernel, without jaxmp."""
     attention: Any = jax.nn.dot_product_attention
     return functools.partial(attention, implementation=kernel)
 
 
 def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
-    """Largest error of each part over its largest number."""
+    """Returns the largest error of each array over its largest magnitude."""
     return {
         part: float(jnp.abs(one - other).max() / jnp.abs(other).max())
         for part, one, other in zip(parts, found, exact, strict=True)
@@ -231,7 +232,7 @@ def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
 
 
 def masks(size: Size, kernel: str):
-    """Yields whether gradients under a bool mask are finite."""
+    """Yields rows that show whether gradients under a bool mask are finite."""
     ways = {"jaxmp": jaxmp.dot_product_attention, f"jax.nn, {kernel}": direct(kernel)}
     for length in size.masked:
         query, key, value = random_operands(2, length, (4, 4, 64))
@@ -261,7 +262,7 @@ def masks(size: Size, kernel: str):
 
 
 def speed(size: Size, kernel: str):
-    """Yields TFLOP/s of both for each head size, mask, length and pass."""
+    """Yields the TFLOP/s of both functions for each head size, mask, length and pass."""
     for heads in size.heads:
         for causal in (True, False):
             for length in size.lengths:
@@ -270,8 +271,7 @@ def speed(size: Size, kernel: str):
 
 
 def compiled_call(attention: Any, passes: str, operands: Any, d_out: Any) -> Any:
-    """`attention` of its operands, jitted; with the gradients of all three unless `passes` is
-    "forward"."""
+    """Returns jitted `attention`, with gradients of the operands unless `passes` is "forward"."""
     if passes == "forward":
         return functools.partial(jax.jit(attention), *operands)
 
@@ -283,7 +283,7 @@ def compiled_call(attention: Any, passes: str, operands: Any, d_out: Any) -> Any
 
 
 def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, passes: str) -> Any:
-    """One cell of the table."""
+    """Measures one row of the table."""
     batch = max(1, size.tokens // length)
     query, key, value = random_operands(batch, length, heads)
     d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
@@ -311,7 +311,7 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
 
 
 def paired(calls: dict[str, Any], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of a call, in each round; in every second round the last call is timed first."""
+    """Returns the seconds per call in each round; every second round is reversed."""
     repeats = 1
     for call in calls.values():
         jax.block_until_ready(call())
@@ -331,16 +331,16 @@ def paired(calls: dict[str, Any], rounds: int, seconds: float) -> dict[str, list
 
 
 def published(heads: Any, causal: bool, length: int, passes: str) -> float | None:
-    """NVIDIA's figure for an H200, if there is one for this cell."""
+    """Returns NVIDIA's figure for an H200, if there is one for this row."""
     if heads != (64, 8, 128) or (causal, length) not in PUBLISHED:
         return None
     forward, backward = PUBLISHED[causal, length]
-    # Operations over seconds of both: the backward pass does 2.5 times the work.
+    # Operations per second of both passes: the backward pass has 2.5 times the operations.
     return forward if passes == "forward" else round(3.5 / (1 / forward + 2.5 / backward), 1)
 
 
 def matmul_tflops(size: Size) -> dict[str, float]:
-    """What the card does with a square matmul in bfloat16, to compare cards and days by."""
+    """Measures a square bfloat16 matmul, to compare GPUs and runs."""
     square = jax.random.normal(jax.random.key(0), (size.matmul, size.matmul), BF16)
     call = functools.partial(jax.jit(jnp.matmul), square, square)
     seconds = paired({"matmul": call}, size.rounds, size.seconds)["matmul"]
@@ -348,7 +348,7 @@ def matmul_tflops(size: Size) -> dict[str, float]:
 
 
 def card() -> str | None:
-    """Clocks, power and temperature before the run, as the driver tells them."""
+    """Returns clocks, power and temperature before the run, as the driver reports them."""
     if shutil.which("nvidia-smi") is None:
         return None
     fields = "name,driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
@@ -362,7 +362,7 @@ def card() -> str | None:
 
 
 def failures(report: Any, expected: str, kernel: str) -> list[str]:
-    """What is not as it should be, in words."""
+    """Returns descriptions of the failed checks."""
     found = []
     for row in report["numbers"]:
         for part, error in row["error"].items():
@@ -382,7 +382,7 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
 
 
 def verdict(rows: list[Any]) -> str:
-    """Slowest cell and median of all."""
+    """Returns the slowest row and the median of all rows."""
     if not rows:
         return "no speed was measured"
     ratios = [row["ratio"]["median"] for row in rows]
@@ -395,7 +395,7 @@ def verdict(rows: list[Any]) -> str:
 
 
 def write(path: Path, report: Any) -> None:
-    """Writes the figures, whole or not at all."""
+    """Writes the figures atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half_written = path.with_name(path.name + ".tmp")
     half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

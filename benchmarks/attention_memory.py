@@ -1,20 +1,21 @@
-"""Temporary memory of causal attention, forward and backward, as compiled, over its length T.
+"""Measures the temporary memory of compiled causal attention over the sequence length T.
 
     python benchmarks/attention_memory.py                   # this machine's CPU
-    python benchmarks/attention_memory.py --target h200     # an H200 that need not be there
-    python benchmarks/attention_memory.py --out attention_memory.json     # and write the figures
+    python benchmarks/attention_memory.py --target h200     # cross-compiled for an H200
+    python benchmarks/attention_memory.py --out attention_memory.json     # also write the figures
 
-Three ways to one result and three gradients, of query, key and value:
+The programs compute the result and the gradients of query, key and value with three
+implementations:
 
-    auto       what `jaxmp.dot_product_attention` takes by itself: cuDNN's kernel on a GPU
+    auto       the default of `jaxmp.dot_product_attention`: cuDNN's kernel on a GPU
     blockwise  online softmax over blocks
     xla        the logits of all pairs in memory
 
-Twice: `fixed`, where a batch of T / tokens sequences keeps the tokens the same, so that only what
-grows faster than T shows; and `single`, one sequence, so that memory linear in T shows as a line.
-Bytes are XLA's own count (`memory_analysis`): what the program holds beside its arguments and
-results; cuDNN's workspace is not in it. Nothing is run. The H200 needs XLA's GPU compiler:
-pip install "jaxmp[aot]".
+There are two layouts. In `fixed`, the number of tokens is constant, so only memory that grows
+faster than T increases. In `single`, there is one sequence, so memory that is linear in T grows
+linearly. The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and
+results, without the workspace of cuDNN. Nothing is run. The H200 requires XLA's GPU compiler: pip
+install "jaxmp[aot]".
 """
 
 import argparse
@@ -39,7 +40,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def gradients(implementation):
-    """A function of query, key and value `[B, T, N, H]`: loss and gradients, for one way."""
+    """Returns a function of query, key and value `[B, T, N, H]`: loss and gradients."""
 
     def loss(query, key, value):
         out = jaxmp.dot_product_attention(
@@ -51,7 +52,7 @@ def gradients(implementation):
 
 
 def taken(implementation, query, target):
-    """(temp bytes, what ran) of the optimized program, for "cpu" or a GPU's name."""
+    """Returns (temp bytes, implementation) of the program compiled for "cpu" or a GPU."""
     fn = gradients(implementation)
     if target == "cpu":
         memory: Any = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
@@ -65,7 +66,7 @@ def taken(implementation, query, target):
 
 
 def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengths=LENGTHS):
-    """[{layout, implementation, T, batch, what ran, temp bytes}] of every combination."""
+    """Measures all combinations of layout, implementation and length; returns a list of rows."""
     rows = []
     for layout in ("fixed", "single"):
         for implementation in WAYS:

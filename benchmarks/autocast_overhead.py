@@ -1,14 +1,14 @@
-"""Counts what autocast costs while a training step is traced and lowered.
+"""Measures the cost of autocast while a training step is traced and lowered.
 
     python benchmarks/autocast_overhead.py                   # prints the ratios
-    python benchmarks/autocast_overhead.py --out file.json   # and writes them
+    python benchmarks/autocast_overhead.py --out file.json   # also writes them
 
 The workload is that of step_counts: a byte-level GPT (12 layers, width 256), Flax Linen, AdamW,
-recipe bf16. One step lowers the loss of the untouched model with `jaxmp.autocast`, the other wraps
-the model in the recipe's module-level policies; the rest of the two steps is the same. The model
-itself names jaxmp's attention, with which policies replace Flax's: both steps have the same.
-Nothing is run. Times are CPU seconds of tracing and lowering, the two steps in turn; calls of
-Python functions are counted beside them, for they are the same on any machine.
+recipe bf16. One step applies `jaxmp.autocast` to the loss of the unwrapped model. The other step
+wraps the model with the module-level policies of the recipe. The rest of both steps is the same,
+including attention: the model uses jaxmp's attention function, with which policies replace that of
+Flax. Nothing is run. Times are CPU seconds of tracing and lowering, alternating between the steps.
+Calls of Python functions are also counted, because they do not depend on the machine.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """That of step_counts, with its parameters, but for the attention."""
+    """The GPT of step_counts with the same parameters, and jaxmp's attention function."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 def make_step(loss_fn, recipe):
-    """`(step, state)`, as the functions of step_counts return them."""
+    """Returns `(step, state)`, like the functions of step_counts."""
 
     def step(state, tokens):
         loss, grads = state.value_and_grad(loss_fn)(tokens)
@@ -83,13 +83,13 @@ def by_module():
 
 
 def operations(make):
-    """How many operations a step is lowered to."""
+    """Returns the number of lowered operations of a step."""
     lowered, _ = step_counts.lower(make)
     return len(step_counts._STABLEHLO_OP.findall(lowered.as_text()))
 
 
 def counts():
-    """`{metric: {"ratio", "counts"}}` of autocast and module-level policies: alike in every run."""
+    """Returns the reproducible metrics as `{metric: {"ratio", "counts"}}`."""
     measured = {
         "stablehlo_ops": [operations(make) for make in (by_autocast, by_module)],
         "python_calls": [step_counts.python_calls(make) for make in (by_autocast, by_module)],
@@ -101,7 +101,7 @@ def counts():
 
 
 def measure(pairs):
-    """`counts`, and the ratio of CPU seconds."""
+    """Returns `counts`, and the ratio of CPU seconds."""
     timed = step_counts.timed(by_autocast, by_module, pairs, step_counts.lowering_seconds)
     return {**counts(), "trace_lower": timed}
 

@@ -1,31 +1,30 @@
-"""Models written elsewhere, unedited, under each recipe: how far from FP32, in which dtypes.
+"""Compares unedited models and ported training scripts of other projects with FP32.
 
-Only the code of the models is theirs; their training scripts are not run.
-
-    python benchmarks/compatibility.py                                # the installed packages'
-    python benchmarks/compatibility.py --flax-examples ~/src/flax     # and the Flax repository's
-    python benchmarks/compatibility.py --out table.json               # written as JSON too
+    python benchmarks/compatibility.py                                # models of packages
+    python benchmarks/compatibility.py --flax-examples ~/src/flax     # also of Flax's examples
+    python benchmarks/compatibility.py --out table.json               # also writes JSON
     python benchmarks/compatibility.py --markdown table.json          # that JSON as Markdown
-    python benchmarks/compatibility.py --shares table.json            # counts shares anew in it
+    python benchmarks/compatibility.py --shares table.json            # updates the shares in it
     python benchmarks/compatibility.py --scripts ~/src --out scripts.json   # training scripts
 
-The Flax repository's graph network needs `pip install jraph`.
+The graph network of the Flax repository requires `pip install jraph`.
 
-Toy sizes and random weights, on the CPU; nothing is timed. Differences are |x - x32| / |x32|, x32
-being what the model gives as its author wrote it, in the 2-norm, computed in FP64: of the outputs
-in evaluation mode (the largest of all outputs) and of the gradients in training mode (the largest
-of all parameters, and that of all taken together). Products are the matmuls and convolutions of
-that gradient, forward pass included. The loss is the mean squared distance of the outputs to fixed
-random numbers, scaled by 1024 under every recipe. A parameter whose FP32 gradient is smaller than
-1e-5 of the whole one has none but for rounding, as the bias of attention keys: its relative
-difference means nothing, and it is counted apart. The share of the FLOPs of these products that run
-in 16 bits is counted with the recipe `bf16` alone, and with `jaxmp.autocast` around the loss too;
-`--shares` counts it anew in a JSON of `--out`, without running anything.
+Models have small sizes and random weights, and run on the CPU; nothing is timed. Differences are |x
+- x32| / |x32| in the 2-norm, computed in FP64, where x32 is the result of the original model in
+FP32. They are computed for the outputs in evaluation mode (the largest of all outputs), and for the
+gradients in training mode (the largest of all parameters, and all parameters together). Products
+are the matmuls and convolutions of the gradient, including the forward pass. The loss is the mean
+squared distance of the outputs to fixed random numbers, scaled by 1024 under every recipe. If the
+norm of the FP32 gradient of a parameter is less than 1e-5 of that of the whole gradient, the
+gradient consists of rounding errors, as for the bias of attention keys. Such parameters are counted
+separately. The 16-bit share of the FLOPs of the products is computed with the recipe `bf16`, and
+with `jaxmp.autocast` applied to the loss in addition; `--shares` updates it in the JSON of `--out`
+without running a model.
 
-`--scripts` takes a folder that holds checkouts named flax, nanodo, optax, ... It ports the training
-scripts in `compatibility_scripts.py` by their edits and trains each, as it comes and under each
-recipe, with the same initial parameters and the same order of data for five seeds. Every variant
-runs in a process of its own; variants that are in the file already are not run again.
+`--scripts` expects a folder with checkouts named flax, nanodo, optax, ... It applies the edits in
+`compatibility_scripts.py` to training scripts, and trains each original script and each recipe with
+the same initial parameters and the same order of data for five seeds. Every variant runs in a
+separate process; variants that the file already contains are not run again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from compatibility_scripts import PORTS
 from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 
 RECIPES = ("bf16", "fp16", "bf16_params")
-# In the place of a recipe: the model as its author wrote it.
+# Replaces a recipe for the original model.
 AUTHOR = SimpleNamespace(wrap=lambda model: model, cast_params=lambda params: params)
 LOSS_SCALE = 1024.0
 NOISE = 1e-5  # of the norm of the whole gradient
@@ -71,19 +70,19 @@ NOISE = 1e-5  # of the norm of the whole gradient
 # ---------------------------------------------------------------------------
 
 
-# Nothing is timed, so nothing need be fast; and no rounding that a program asks for is left out.
+# Nothing is timed, so optimizations are disabled; excess precision would omit roundings.
 COMPILER = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
 
 
 def run(built: Linen | Nnx, recipe: Any) -> tuple[Any, Any]:
-    """`(outputs, gradients)` of a model under a recipe."""
+    """Returns `(outputs, gradients)` of a model under a recipe."""
     params, outputs = built.bind(recipe)
     both = lambda params: (outputs(params, False), gradient(outputs)(params))
     return jax.jit(both, compiler_options=COMPILER)(params)
 
 
 def gradient(outputs: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
-    """The gradient of the mean squared distance of outputs to fixed random numbers."""
+    """Returns the gradient of the mean squared distance of the outputs to fixed random numbers."""
 
     def loss(params: Any) -> jax.Array:
         random = np.random.default_rng(0)
@@ -98,7 +97,7 @@ def gradient(outputs: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
 
 
 def products(built: Linen | Nnx, recipe: Any) -> list[tuple[str, str, str]]:
-    """`(module path, dtype, dtype)` of each matmul and convolution of the gradient."""
+    """Returns `(module path, dtype, dtype)` of each matmul and convolution of the gradient."""
     params, outputs = built.bind(recipe)
     jaxpr = jax.make_jaxpr(gradient(outputs))(params)
     return list(_products(jaxpr.jaxpr, ""))
@@ -122,7 +121,7 @@ def is_16_bit(product: tuple[str, str, str]) -> bool:
 
 
 def shares(built: Linen | Nnx) -> dict[str, float]:
-    """Share of the products' FLOPs in 16 bits: under `bf16` alone, and with `autocast` too."""
+    """Returns the 16-bit share of the FLOPs under `bf16`, without and with `autocast`."""
     recipe = jaxmp.load_recipe("bf16")
     params, outputs = built.bind(recipe)
     loss_of = {"wrap": outputs, "wrap_and_autocast": jaxmp.autocast(outputs, recipe)}
@@ -151,7 +150,7 @@ def flat(tree: Any) -> np.ndarray:
 
 
 def differences(built: Linen | Nnx, recipe: Any, reference: tuple[Any, Any]) -> dict[str, Any]:
-    """Differences of outputs and gradients to `reference`, and the dtypes of products."""
+    """Returns the differences of outputs and gradients to `reference`, and dtypes of products."""
     logits, grads = run(built, recipe)
     exact, structure = jax.tree.flatten_with_path(reference[1])
     smallest = NOISE * norm(*(leaf for _, leaf in exact))
@@ -198,7 +197,7 @@ def measure(model: Model, built: Linen | Nnx) -> dict[str, Any]:
 
 
 def versions(examples: Path | None) -> dict[str, str]:
-    """What was measured, and with what."""
+    """Returns the versions of the measured and the measuring packages."""
     found = {"python": platform.python_version(), "jax": jax.__version__, "flax": flax.__version__}
     for source in sorted({model.source for model in INSTALLED}):
         found[source] = importlib.metadata.version(source)
@@ -244,7 +243,7 @@ AUTHORS_HEADER = (
 
 
 def authors_cells(row: dict[str, Any]) -> list[str]:
-    """The recipe `bf16` beside the dtype argument that the model's author offers, and both."""
+    """Returns the cells of the recipe `bf16`, of the author's dtype argument, and of both."""
     ways = row["recipes"]["bf16"], row["author_bf16"], row["author_bf16_and_recipe"]
     differences = [f"{way['logits']:.1e} / {way['gradients_together']:.1e}" for way in ways]
     products = [f"{way['products_16_bit']} of {way['products']}" for way in ways]
@@ -257,7 +256,7 @@ def markdown(header: Sequence[str], rows: Iterable[list[str]]) -> str:
 
 
 def tables(report: dict[str, Any]) -> tuple[str, str]:
-    """The two tables of docs/compatibility.md."""
+    """Returns the two tables of docs/compatibility.md."""
     rows = report["models"]
     typed = [row for row in rows if "author_bf16" in row]
     return markdown(HEADER, map(cells, rows)), markdown(AUTHORS_HEADER, map(authors_cells, typed))
@@ -267,7 +266,7 @@ def tables(report: dict[str, Any]) -> tuple[str, str]:
 # Training scripts
 # ---------------------------------------------------------------------------
 
-# One core for each run, the least optimization, and no rounding left out that a program asks for.
+# One core for each run, minimal optimization, and no omitted roundings.
 XLA_FLAGS = (
     "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
     "--xla_allow_excess_precision=false --xla_force_host_platform_device_count="
@@ -282,7 +281,7 @@ def commit(folder: Path) -> str:
 def train(
     port: Port, checkouts: Path, seeds: int, variants: Sequence[str]
 ) -> Iterator[tuple[str, list[list[float]]]]:
-    """`(variant, losses)` of variants of a script, from a process of its own."""
+    """Yields `(variant, losses)` of variants of a script, from a separate process."""
     script = Path(__file__).with_name("compatibility_scripts.py")
     command = [sys.executable, str(script), str(checkouts), port.name, str(seeds), *variants]
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
@@ -304,7 +303,7 @@ def train(
 
 
 def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[str, Any]:
-    """Trains what `out` does not hold yet, and writes it after each variant."""
+    """Trains the variants that `out` does not contain, and writes it after each variant."""
     report: dict[str, Any] = {
         "command": f"compatibility.py --scripts CHECKOUTS --seeds {seeds}",
         "versions": versions(None)
@@ -356,13 +355,13 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
 
 
 def reference_of(variants: dict[str, Any], recipe: str) -> str:
-    """The plain run of the same precision: the author's in 16 bits if there is one, else FP32."""
+    """Returns the reference: the author's 16-bit variant if there is one, otherwise FP32."""
     author = AUTHOR_FP16 if recipe == "fp16" else AUTHOR_BF16
     return author if author in variants else PLAIN
 
 
 def summarized(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with differences and standard errors."""
+    """Returns the report with differences and standard errors."""
     for entry in report["scripts"].values():
         variants = entry["variants"]
         for recipe in RECIPES:
@@ -390,7 +389,7 @@ SCRIPTS_HEADER = (
 
 
 def script_rows(report: dict[str, Any]) -> Iterator[list[str]]:
-    """Mean losses over the seeds; for recipes the mean difference and its standard error."""
+    """Yields rows of mean losses; for recipes, mean differences and their standard errors."""
     for name, entry in report["scripts"].items():
         variants = entry["variants"]
         for position, loss in enumerate(Losses._fields):
@@ -416,7 +415,7 @@ def script_cell(variant: dict[str, Any] | None, position: int, loss: str) -> str
 
 
 def scripts_table(report: dict[str, Any]) -> str:
-    """The table of training scripts in docs/compatibility.md."""
+    """Returns the table of training scripts in docs/compatibility.md."""
     return markdown(SCRIPTS_HEADER, script_rows(report))
 
 

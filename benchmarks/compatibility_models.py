@@ -1,4 +1,4 @@
-"""Models that were written elsewhere, at toy size with random weights; none is edited."""
+"""Unedited models of other projects, at small sizes with random weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from flax import nnx
 
 
 class Linen(NamedTuple):
-    """A Linen module: `call(module, variables, train)` returns what its author's code returns."""
+    """A Linen module; `call(module, variables, train)` returns the original outputs."""
 
     module: nn.Module
     variables: Any
     call: Callable[[Any, Any, bool], Any]
-    # What the author offers for a 16-bit model: a dtype -> the module that computes in it.
+    # dtype -> module that computes in it, if the author provides a dtype argument.
     typed: Callable[[Any], nn.Module] | None = None
 
     def bind(self, recipe: Any) -> tuple[Any, Callable[[Any, bool], Any]]:
-        """Its parameters as the recipe stores them, and `outputs(params, train)` under it."""
+        """Returns the parameters in their storage dtypes, and `outputs(params, train)`."""
         module = recipe.wrap(self.module)
 
         def outputs(params: Any, train: bool) -> Any:
@@ -47,14 +47,14 @@ class Linen(NamedTuple):
 
 
 class Nnx(NamedTuple):
-    """An NNX module: `call(model, train)` returns what its author's code returns."""
+    """An NNX module; `call(model, train)` returns the original outputs."""
 
     module: nnx.Module
     call: Callable[[Any, bool], Any]
     typed: None = None
 
     def bind(self, recipe: Any) -> tuple[Any, Callable[[Any, bool], Any]]:
-        """Its parameters as the recipe stores them, and `outputs(params, train)` under it."""
+        """Returns the parameters in their storage dtypes, and `outputs(params, train)`."""
         graphdef, *states = nnx.split(recipe.wrap(self.module), nnx.Param, ...)
         params, rest = map(nnx.as_pure, states)
 
@@ -65,10 +65,10 @@ class Nnx(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Where a model comes from, and how it is made."""
+    """The source of a model, and the function that creates it."""
 
     name: str
-    source: str  # the distribution that ships it, or its folder in the Flax repository
+    source: str  # name of the distribution, or folder in the Flax repository
     framework: str
     make: Callable[..., Linen | Nnx]
 
@@ -78,7 +78,7 @@ FLAX_EXAMPLES: list[Model] = []
 
 
 def installed(name: str, source: str, framework: str) -> Callable[..., Any]:
-    """Registers a function that makes a model out of an installed package."""
+    """Registers a function that creates a model of an installed package."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         INSTALLED.append(Model(name, source, framework, make))
@@ -88,7 +88,7 @@ def installed(name: str, source: str, framework: str) -> Callable[..., Any]:
 
 
 def flax_example(name: str, path: str, framework: str, script: bool = False) -> Callable[..., Any]:
-    """Registers a function that makes a model out of what a file of the Flax repository defines."""
+    """Registers a function that creates a model from a file of the Flax repository."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         load = definitions if script else run_module
@@ -100,7 +100,7 @@ def flax_example(name: str, path: str, framework: str, script: bool = False) -> 
 
 
 def run_module(path: Path) -> Any:
-    """A file as a module; its neighbours can be imported by their names."""
+    """Runs a file as a module, which can import the files in its folder."""
     name = f"flax_example_{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -112,9 +112,9 @@ def run_module(path: Path) -> Any:
 
 
 def definitions(path: Path) -> Any:
-    """Classes and functions of a training script, which itself is not run.
+    """Returns the classes and functions of a training script, without running the training.
 
-    What it imports for its data set (TensorFlow, `datasets`) need not be installed.
+    The packages of its data set (TensorFlow, `datasets`) do not have to be installed.
     """
     script = ModuleType(f"flax_example_{path.parent.name}_{path.stem}")
     for node in ast.parse(path.read_text()).body:
@@ -133,7 +133,7 @@ def tokens(*shape: int, vocabulary: int = 64) -> jax.Array:
 
 
 def initial(init: Callable[..., Any], *args: Any) -> Any:
-    """What `init(key, *args)` makes, compiled as a whole: that takes less time than op by op."""
+    """Returns the result of `init(key, *args)`, compiled, which is faster than op by op."""
     compiler = {"xla_backend_optimization_level": 0}
     return jax.jit(init, compiler_options=compiler)(jax.random.key(0), *args)
 
@@ -144,7 +144,7 @@ def initial(init: Callable[..., Any], *args: Any) -> Any:
 
 
 def hugging_face(model_class: Any, config: Any, **inputs: Any) -> Linen:
-    """A model of `transformers`: a Linen module, in a wrapper that fills in its inputs."""
+    """Returns a model of `transformers`: a Linen module in a wrapper that provides its inputs."""
     model = model_class(config, _do_init=False)
     variables = initial(lambda key: model.init_weights(key, model.input_shape))
     has_statistics = "batch_stats" in variables
@@ -266,7 +266,7 @@ def mamba2() -> Nnx:
 
 
 def graph_network(cls: Any, **options: Any) -> Nnx:
-    """A model of `jraphx` on a ring of 10 nodes."""
+    """Returns a model of `jraphx` on a ring of 10 nodes."""
     nodes, ring = floats(10, 8), jnp.arange(10, dtype=jnp.int32)
     edges = jnp.stack([ring, (ring + 1) % 10])
     model = cls(8, 16, num_layers=2, out_features=4, rngs=nnx.Rngs(0), **options)

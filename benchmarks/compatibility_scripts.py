@@ -1,9 +1,9 @@
-"""Training scripts of other projects: how they are ported, and how they are run here.
+"""Training scripts of other projects: the edits that port them, and functions that run them.
 
     python benchmarks/compatibility_scripts.py CHECKOUTS NAME SEEDS VARIANT ...
 
-prints the losses of each variant as a line of JSON; `compatibility.py --scripts CHECKOUTS` calls
-it for all.
+The command prints the losses of each variant as a line of JSON. `compatibility.py --scripts
+CHECKOUTS` calls it for all scripts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_mnist(module: Module, author: bool) -> Losses:
 
 
 def typed_mnist(dtype: str) -> dict[str, tuple[Edit, ...]]:
-    """Sets Flax's `dtype` argument in the layers with matmuls; the script has no switch."""
+    """Returns edits that set the `dtype` argument of the layers with matmuls."""
     return {
         "train.py": tuple(
             Edit(rf"(self.{name} = .*), rngs=rngs\)$", rf"\1, rngs=rngs, dtype=jax.numpy.{dtype})")
@@ -156,7 +156,7 @@ VAE = Port(
     framework="Linen",
     data="the same digits, black and white; the training step is compiled here",
     run=run_vae,
-    # As it comes, the step is not compiled, and a run would take minutes.
+    # The original step is not compiled, and a run would take minutes.
     toy={
         "train.py": (
             Edit(
@@ -283,7 +283,7 @@ MARKOV = "sentences of a random Markov chain over 64 tokens"
 
 
 class Tensor(np.ndarray):
-    """An array with the method by which scripts take NumPy arrays out of TensorFlow's."""
+    """An array with the method `numpy` of TensorFlow's tensors."""
 
     def _numpy(self) -> np.ndarray:
         return np.asarray(self)
@@ -437,7 +437,7 @@ SEQ2SEQ = Port(
 
 
 class Game:
-    """A game for PPO: the bright quarter of the screen names the action that is rewarded."""
+    """A game for PPO: the bright quarter of the screen determines the rewarded action."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(np.random.randint(2**31))
@@ -458,7 +458,7 @@ class Game:
 
 
 class Simulator:
-    """`agent.RemoteSimulator` in this process: `recv` is a state, then an experience."""
+    """`agent.RemoteSimulator` in this process; `recv` returns a state, then an experience."""
 
     def __init__(self, name: str) -> None:
         self.conn, self.game = self, Game()
@@ -512,8 +512,8 @@ def run_ppo(module: Module, author: bool) -> Losses:
     return Losses(np.mean(losses[-6:]), loss)
 
 
-# Float16 by hand, with Flax's own loss scale: the run that `fp16` is compared with, because both
-# skip the first updates.
+# Float16 by hand, with the loss scale of Flax. It is the reference of `fp16`, because both skip the
+# first updates.
 FLOAT16_PPO = {
     "models.py": (
         Edit(r"dtype = jnp.float32", "dtype = jnp.float16"),
@@ -622,7 +622,7 @@ NANODO = Port(
     data=MARKOV,
     run=run_nanodo,
     author={AUTHOR_BF16: {}},
-    # A mask of floats is an error in today's JAX.
+    # Current JAX raises an error for a mask of floats.
     toy={"nanodo/evaluate.py": (Edit(r"mask=weights_BxL", "mask=weights_BxL > 0"),)},
     edits={
         "nanodo/train.py": (

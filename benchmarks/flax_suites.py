@@ -1,24 +1,24 @@
-"""Flax's own tests with every outermost module under a recipe, compared with plain Flax.
+"""Runs the tests of Flax with every outermost module under a recipe, and compares with plain Flax.
 
     python benchmarks/flax_suites.py ~/src/flax                     # runs, prints, compares
     python benchmarks/flax_suites.py ~/src/flax --only nnx          # suites or files by name
-    python benchmarks/flax_suites.py ~/src/flax --out suites.json   # written as JSON too
-    python benchmarks/flax_suites.py ~/src/flax --keep runs         # continues where it stopped
+    python benchmarks/flax_suites.py ~/src/flax --out suites.json   # also writes JSON
+    python benchmarks/flax_suites.py ~/src/flax --keep runs         # continues an earlier run
     python benchmarks/flax_suites.py ~/src/flax --recipe bf16 --crashes
     python benchmarks/flax_suites.py --markdown suites.json         # that JSON as Markdown
 
-Use a checkout of the version of Flax that is installed: the tests come from the checkout, and Flax
-itself is the installed one. Each test file runs twice in a process of its own, unedited: first as
-it is, then with every outermost module wrapped by the plugin `wrap_outermost`, which describes how.
-Under `fp32` every test that passes plain must pass wrapped. A test that fails plain says nothing
-about jaxmp: it is named and not counted. The exceptions that `EXPECTED` explains are named with
-their reasons; with any other the exit status is 1.
+The tests come from the checkout, and Flax is the installed package, so use a checkout of the
+installed version. Each unedited test file runs twice, in separate processes: with plain Flax, and
+with every outermost module wrapped by the plugin `wrap_outermost`, whose docstring describes how.
+Under `fp32`, every test that passes with plain Flax must pass when wrapped. Tests that fail with
+plain Flax are listed and not counted. The exceptions in `EXPECTED` are listed with their reasons;
+any other exception makes the exit status 1.
 
-With a 16-bit recipe, results differ from FP32 as they should, so that tests of numbers, dtypes and
-printed text fail. `--crashes` compares only the type of error: a test that raises something else
-than AssertionError is an exception.
+With a 16-bit recipe, results differ from FP32 as expected, so tests of values, dtypes and printed
+text fail. With `--crashes`, only tests that raise an error other than AssertionError are
+exceptions.
 
-Tests run on the CPU with most optimizations of XLA off, since nothing is timed.
+Tests run on the CPU with most optimizations of XLA disabled, because nothing is timed.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ EXPECTED = {
 }
 
 # ---------------------------------------------------------------------------
-# One file, plain or wrapped
+# Running one file, plain or wrapped
 # ---------------------------------------------------------------------------
 
-# The cache saves the plain and the wrapped run from compiling the same programs twice.
+# With the cache, programs of both the plain and the wrapped run are compiled once.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -93,19 +93,19 @@ OUTCOMES = "outcomes.json"
 def run(
     checkout: Path, files: Iterable[Path], recipe: str | None, cache: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs test files in one process of their own.
+    """Runs test files in one separate process.
 
     Args:
-      checkout: the folder that names of tests are relative to.
+      checkout: the folder to which the names of tests are relative.
       files: the test files.
-      recipe: of every outermost module; None: plain.
+      recipe: of every outermost module; None for plain Flax.
       cache: a folder for JAX's compilation cache.
 
     Returns:
-      What the plugin records of each test, by name.
+      The records of the plugin, by the name of the test.
 
     Raises:
-      RuntimeError: if pytest cannot collect the tests, or dies.
+      RuntimeError: if pytest cannot collect the tests, or is terminated.
     """
     names = list(map(str, files))
     settings = checkout / "pyproject.toml"
@@ -144,16 +144,16 @@ def is_crash(error: str) -> bool:
 def compare(
     plain: dict[str, dict[str, Any]], wrapped: dict[str, dict[str, Any]], *, crashes: bool = False
 ) -> dict[str, Any]:
-    """Sorts tests by their outcomes without and with the recipe.
+    """Classifies tests by their outcomes without and with the recipe.
 
     Args:
-      plain, wrapped: what `run` returned.
-      crashes: whether a failed assertion of the wrapped test counts as passed.
+      plain, wrapped: results of `run`.
+      crashes: True to count a failed assertion of the wrapped test as passed.
 
     Returns:
-      `counted`: tests that pass plain; `passed`: those of them that pass wrapped too;
-      `with_wrapped_module`: those of `counted` in which the plugin wrapped a module;
-      `fails_plain`, `skipped`: names; `exceptions`: name -> error of tests that pass plain only.
+      `counted`: number of tests that pass with plain Flax; `passed`: number of these that also pass
+      wrapped; `with_wrapped_module`: number of these in which the plugin wrapped a module;
+      `fails_plain`, `skipped`: names; `exceptions`: name -> error of tests that fail only wrapped.
     """
     by_outcome = {"passed": [], "failed": [], "skipped": []}
     for name, test in plain.items():
@@ -176,7 +176,7 @@ def compare(
 
 
 def unexplained(report: dict[str, Any]) -> list[str]:
-    """Names of the exceptions that `EXPECTED` does not explain."""
+    """Returns the names of the exceptions that `EXPECTED` does not explain."""
     names = [name for suite in report["suites"].values() for name in suite["exceptions"]]
     return [name for name in names if name not in EXPECTED]
 
@@ -240,9 +240,9 @@ def measure(
     only: str = "",
     crashes: bool = False,
 ) -> dict[str, Any]:
-    """Runs the files whose suite or name contains `only`, and compares test by test.
+    """Runs the files whose suite or name contains `only`, and compares each test.
 
-    Outcomes are kept in the folder `keep`; what is there already is not run again.
+    Outcomes are stored in the folder `keep`; files with stored outcomes are not run again.
     """
     report = {
         "command": f"flax_suites.py FLAX --recipe {recipe}" + " --crashes" * crashes,
@@ -267,7 +267,7 @@ def measure(
 def run_once(
     keep: Path, suite: str, checkout: Path, file: Path, recipe: str | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns what `run` returned for one file before, or runs it and keeps that in `keep`."""
+    """Returns the stored outcomes of one file, or runs it and stores them in `keep`."""
     kept = keep / f"{suite}-{file.stem}-{recipe or 'plain'}.json"
     if not kept.exists():
         print(f"{suite}: {file.name}, {recipe or 'plain'}", file=sys.stderr)

@@ -1,14 +1,15 @@
-"""What FP8 adds to the program of a training step: StableHLO operations, and the time to trace it.
+"""Compares the program of a training step with and without FP8: operations and tracing time.
 
     python benchmarks/fp8_counts.py
     python benchmarks/fp8_counts.py --pairs 20 --out fp8_counts.json
 
-Workload: that of step_counts.py, a GPT of 12 layers in Flax Linen with AdamW, under the recipe
-`bf16` and under the same with `matmul = "fp8"` for every linear layer but the head. Nothing is run
-or compiled. Operations are exact; times are CPU seconds of tracing and lowering, the two programs
-in turn. Fails where current or delayed scaling breaks a limit: 1.30 times the operations, 1.5 times
-the time. Calls of Python functions on the way, which do not depend on what else the machine does,
-are printed beside it. The others are counted, and on a CPU the products of `mx` are emulated.
+The workload is that of step_counts.py, a GPT of 12 layers in Flax Linen with AdamW, under the
+recipe `bf16` and under the same recipe with `matmul = "fp8"` for every linear layer except the
+head. Nothing is run or compiled. Counts of StableHLO operations are exact. Times are CPU seconds of
+tracing and lowering, alternating between the two programs. Calls of Python functions, which do not
+depend on the load of the machine, are also counted. The exit status is 1 if current or delayed
+scaling exceeds 1.30 times the operations or 1.5 times the time. Other scalings are counted only; on
+a CPU, the matmuls of `mx` are emulated.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SCALINGS = {
 
 
 def step_of(recipe):
-    """A maker as in step_counts: (step, state), all that `init` returns being trained."""
+    """Returns (step, state) as in step_counts, where all variables of `init` are trained."""
 
     def make():
         model = recipe.wrap(step_counts.GPT())
@@ -61,7 +62,7 @@ def in_fp8(scaling):
 
 
 def operations(make):
-    """Operations of the lowered step, and how many of its products take FP8 numbers."""
+    """Returns the numbers of lowered operations and of matmuls with FP8 operands."""
     text = step_counts.lower(make)[0].as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     return {

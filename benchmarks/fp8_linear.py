@@ -1,12 +1,12 @@
-"""One linear layer, forwards and backwards, in BF16 and in FP8: as compiled, and timed.
+"""Compares one linear layer in BF16 and in FP8, forward and backward, compiled or timed.
 
-    python benchmarks/fp8_linear.py                        # compiled for an H200 that is not there
-    python benchmarks/fp8_linear.py --out fp8_linear.json  # and written
-    python benchmarks/fp8_linear.py --time                 # timed, on the GPU that is there
+    python benchmarks/fp8_linear.py                        # cross-compiled for an H200
+    python benchmarks/fp8_linear.py --out fp8_linear.json  # also writes the figures
+    python benchmarks/fp8_linear.py --time                 # timed on the GPU of this machine
 
-Compiling needs XLA's GPU compiler: pip install "jaxmp[aot]". Counted are the bytes that kernels
-other than matmuls read and write, where nothing stays in cache. Flax's own FP8 op stands beside
-ours.
+Compiling requires XLA's GPU compiler: pip install "jaxmp[aot]". The benchmark counts the bytes that
+kernels other than matmuls read and write, without the effect of caches, and includes the FP8 op of
+Flax.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def flax_direct(x, w, state):
 
 
 def schemes():
-    """Name -> (product of x, w and a state; its state before the first step)."""
+    """Returns name -> (matmul of x, w and a state; the initial state)."""
     found = {"bf16": (lambda x, w, state: lax.dot_general(x, w, LINEAR), None)}
     for name in ("current", "delayed", "rowwise"):
         recipe = fp8.as_scaling(name)
@@ -66,7 +66,7 @@ def schemes():
 
 
 def step(product):
-    """The result of one layer, gradients of its operands, and the next state."""
+    """Returns the result of one layer, the gradients of its operands, and the next state."""
 
     def run(x, w, g, state):
         y, backward = jax.vjp(product, x, w, state)
@@ -81,7 +81,7 @@ def step(product):
 
 
 def count(product, state, shape):
-    """FP8 matmuls, kernels, and bytes that kernels other than matmuls move."""
+    """Returns the numbers of FP8 matmuls and kernels, and the bytes that other kernels move."""
     m, k, n = shape
     arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
     traced = trace(step(product), (*arrays, jax.eval_shape(lambda: state)), {})
@@ -121,7 +121,7 @@ def seconds(run, args, repeats):
 
 
 def timed(shape, rounds=7, repeats=10):
-    """Milliseconds of each scheme, and over BF16: medians of interleaved rounds."""
+    """Returns the milliseconds of each scheme and the ratio to BF16, as medians of rounds."""
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = (

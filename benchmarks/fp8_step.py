@@ -1,13 +1,14 @@
-"""A whole training step in BF16 and in FP8, at the widths of GPT-2 1.5B and of Llama 3 8B.
+"""Times a complete training step in BF16 and in FP8, at the widths of GPT-2 1.5B and Llama 3 8B.
 
-    python benchmarks/fp8_step.py                    # timed, on the GPU that is there
-    python benchmarks/fp8_step.py --workload w2      # one of the two
-    python benchmarks/fp8_step.py --toy              # rehearses on any machine, writes nothing
+    python benchmarks/fp8_step.py                    # on the GPU of this machine
+    python benchmarks/fp8_step.py --workload w2      # one of the two models
+    python benchmarks/fp8_step.py --toy              # small run on any machine, writes nothing
 
-Writes benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. Needs: pip install "jaxmp[cuda13]" (or
-cuda12) and Flax. The same random tokens for all; arms take turns, each round begins from fresh
-states, and ratios are between neighbours of one round. Forwards, backwards, clipping by global norm
-and AdamW with FP32 parameters; attention by cuDNN, no rematerialisation.
+Writes benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. Requires pip install "jaxmp[cuda13]" (or
+cuda12) and Flax. All programs use the same random tokens and run in turn. Each round starts with
+new states, and ratios are computed within a round. A step consists of the forward and backward
+pass, clipping by global norm and AdamW with FP32 parameters. Attention uses cuDNN, without
+rematerialization.
 """
 
 import argparse
@@ -54,7 +55,7 @@ class Workload:
     vocabulary: int
     batch: int
     length: int
-    # Llama: RMSNorm, rotary positions, a gated MLP, no biases. Otherwise as in GPT-2.
+    # True for Llama: RMSNorm, rotary positions, a gated MLP, no biases. Otherwise as in GPT-2.
     llama: bool
 
     @property
@@ -75,12 +76,12 @@ TOY = {
 
 
 # ---------------------------------------------------------------------------
-# The model: no precision in it
+# The model, without precision settings
 # ---------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """Attention and MLP; `product` is a `dot_general_cls` for its linear layers."""
+    """Transformer layer; `product` is the `dot_general_cls` of its linear layers."""
 
     size: Workload
     product: Any = None
@@ -109,7 +110,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits `[batch, length, vocabulary]`; one program for all layers, scanned over."""
+    """Decoder that returns logits `[batch, length, vocabulary]`; its layers are scanned."""
 
     size: Workload
     product: Any = None
@@ -134,10 +135,10 @@ class Decoder(nn.Module):
 
 
 # ---------------------------------------------------------------------------
-# The arms
+# Programs
 # ---------------------------------------------------------------------------
 
-# The head hands on 16 bits: the loss computes in FP32 on them, in every arm.
+# In all programs, the head returns 16 bits, from which the loss computes in FP32.
 HEAD = jaxmp.Rule("lm_head", "matmul=default", why="the last layer", required=False)
 BASE = "p=f32,c=bf16,o=bf16"
 
@@ -148,7 +149,7 @@ def recipe(scaling):
     return jaxmp.load_recipe(jaxmp.PolicyMap(f"{BASE},matmul=fp8", [HEAD], fp8=scaling))
 
 
-# Name -> (scaling of the recipe, the layers' own product).
+# Name -> (scaling of the recipe, `dot_general` of the layers).
 ARMS: dict[str, tuple[Any, Any]] = {
     "bf16": (None, None),
     "fp8 current": (jaxmp.fp8.CurrentScaling(), None),
@@ -160,7 +161,7 @@ ARMS: dict[str, tuple[Any, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One program; `fresh` makes its state anew."""
+    """One program to time; `fresh` creates a new state."""
 
     fresh: Callable[[], Any]
     step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
@@ -193,7 +194,7 @@ def make(size, scaling, product):
 
 
 def measure(size, rounds, steps):
-    """{arm: {...}}: seconds of a step, the ratio to BF16, and the loss after the last step."""
+    """Returns for each arm the seconds of a step, the ratio to BF16, and the last loss."""
     arms = {name: make(size, *how) for name, how in ARMS.items()}
     tokens = [
         jax.random.randint(jax.random.key(seed), (size.batch, size.length + 1), 0, size.vocabulary)
@@ -206,7 +207,7 @@ def measure(size, rounds, steps):
                 continue
             try:
                 seconds, loss = run(arm, tokens, steps)
-            except jax.errors.JaxRuntimeError as error:  # out of memory is a result as well
+            except jax.errors.JaxRuntimeError as error:  # out of memory is a result too
                 found[name]["failed"] = str(error).splitlines()[0]
                 continue
             found[name]["seconds"].append(seconds)
@@ -216,7 +217,7 @@ def measure(size, rounds, steps):
 
 
 def run(arm, tokens, steps):
-    """Seconds of one step, the first two left out, and the last loss."""
+    """Returns the seconds of each step except the first two, and the last loss."""
     state = arm.fresh()
     for index in range(2):
         state, loss = arm.step(state, tokens[index])

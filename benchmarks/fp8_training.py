@@ -1,12 +1,12 @@
-"""Trains the byte-level GPT of the examples in BF16 and in FP8: the held-out losses, side by side.
+"""Trains the byte-level GPT of the examples in BF16 and in FP8, and compares held-out losses.
 
     python benchmarks/fp8_training.py                      # 400 steps, about the example's defaults
     python benchmarks/fp8_training.py --steps 100 --out fp8_training.json
-    python benchmarks/fp8_training.py --steps 200 --only delayed    # and BF16 beside it
+    python benchmarks/fp8_training.py --steps 200 --only delayed    # and BF16
 
-Needs: pip install "jaxmp[examples]". On a CPU the products are emulated: the numbers are rounded to
-FP8 and multiplied in FP32, so losses mean what they say, and times mean nothing. Same weights and
-batches for all.
+Requires pip install "jaxmp[examples]". On a CPU, the matmuls are emulated: operands are rounded to
+FP8 and multiplied in FP32. The losses are meaningful, and the times are not. All runs use the same
+initial weights and batches.
 """
 
 import argparse
@@ -40,12 +40,12 @@ def recipe(scaling):
     return load_recipe(PolicyMap(default, [HEAD], scaling)).replace(name=f"fp8, {scaling.kind}")
 
 
-# Those that are trained in both frameworks; the others in Linen.
+# Scalings that are trained in both frameworks; the others are trained in Linen.
 BOTH = ("current", "delayed")
 
 
 def runs(only):
-    """(name, recipe, framework) of every run; BF16 comes first in each framework."""
+    """Returns (name, recipe, framework) of every run, with BF16 first in each framework."""
     for framework in Framework:
         names = [name for name in SCALINGS if framework is Framework.linen or name in BOTH]
         names = [name for name in names if name in only]

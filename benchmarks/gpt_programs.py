@@ -1,18 +1,19 @@
-"""Counts what one training step of GPT-2 is, as compiled for an H200, under each recipe.
+"""Counts memory, kernels and matmuls of a training step of GPT-2, compiled for an H200.
 
     python benchmarks/gpt_programs.py                           # 124M, prints the table
-    python benchmarks/gpt_programs.py --out programs.json       # and writes it
+    python benchmarks/gpt_programs.py --out programs.json       # also writes it
     python benchmarks/gpt_programs.py --layers 4 --recipes bf16
 
-The step is that of examples/gpt.py, in Flax Linen and in Flax NNX, with donated state. Nothing is
-run and no GPU is needed, but XLA's GPU compiler is: pip install "jaxmp[aot]". Columns:
+The step is that of examples/gpt.py under each recipe, in Flax Linen and in Flax NNX, with donated
+state. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]".
+Columns:
 
     state      parameters, optimizer state and loss scale, in bytes
-    temporary  what the program allocates beside its arguments and results, in bytes (XLA's count)
-    kernels    fused kernels, library calls and copies that one step starts; those of a loop as
-               often as it runs
-    accessed   bytes that these kernels read and write, where nothing stays in a cache. Of an array
-               that a kernel slices, or updates in place, only that part counts.
+    temporary  bytes that the program allocates in addition to arguments and results, from XLA
+    kernels    fused kernels, library calls and copies that one step starts; those in a loop count
+               once per iteration
+    accessed   bytes that these kernels read and write, without the effect of caches. If a kernel
+               slices an array or updates it in place, only the accessed part counts.
     matmuls    FLOPs of matmuls by the dtypes in which the GPU multiplies
     attention  calls of cuDNN's fused attention, forward and backward
 """
@@ -59,7 +60,7 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 
 
 def kernels(program: Program) -> Iterator[Step]:
-    """Yields what the program starts on the device, loops and branches entered."""
+    """Yields the kernels that the program starts, including those in loops and branches."""
     for step in program.steps():
         opcode = step.instruction.opcode
         if opcode not in _NO_KERNEL and not opcode.endswith("-done"):
@@ -95,7 +96,7 @@ def _read(program: Program, inside: Computation, value: Instruction) -> int:
 
 
 def _written(inside: Computation, result: Instruction) -> int:
-    """Returns the bytes of a result that are written; the workspace of a library call is none."""
+    """Returns the bytes of a result that are written, without the workspace of library calls."""
     if result.opcode in ("bitcast", "get-tuple-element"):
         source = inside.instructions[result.operands[0]]
         return _written(inside, source) if source.opcode != "tuple" else _bytes(result.shapes)
@@ -129,7 +130,7 @@ class Counts(NamedTuple):
 
 
 def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Counts:
-    """Compiles the step of a recipe for the GPU and counts."""
+    """Compiles the step of a recipe for the GPU, and returns its counts."""
     step, *state, tokens = MAKERS[framework](recipe, model, batch_size)
     with _compat.context(target="gpu", capability=(GPUS[TARGET].major, 0)):
         traced = trace(step, (*state, tokens), {})
@@ -155,7 +156,7 @@ def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Count
 
 
 def main() -> None:
-    """Prints the table; with --out writes it as JSON."""
+    """Prints the table; with --out, also writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--frameworks", nargs="+", choices=MAKERS, default=list(MAKERS))

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_smoke.py               # writes benchmarks/results/gpu_smoke-DEVICE.json
     python benchmarks/gpu_smoke.py --recipes bf16,fp16 --steps 20
-    python benchmarks/gpu_smoke.py --toy         # rehearses on any machine, writes nothing
+    python benchmarks/gpu_smoke.py --toy         # small run on any machine, writes nothing
 
-Needs: pip install "jaxmp[examples,cuda13]" (or cuda12). Same weights and batches for every recipe.
-Each runs in a process of its own, because a device's peak memory counts from the process's start.
+Requires pip install "jaxmp[examples,cuda13]" (or cuda12). All recipes use the same initial weights
+and batches. Each runs in a separate process, because the peak memory of a device is counted from
+the start of the process.
 """
 
 import concurrent.futures
@@ -42,7 +43,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The model, the batch, and how long to train."""
+    """Sizes of the model and the batch, and the duration of the training."""
 
     layers: int = 12
     width: int = 768
@@ -71,15 +72,15 @@ TOY = Size(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one recipe did."""
+    """Measurements of one recipe."""
 
     recipe: str
-    steps: int  # fewer than asked for if the time was up
+    steps: int  # fewer than requested if the time was over
     held_out_loss: float
     skipped_steps: int
     compile_seconds: float  # the first step: trace, compile, run
     tokens_per_second: dict[str, float]  # median, min and max over rounds
-    peak_bytes: int | None  # None where the device does not tell
+    peak_bytes: int | None  # None if the device does not report it
     parameters: int
 
 
@@ -116,19 +117,19 @@ def main(
 
 
 def in_own_process(job: Any) -> Any:
-    """Runs `job` in a fresh process and returns what it returns."""
+    """Runs `job` in a new process, and returns its result."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
         return pool.submit(job).result()
 
 
 # ---------------------------------------------------------------------------
-# In a process of its own
+# Separate process
 # ---------------------------------------------------------------------------
 
 
 def describe_hardware() -> dict[str, Any]:
-    """The device, and what drives it."""
+    """Returns the device and its driver."""
     device = jax.devices()[0]
     return {
         "platform": device.platform,
@@ -139,7 +140,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def measure(recipe: str, size: Size, seconds: float) -> Result:
-    """Trains for `size.steps` steps, or until `seconds` are over, and times rounds of steps."""
+    """Trains for `size.steps` steps or at most `seconds`, and times rounds of steps."""
     text = standard_library_text()
     batch = functools.partial(random_batch, text.train, size.batch_size, size.seq_len, 0)
     model = GPT(size.layers, size.width, size.heads, size.seq_len)
@@ -176,7 +177,7 @@ def measure(recipe: str, size: Size, seconds: float) -> Result:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest, and how many there were."""
+    """Returns median, minimum, maximum and number of values."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -191,7 +192,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def table(results: list[Result], device: str) -> Table:
-    """One row for each recipe."""
+    """Returns the table with one row per recipe."""
     rows = Table(title=f"{results[0].parameters / 1e6:,.1f} M parameters on {device}")
     rows.add_column("recipe")
     headings = ("steps", "held-out loss", "skipped", "tokens/s (min to max)", "peak memory")
@@ -212,7 +213,7 @@ def table(results: list[Result], device: str) -> Table:
 
 
 def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result]) -> Path:
-    """Writes figures with all that is needed to repeat them."""
+    """Writes the figures with everything that is required to reproduce them."""
     report = {
         "command": shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -229,7 +230,7 @@ def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, jaxmp and what they stand on."""
+    """Returns the versions of Python, jaxmp and their dependencies."""
     packages = {
         name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
     }

@@ -1,18 +1,18 @@
-"""JAX's own attention tests, run against `jaxmp.dot_product_attention`.
+"""Runs the attention tests of JAX with `jaxmp.dot_product_attention`.
 
     git clone --depth 1 https://github.com/jax-ml/jax ~/src/jax
     python benchmarks/jax_attention_suite.py ~/src/jax
-    python benchmarks/jax_attention_suite.py ~/src/jax --out table.json     # written as JSON too
+    python benchmarks/jax_attention_suite.py ~/src/jax --out table.json     # also writes JSON
 
-Loads `tests/nn_test.py` of the checkout and replaces one name in it, `dot_product_attention`. The
-tests that call this function run on the CPU, with JAX as it is installed, four times:
+Loads `tests/nn_test.py` of the checkout and replaces the name `dot_product_attention` in it. The
+tests that call this function run on the CPU with the installed JAX, four times:
 
-- everywhere: each call goes to jaxmp, with the arguments that the test passes.
-- xla, auto, blockwise: a call with `implementation=None`, which the tests use as their reference,
-  stays JAX's own. Each other call goes to jaxmp, to the implementation of that name.
+- everywhere: each call is passed to jaxmp, with the arguments of the test.
+- xla, auto, blockwise: calls with `implementation=None`, which the tests use as their reference,
+  are passed to JAX. All other calls are passed to jaxmp, with the implementation of that name.
 
-Prints the counts and, by name and with the reason, each test that fails or is skipped. A test that
-passes without a call of jaxmp's function counts as failed. The exit code is 1 if a test failed.
+Prints the counts, and the name and reason of each test that fails or is skipped. A test that passes
+without calling jaxmp's function counts as failed. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOT_CALLED = f"passed without a call of jaxmp.{NAME}"
 
 
 class Replaced:
-    """A module with some attributes replaced, for the code that reads them through this object."""
+    """Module object with some attributes replaced."""
 
     def __init__(self, module: ModuleType, **attributes: Any) -> None:
         self._module = module
@@ -54,7 +54,7 @@ class Replaced:
 
 
 class FunctionUnderTest:
-    """Calls jaxmp's function, or JAX's where the tests call their reference."""
+    """Function that calls jaxmp, or JAX where the tests call their reference."""
 
     def __init__(self) -> None:
         self.run = "everywhere"
@@ -95,14 +95,14 @@ class Result(unittest.TestResult):
 
 
 def load(checkout: Path, function: Callable[..., Any]) -> ModuleType:
-    """JAX's tests, with `dot_product_attention` replaced by `function`."""
+    """Returns the tests of JAX, with `dot_product_attention` replaced by `function`."""
     path = checkout / "tests/nn_test.py"
     if not path.is_file():
         raise SystemExit(f"{path} does not exist. Give the root of a checkout of JAX.")
     spec = importlib.util.spec_from_file_location("nn_test", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.argv = sys.argv[:1]  # JAX's tests read the command line.
+    sys.argv = sys.argv[:1]  # The tests of JAX parse the command line.
     spec.loader.exec_module(module)
     nn = Replaced(jax.nn, **{NAME: function})
     vars(module).update(nn=nn, jax=Replaced(jax, nn=nn))
@@ -153,7 +153,7 @@ def main() -> int:
 
 
 def report(name: str, outcomes: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Prints one run, and returns it for JSON."""
+    """Prints the results of one run, and returns them for JSON."""
     counts = {
         kind: sum(outcome == kind for outcome, _ in outcomes.values())
         for kind in ("passed", "failed", "skipped")

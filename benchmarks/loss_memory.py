@@ -1,18 +1,18 @@
-"""Temporary memory of a language model's last layer and loss, forward and backward, as compiled.
+"""Measures the temporary memory of the compiled output layer and loss of a language model.
 
     python benchmarks/loss_memory.py                             # this machine's CPU
-    python benchmarks/loss_memory.py --target h200               # an H200 that need not be there
-    python benchmarks/loss_memory.py --out loss_memory.json      # and write the figures
+    python benchmarks/loss_memory.py --target h200               # cross-compiled for an H200
+    python benchmarks/loss_memory.py --out loss_memory.json      # also write the figures
 
-Three ways to the same loss and the same two gradients (of the last hidden states and of an FP32
-kernel), all with products of operands in the hidden states' dtype:
+Three programs compute the same loss and gradients (of the last hidden states and of an FP32
+kernel), with matmul operands in the dtype of the hidden states:
 
-    plain                  logits in FP32 (the layer's product, then `.astype(float32)`), optax
-    softmax_cross_entropy  logits in the hidden states' dtype, `jaxmp.losses`
-    linear_cross_entropy   no logits: `jaxmp.losses`, a chunk of rows at a time
+    plain                  logits in FP32 (the matmul, then `.astype(float32)`), optax
+    softmax_cross_entropy  logits in the dtype of the hidden states, `jaxmp.losses`
+    linear_cross_entropy   no stored logits: `jaxmp.losses`, a chunk of rows at a time
 
-Bytes are XLA's own count (`memory_analysis`): what the program holds beside its arguments and
-results. Nothing is run. The H200 needs XLA's GPU compiler: pip install "jaxmp[aot]".
+The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and results.
+Nothing is run. The H200 requires XLA's GPU compiler: pip install "jaxmp[aot]".
 """
 
 import argparse
@@ -61,7 +61,7 @@ WAYS = {
 
 
 def compiled(way, dtype, target, *, tokens, features, classes):
-    """The optimized program of loss and gradients, for "cpu" or a GPU's name."""
+    """Compiles loss and gradients for "cpu" or a GPU."""
     device = jax.devices("cpu")[0]
     if target != "cpu":
         (device,) = _compat.described_gpus(GPUS[target].description, 1)
@@ -78,12 +78,12 @@ def compiled(way, dtype, target, *, tokens, features, classes):
         return traced.lower().compile()
     with _compat.context(target="gpu"):
         lowered = traced.lower(lowering_platforms=("cuda",))
-    # Nothing can be tried out on a card that is not there.
+    # XLA cannot run candidates on a GPU that is not present.
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def measure(target, *, tokens=8192, features=768, classes=50257, chunks=(None,)):
-    """[{dtype, way, chunk, temp bytes, of the plain way's}] of every combination."""
+    """Measures all combinations of dtype, program and chunk size; returns a list of rows."""
     rows, reference = [], 0
     for dtype in ("float32", "bfloat16"):
         ways = [("plain", None), ("softmax_cross_entropy", None)]

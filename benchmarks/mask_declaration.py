@@ -1,18 +1,18 @@
-"""Transformers compiled for an H200: causal masks as arrays, declared, and written by hand.
+"""Compares transformers compiled for an H200 with causal masks as arrays, declared, and by hand.
 
     python benchmarks/mask_declaration.py
     python benchmarks/mask_declaration.py --out benchmarks/results/mask_declaration_h200.json
 
-One model in Linen and one in NNX, as `byte_gpt.py` of the examples writes them: loss and gradients
-in bfloat16, three times:
+The models are those of `byte_gpt.py` in the examples, in Linen and in NNX. The programs compute
+loss and gradients in bfloat16, in three variants:
 
     array      the model passes `nn.make_causal_mask(tokens)` to its attention layers
-    declared   the same model, by a recipe with `mask = "causal"`
+    declared   the same model, under a recipe with `mask = "causal"`
     by hand    the model passes no mask, and its layers have `attention_fn(is_causal=True)`
 
-Printed are, for the compiled program, the bytes of the operands and results of its kernels, XLA's
-count of temporary memory, and the attention kernels. Nothing is run. Compiling for an
-H200 needs XLA's GPU compiler: pip install "jaxmp[aot]".
+Prints the bytes of the operands and results of all kernels, the temporary memory that XLA reports,
+and the attention kernels. Nothing is run. Compiling for an H200 requires XLA's GPU compiler: pip
+install "jaxmp[aot]".
 """
 
 import argparse
@@ -42,7 +42,7 @@ WAYS = ("array", "declared", "by hand")
 
 
 class BlockByHand(byte_gpt.Block):
-    """The block whose attention is told that it is causal."""
+    """Block with `attention_fn(is_causal=True)`."""
 
     @nn.compact
     def __call__(self, x_BTD, mask_B1TT):
@@ -60,7 +60,7 @@ class BlockByHand(byte_gpt.Block):
 
 
 class GPTByHand(byte_gpt.GPT):
-    """The model of such blocks."""
+    """Model of blocks with `attention_fn(is_causal=True)`."""
 
     @nn.compact
     def __call__(self, tokens_BT):
@@ -75,7 +75,7 @@ class GPTByHand(byte_gpt.GPT):
 
 
 class NnxBlockByHand(byte_gpt.NnxBlock):
-    """The NNX block whose attention is told that it is causal."""
+    """NNX block with `attention_fn(is_causal=True)`."""
 
     def __init__(self, width, heads, *, rngs):
         super().__init__(width, heads, rngs=rngs)
@@ -86,7 +86,7 @@ class NnxBlockByHand(byte_gpt.NnxBlock):
 
 
 def linen_step(sizes, way, recipe):
-    """(function of parameters and tokens, shapes of the parameters)."""
+    """Returns the step as a function of parameters and tokens, and the parameter shapes."""
     gpt = (GPTByHand if way == "by hand" else byte_gpt.GPT)(**sizes)
     tokens = jax.ShapeDtypeStruct((1, sizes["max_length"]), jnp.int32)
     params = jax.eval_shape(gpt.init, jax.random.key(0), tokens)
@@ -94,7 +94,7 @@ def linen_step(sizes, way, recipe):
 
 
 def nnx_step(sizes, way, recipe):
-    """The same for NNX."""
+    """Returns the same for NNX."""
 
     def make():
         model = byte_gpt.NnxGPT(byte_gpt.GPT(**sizes), rngs=nnx.Rngs(0))
@@ -111,7 +111,7 @@ FRAMEWORKS = {"linen": linen_step, "nnx": nnx_step}
 
 
 def compile_for_h200(apply, params, batch, length):
-    """The optimized program of loss and gradients."""
+    """Compiles loss and gradients."""
     (device,) = _compat.described_gpus(GPUS["h200"].description, 1)
     place = lambda leaf: jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device)
@@ -129,13 +129,13 @@ def compile_for_h200(apply, params, batch, length):
 
 
 def moved(text):
-    """Bytes of the operands and results of all kernels of a program."""
+    """Returns the bytes of the operands and results of all kernels of a program."""
     found, sizes = kernels(text)
     return sum(result + sum(sizes.get(name, 0) for name in names) for result, names in found)
 
 
 def count(framework, way, *, layers=4, width=1024, heads=16, length=1024, batch=8):
-    """Bytes, temporary bytes and attention kernels of one program."""
+    """Returns the bytes, temporary bytes and attention kernels of one program."""
     recipe = jaxmp.load_recipe("bf16")
     recipe = recipe.replace(mask="causal") if way == "declared" else recipe
     sizes = {"layers": layers, "width": width, "heads": heads, "max_length": length}

@@ -1,12 +1,12 @@
-"""What a call of a compiled NNX step costs before any arithmetic, and after `apply_policy`.
+"""Measures the overhead of a call of a compiled NNX step, with and without `apply_policy`.
 
     python benchmarks/nnx_dispatch.py                        # prints the table
-    python benchmarks/nnx_dispatch.py --out dispatch.json    # and writes it
+    python benchmarks/nnx_dispatch.py --out dispatch.json    # also writes it
 
-Workload: 75 `nnx.Linear(1, 1)` (150 parameters) under Adam, 450 arrays in all and next to no
-arithmetic. Times are wall seconds of one call until its result is there. The programs of a ratio
-run in turn, in short blocks of calls. A shared machine changes its speed from one minute to the
-next, so neighbouring blocks are compared, and the median of their ratios counts.
+The workload is 75 `nnx.Linear(1, 1)` (150 parameters) under Adam, with 450 arrays and almost no
+arithmetic. Times are wall seconds of one call until its result is available. The programs of a
+ratio run alternately, in short blocks of calls. Because the speed of a shared machine varies,
+adjacent blocks are compared, and the result is the median of their ratios.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYERS, POLICY, LIMIT = 75, "p=f32,c=bf16,o=f32", 1.05
 
 
 class Chain(nnx.Module):
-    """Layers that are there to be taken apart and put together."""
+    """Model of small layers, whose call time is that of splitting and merging."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(1, 1, rngs=rngs) for _ in range(LAYERS)])
@@ -45,7 +45,7 @@ class Chain(nnx.Module):
 
 
 def shrink(model, optimizer, x):
-    """A step with one product per array."""
+    """Performs a step with one multiplication per array."""
     for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         param[...] = param[...] * 0.5
     for _, moment in nnx.to_flat_state(nnx.state(optimizer.opt_state)):
@@ -54,13 +54,13 @@ def shrink(model, optimizer, x):
 
 
 def arrays_of(nodes):
-    """The state of NNX objects as a flat dict of arrays."""
+    """Returns the state of NNX objects as a flat dict of arrays."""
     flat = nnx.to_flat_state(nnx.state(nodes))
     return {"/".join(map(str, path)): variable[...] for path, variable in flat}
 
 
 def on_a_dict():
-    """The same step as a plain function of a dict."""
+    """Performs the same step as a plain function of a dict."""
     model = Chain(nnx.Rngs(0))
     nodes = model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     graphdef, state = nnx.split(nodes)
@@ -108,7 +108,7 @@ COMPARISONS = [
 
 
 def timed(calls, rounds, block):
-    """Microseconds per call of each program, a list with one figure per round."""
+    """Returns the microseconds per call of each program, one value per round."""
     x = jnp.ones(())
     for call in calls:
         for _ in range(3):

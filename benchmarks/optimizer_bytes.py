@@ -1,12 +1,12 @@
-"""Counts the memory that an optimizer step moves, in the program that XLA compiles for an H200.
+"""Counts the bytes that an optimizer step reads and writes, in the program compiled for an H200.
 
     python benchmarks/optimizer_bytes.py                     # prints the table
-    python benchmarks/optimizer_bytes.py --out bytes.json    # and writes it
+    python benchmarks/optimizer_bytes.py --out bytes.json    # also writes it
 
-No GPU is needed: XLA's GPU compiler runs on any machine that has its packages (Python >= 3.12):
-pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-nvrtc
-Nothing is run, so nothing is timed. Counted are the operands and results of every kernel, which is
-what it reads and writes where nothing stays in cache. AdamW, FP32 gradients, donated state.
+No GPU is required: XLA's GPU compiler runs on any machine with its packages (Python >= 3.12): pip
+install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-nvrtc The
+program is not run. The bytes are those of the operands and results of every kernel, without the
+effect of caches. The step is AdamW with FP32 gradients and donated state.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxmp
 from jaxmp._core import _compat
 
-# Public facts of the card, in the text form that XLA reads.
+# Published properties of the GPU, in XLA's text format.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -50,10 +50,10 @@ dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
-SHAPES = [(4096, 1024 + i) for i in range(4)]  # four leaves, told apart by their shape
+SHAPES = [(4096, 1024 + i) for i in range(4)]  # four leaves, identified by their shapes
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES)
 
-# What has to move: read the gradient, read and write the rest (AdamW: two FP32 moments).
+# Minimum: read the gradient, and read and write everything else (AdamW: two FP32 moments).
 FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 30, "bf16, packed": 28}
 RECIPES = {
     "fp32 parameters": jaxmp.load_recipe("bf16"),
@@ -63,7 +63,7 @@ RECIPES = {
 
 
 def compile_for_h200(tx):
-    """The optimized program of one `apply_gradients`."""
+    """Compiles one `apply_gradients`."""
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
     placed = SingleDeviceSharding(topology.devices[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
@@ -81,7 +81,7 @@ _KERNELS = {"fusion", "copy", "custom-call", "reduce"}
 
 
 def kernels(text):
-    """[(bytes of the result, names of the operands)] of every kernel, and bytes by name."""
+    """Returns [(bytes of the result, names of the operands)] of all kernels, and bytes by name."""
     entry = re.sub(r"/\*.*?\*/", "", text[text.index("\nENTRY") :])
     sizes, found = {}, []
     for name, shape, opcode, operands in _INSTRUCTION.findall(entry):
@@ -97,7 +97,7 @@ def _bytes(dtype, dims):
 
 
 def count(tx):
-    """Bytes per parameter, passes over the gradients, temporary bytes per parameter."""
+    """Returns bytes per parameter, passes over the gradients, and temporary bytes per parameter."""
     program = compile_for_h200(tx)
     found, sizes = kernels(program.as_text())
     moved = sum(result + sum(sizes[name] for name in names) for result, names in found)
@@ -112,7 +112,7 @@ def count(tx):
 
 
 def measure():
-    """[(storage, clipping, guard, counts)] of every combination."""
+    """Returns [(storage, clipping, guard, counts)] of all combinations."""
     rows = []
     for storage, recipe in RECIPES.items():
         for clip in (False, True):

@@ -1,8 +1,8 @@
-"""Ports of training scripts written elsewhere: edits, stand-ins for input pipelines, comparison.
+"""Ports of training scripts of other projects: edits, stand-ins for input pipelines, comparison.
 
-A port keeps none of the foreign code: it has regular expressions that match a line of a script in
-a checkout, and what the line becomes. `load` copies the script's folder, applies the edits and
-imports the result, with stand-ins for packages that are not installed.
+A port does not contain code of the other project. It consists of regular expressions that match
+lines of a script in a checkout, and their replacements. `load` copies the folder of the script,
+applies the edits and imports the result, with stand-ins for packages that are not installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 
 RECIPES = ("bf16", "fp16", "bf16_params")
 PLAIN, AUTHOR_BF16, AUTHOR_FP16 = "plain", "author_bf16", "author_fp16"
-# Packages for input pipelines and logging, in whose place `load` puts stand-ins.
+# Packages for input pipelines and logging, which `load` replaces by stand-ins.
 ABSENT = (
     "clu",
     "datasets",
@@ -54,10 +54,10 @@ ABSENT = (
 
 
 class Edit(NamedTuple):
-    """A change of the one place in a file that matches `pattern`.
+    """Replacement of the only match of `pattern` in a file.
 
     pattern: regular expression, with `re.MULTILINE`.
-    replacement: as in `re.sub`; `{recipe}` stands for the name of the recipe.
+    replacement: as in `re.sub`; `{recipe}` is replaced by the name of the recipe.
     """
 
     pattern: str
@@ -75,21 +75,21 @@ class Losses(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A training script of another project, and the edits that put it under a recipe.
+    """A training script of another project, and the edits that apply a recipe to it.
 
-    name: what the table calls it.
+    name: name in the table.
     checkout: folder of the project among the checkouts.
-    folder: folder in the checkout that is copied and put on the path.
+    folder: folder in the checkout that is copied and added to the path.
     edits: file in `folder` -> edits that a user of jaxmp makes; their changed lines are counted.
-    run: trains and evaluates once; it gets a function that imports a module of the edited script,
-      and whether the author's own bf16 switch is to be on.
+    run: trains and evaluates once. Its arguments are a function that imports a module of the edited
+      script, and whether to enable the author's bf16 option.
     framework: Linen, NNX or functions.
-    data: what the script is trained on here.
-    toy: edits for a small configuration, made in every variant and not counted.
-    author: variants in 16 bits without jaxmp -> their edits. They turn the author's own switch on
-      where no argument does, or set `dtype` in each layer where there is no switch.
-    devices: how many CPU devices the script gets.
-    absent: further packages that are replaced by stand-ins.
+    data: description of the training data.
+    toy: edits for a small configuration, applied in every variant and not counted.
+    author: 16-bit variants without jaxmp -> their edits. They enable the author's bf16 option if it
+      is not an argument, or set `dtype` in each layer if there is no option.
+    devices: number of CPU devices.
+    absent: further packages to replace by stand-ins.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Port(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The edited files, as the table shows them."""
+        """Names of the edited files, as in the table."""
         return f"{self.checkout}: {', '.join(str(Path(self.folder, path)) for path in self.edits)}"
 
     @property
@@ -117,7 +117,7 @@ class Port(NamedTuple):
         return {PLAIN: {}, **self.author}.get(variant, self.edits)
 
     def digest(self, variant: str) -> str:
-        """Identifies the edits of a variant, so that a measurement of other edits is not taken."""
+        """Hash of the edits of a variant, which identifies outdated measurements."""
         own = self.edits_of(variant)
         text = json.dumps([{path: list(of) for path, of in e.items()} for e in (self.toy, own)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -129,7 +129,7 @@ class Port(NamedTuple):
 
 
 def edit(text: str, edits: Sequence[Edit], recipe: str = "") -> str:
-    """Applies edits; each must match exactly once, or the script is not the one they are for."""
+    """Applies edits; each must match exactly once, otherwise the script has another version."""
     for pattern, replacement in edits:
         replacement = replacement.replace("{recipe}", recipe)
         text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
@@ -139,14 +139,14 @@ def edit(text: str, edits: Sequence[Edit], recipe: str = "") -> str:
 
 
 def lines_changed(old: str, new: str) -> int:
-    """Counts added and removed lines; a line in place of another counts once."""
+    """Counts added and removed lines; a line that replaces another counts once."""
     matcher = difflib.SequenceMatcher(a=old.splitlines(), b=new.splitlines(), autojunk=False)
     codes = matcher.get_opcodes()
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in codes if tag != "equal")
 
 
 def source_of(path: Path) -> str:
-    """The text of a Python file, or the code cells of a notebook without IPython's magic lines."""
+    """Returns the text of a Python file, or the code of a notebook without IPython magics."""
     if path.suffix != ".ipynb":
         return path.read_text("utf-8")
     cells = json.loads(path.read_text("utf-8"))["cells"]
@@ -155,7 +155,7 @@ def source_of(path: Path) -> str:
 
 
 def ported(port: Port, checkouts: Path, variant: str) -> dict[str, tuple[str, str]]:
-    """`(before, after)` of each edited file, by its path in the folder of the script."""
+    """Returns `(before, after)` of each edited file, by its path in the folder of the script."""
     root = checkouts / port.checkout / port.folder
     files = {}
     edits = port.edits_of(variant)
@@ -175,14 +175,14 @@ def lines_of(port: Port, checkouts: Path) -> int:
 
 
 class _Anything(mock.MagicMock):
-    """A mock from which classes can be derived."""
+    """Mock from which classes can be derived."""
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return ()
 
 
 class _Absent(types.ModuleType):
-    """A module of a package that is not installed: every name in it is a mock."""
+    """Module of a package that is not installed; all its names are mocks."""
 
     __path__: list[str] = []  # noqa: RUF012
 
@@ -212,10 +212,10 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def imports(folder: Path, absent: Sequence[str]) -> Iterator[Callable[..., Any]]:
-    """Gives a function that imports modules of a folder, with stand-ins for packages.
+    """Context with a function that imports modules of a folder, with stand-ins for packages.
 
-    A module is executed anew at each call of the function with `fresh=True`. Afterwards the
-    folder's modules and the stand-ins are forgotten.
+    With `fresh=True`, a call of the function executes the module again. At the end, the modules of
+    the folder and the stand-ins are removed from `sys.modules`.
     """
     finder, before = _AbsentFinder(absent), set(sys.modules)
 
@@ -240,9 +240,9 @@ def imports(folder: Path, absent: Sequence[str]) -> Iterator[Callable[..., Any]]
 
 @contextlib.contextmanager
 def load(port: Port, checkouts: Path, variant: str) -> Iterator[Callable[..., Any]]:
-    """Gives a function that imports a module of the script as `variant` has it.
+    """Context with a function that imports a module of the script as edited for `variant`.
 
-    A module is executed anew at each call of the function with `fresh=True`.
+    With `fresh=True`, a call of the function executes the module again.
     """
     root = checkouts / port.checkout / port.folder
     with tempfile.TemporaryDirectory() as folder:
@@ -258,13 +258,13 @@ def load(port: Port, checkouts: Path, variant: str) -> Iterator[Callable[..., An
 
 
 # ---------------------------------------------------------------------------
-# Running it
+# Running a script
 # ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Shifts every seed that a script gives to JAX, and sets NumPy's."""
+    """Context that shifts every seed that a script passes to JAX, and sets NumPy's seed."""
 
     def shifted(make: Callable[..., Any]) -> Callable[..., Any]:
         def key(number: Any = 0, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Recorder:
-    """A metric writer that keeps what a script reports; any other method does nothing."""
+    """Metric writer that stores what a script reports; all other methods do nothing."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = defaultdict(list)
@@ -305,7 +305,7 @@ class Recorder:
 
 
 def measure(port: Port, checkouts: Path, variant: str, seeds: int) -> list[Losses]:
-    """Losses of one variant for the seeds 0, 1, ..."""
+    """Returns the losses of one variant for the seeds 0, 1, ..."""
     losses = []
     with load(port, checkouts, variant) as module:
         for seed in range(seeds):
@@ -320,10 +320,10 @@ def measure(port: Port, checkouts: Path, variant: str, seeds: int) -> list[Losse
 
 
 class Comparison(NamedTuple):
-    """Paired differences of a loss to that of a reference.
+    """Paired differences of a loss from a reference.
 
     mean, error: mean difference and its standard error over the seeds.
-    relative: mean difference over the mean size of the reference.
+    relative: mean difference over the mean magnitude of the reference.
     """
 
     mean: float
@@ -332,7 +332,7 @@ class Comparison(NamedTuple):
 
     @property
     def close(self) -> bool:
-        """Within two standard errors, or within 0.5 % of the loss."""
+        """True if the difference is within two standard errors or within 0.5 % of the loss."""
         return abs(self.mean) <= 2 * self.error or abs(self.relative) <= 0.005
 
 
@@ -350,11 +350,11 @@ def compare(losses: Sequence[float], reference: Sequence[float]) -> Comparison:
 
 
 def digits(size: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-    """Scikit-learn's 1,797 handwritten digits, enlarged and shuffled.
+    """Returns the 1,797 handwritten digits of scikit-learn, enlarged and shuffled.
 
     Args:
       size: height and width of the result in pixels, at least 24.
-      noise: fraction of the labels that are drawn anew, so that no loss goes to zero.
+      noise: fraction of random labels, so that the loss does not converge to zero.
 
     Returns:
       Images from 0 to 1, (1797, size, size, 1), and labels, (1797,).
@@ -374,13 +374,13 @@ def digits(size: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sentences(count: int, length: int, vocabulary: int, first: int = 1) -> np.ndarray:
-    """Random sentences of a fixed Markov chain over the tokens `first` to `vocabulary - 1`.
+    """Returns random sentences of a fixed Markov chain over the tokens `first` to `vocabulary - 1`.
 
     Args:
-      count: how many; drawn from NumPy's global generator.
-      length: tokens of each.
-      vocabulary: number of tokens.
-      first: the smallest token that appears.
+      count: number of sentences, drawn from NumPy's global generator.
+      length: number of tokens per sentence.
+      vocabulary: number of tokens in the vocabulary.
+      first: the smallest token.
 
     Returns:
       int32 tokens, (count, length).
@@ -398,7 +398,7 @@ def sentences(count: int, length: int, vocabulary: int, first: int = 1) -> np.nd
 
 
 def cycle(arrays: Sequence[np.ndarray], batch_size: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Batches of rows, in an order that NumPy's global generator decides."""
+    """Yields batches of rows, in the random order of NumPy's global generator."""
     for _ in itertools.count():
         order = np.random.permutation(len(arrays[0]))
         for start in range(0, len(order) - batch_size + 1, batch_size):

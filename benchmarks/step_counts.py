@@ -1,13 +1,14 @@
-"""Counts what a recipe adds to a training step: operations, bytes, tracing and compile time.
+"""Measures the cost of a recipe in a training step: operations, bytes, tracing and compile time.
 
     python benchmarks/step_counts.py                      # prints the tables
-    python benchmarks/step_counts.py --out counts.json    # and writes them
-    python benchmarks/step_counts.py --only ab --instructions     # slow; needs valgrind
+    python benchmarks/step_counts.py --out counts.json    # also writes them
+    python benchmarks/step_counts.py --only ab --instructions     # slow; requires valgrind
 
-Workload: a byte-level GPT (12 layers, width 256, 8 heads, 128 positions, batch 4), Flax Linen,
-AdamW, FP32 parameters, bfloat16 compute. Nothing is run: counts come from the lowered and the
-compiled program, times are CPU seconds of tracing, lowering and compiling, alternating between the
-two programs of a ratio. jmp, MPX and Flax `DynamicScale` are measured where they are installed.
+The workload is a byte-level GPT (12 layers, width 256, 8 heads, 128 positions, batch 4) in Flax
+Linen with AdamW, FP32 parameters and bfloat16 compute. Nothing is run: counts are those of the
+lowered and the compiled program, and times are CPU seconds of tracing, lowering and compiling,
+alternating between the two programs of a ratio. jmp, MPX and Flax `DynamicScale` are measured if
+they are installed.
 """
 
 import argparse
@@ -50,7 +51,7 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 12, 256, 8, 128, 4, 256
 
 
 def attention_by_hand(query, key, value, mask=None, **_):
-    """Logits and softmax in FP32, the weights back in bfloat16."""
+    """Computes attention with logits and softmax in FP32, and weights in bfloat16."""
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
@@ -130,7 +131,7 @@ class Scale:
 
 
 def by_hand_guarded():
-    """The same guard and scaling as the recipe's, spelled out."""
+    """Returns a hand-written step with the guard and the loss scaling of the recipe."""
     loss_fn = loss_of(GPT(jnp.bfloat16).apply)
 
     def step(carry, tokens):
@@ -210,8 +211,8 @@ def jmp_scale():
     jmp = importlib.import_module("jmp")
     loss_fn = loss_of(GPT(jnp.bfloat16).apply)
 
-    # jmp's pytree checks its leaves when it is rebuilt, so `jit(...).lower` fails on it: it is made
-    # inside the step.
+    # jmp's loss scale checks its leaves when it is unflattened, so `jit(...).lower` fails with it
+    # as an argument. It is created inside the step.
     def step(carry, tokens):
         state, fields = carry
         scale = jmp.DynamicLossScale(**fields)
@@ -269,14 +270,14 @@ _HLO_OP = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.M)
 
 @functools.cache
 def made(make):
-    """A step and its state, made once for any number of timings."""
+    """Returns a step and its state, created once."""
     step, state = make()
     return step, jax.block_until_ready(state)
 
 
 @functools.cache
 def caller(words):
-    """Calls a function from a frame that is so many words larger than the smallest."""
+    """Returns a caller whose Python frame is `words` words larger than the smallest."""
     names = ", ".join(f"x{index}" for index in range(words))
     body = f"    if f is None:\n        {names} = ()\n" if words else ""
     namespace = {}
@@ -284,23 +285,23 @@ def caller(words):
     return namespace["call"]
 
 
-# CPython keeps frames in blocks of 16 KiB, and takes a block from the system whenever a call goes
-# over an edge: where calls to and fro meet an edge, tracing takes some percent longer. Where it
-# lies depends on who calls, so a step is timed with its frames at all places of a block.
+# CPython stores frames in blocks of 16 KiB, and allocates a block when a call crosses the end of
+# the current one. If repeated calls cross it, tracing takes a few percent longer. The position
+# depends on the callers, so a step is timed with its frames at all positions of a block.
 BLOCK_WORDS = 2048
 
 
 def lower(make, place=0.0):
-    """Traces and lowers a step anew; returns it with the CPU seconds it took.
+    """Traces and lowers a step without caches; returns it with the CPU seconds.
 
-    `place`: how far into a block of frames it begins, from 0 to 1.
+    `place` is the position of the first frame in a block of frames, from 0 to 1.
     """
     step, state = made(make)
     call = caller(int(place * BLOCK_WORDS))
     jax.clear_caches()
     gc.collect()
-    # As timeit does: when a collection falls due depends on what ran before. Tracing has one
-    # thread; what others still do belongs to `make`.
+    # Disable garbage collection as timeit does, because its time depends on earlier code. Tracing
+    # uses one thread; other threads still work for `make`.
     gc.disable()
     start = time.thread_time()
     jitted = jax.jit(lambda *args: step(*args), donate_argnums=0)
@@ -311,7 +312,7 @@ def lower(make, place=0.0):
 
 
 def count(make):
-    """Counts of one step."""
+    """Returns the counts of one step."""
     lowered, _ = lower(make)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -328,11 +329,11 @@ def count(make):
 
 
 def timed(make, base, pairs, seconds):
-    """`{ratio, interval, ...}` of CPU seconds, the two programs in turn.
+    """Returns `{ratio, interval, ...}` of CPU seconds, alternating between the two programs.
 
-    A shared machine changes its speed from one moment to the next, so neighbours are compared: the
-    ratio is the median over pairs. `interval` holds it with a confidence of 95 %: order statistics
-    of the ratios, whatever their distribution. Short programs in many pairs narrow it best.
+    Because the speed of a shared machine varies, the ratio is the median of the ratios of adjacent
+    runs. `interval` is its 95 % confidence interval from order statistics, which does not depend on
+    the distribution. Many pairs of short programs make it narrow.
     """
     seconds_of = {id(make): [], id(base): []}
     for pair in range(pairs):
@@ -340,7 +341,8 @@ def timed(make, base, pairs, seconds):
             seconds_of[id(one)].append(seconds(one, pair / pairs))
     ours, theirs = (seconds_of[id(one)] for one in (make, base))
     ratios = sorted(our / their for our, their in zip(ours, theirs, strict=True))
-    # The count of ratios below the median is binomial: half of them, give or take 1.96 deviations.
+    # The number of ratios below the median is binomial: half of them, plus or minus 1.96
+    # deviations.
     reach = 0.98 * pairs**0.5
     low, high = int(pairs / 2 - reach), int(pairs / 2 + reach)
     return {
@@ -353,7 +355,7 @@ def timed(make, base, pairs, seconds):
 
 
 def python_calls(make):
-    """Calls of Python functions while a step is traced and lowered: the same on any machine."""
+    """Counts the calls of Python functions while a step is traced and lowered."""
     step, state = make()
     jax.clear_caches()
     gc.collect()
@@ -363,10 +365,10 @@ def python_calls(make):
 
 
 def instructions(make):
-    """Processor instructions of one tracing and lowering, as valgrind counts them.
+    """Counts the processor instructions of tracing and lowering with valgrind.
 
-    They depend on no other load of the machine, as seconds do. Start-up is subtracted: a process
-    that lowers three times against one that lowers once.
+    Unlike seconds, the count does not depend on the load of the machine. The start of the process
+    is subtracted by comparing a process that lowers three times with one that lowers once.
     """
     counted = []
     for times in (1, 3):
@@ -385,7 +387,7 @@ def instructions(make):
 
 
 def lower_often(maker, times):
-    """What valgrind runs."""
+    """Lowers a step several times; the process that valgrind runs."""
     step, state = MAKERS[int(maker)]()
     for _ in range(int(times)):
         jax.clear_caches()
@@ -444,7 +446,7 @@ MAKERS = list(dict.fromkeys(maker for row in COMPARISONS for maker in (row[2], r
 
 
 def compare(limits, make, base, pairs, counted, valgrind):
-    """Ratios of one comparison: {metric: ratio, or what `timed` returns}."""
+    """Returns the ratios of one comparison: {metric: ratio, or result of `timed`}."""
     for one in (make, base):
         counted.setdefault(one, None)
         counted[one] = counted[one] or count(one)
@@ -506,7 +508,7 @@ def main():
 
 
 def write(path, workload, versions, counted, rows):
-    """Saves what has been measured so far."""
+    """Writes the current results."""
     report = {
         "command": "python " + " ".join(sys.argv),
         "workload": workload,

@@ -1,20 +1,21 @@
-"""A pytest plugin that puts every outermost Flax module of a test under a recipe.
+"""Pytest plugin that wraps every outermost Flax module of a test with a recipe.
 
     python -m pytest -p wrap_outermost --wrap fp32 --outcomes outcomes.json FILES
 
-Tests are not edited; the plugin does what a user does to a model of theirs, at the same place:
+Tests are not edited. The plugin wraps modules at the point where a user would:
 
 - Linen: a module that is not part of another one is wrapped by `jaxmp.linen.apply_policy` when the
   test calls `apply`, `init`, `bind`, `tabulate` or another of `LINEN_METHODS`, or passes it to the
   function `nn.apply`, `nn.init`, `nn.init_with_output` or `nn.tabulate`.
 - NNX: a module is wrapped by `jaxmp.nnx.apply_policy` as soon as it is constructed, so the test
-  holds the wrapped module. A module that another module constructs belongs to that one. A module
-  that a test constructs and passes to another one has a policy of its own, as it would for a user.
-- Bridges: policies do not cross them, and jaxmp's error asks for the policy on the other side. The
-  Linen module in a `ToNNX` and what the class in a `ToLinen` constructs are wrapped too. An
-  `nnx.bridge.Module`, which jaxmp refuses, stays as it is; NNX modules that it creates are wrapped.
+  uses the wrapped module. A module that another module constructs belongs to that module. A module
+  that a test constructs and passes to another one has a separate policy, as it would for a user.
+- Bridges: policies do not apply across bridges; jaxmp raises an error that requests a policy on the
+  other side. The Linen module in a `ToNNX`, and the module that the class in a `ToLinen`
+  constructs, are wrapped too. An `nnx.bridge.Module`, for which jaxmp raises an error, is not
+  wrapped; NNX modules that it creates are wrapped.
 
-Without `--wrap` the plugin records outcomes and changes nothing.
+Without `--wrap`, the plugin only records outcomes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LINEN_FUNCTIONS = {"apply": 1, "init": 1, "init_with_output": 1, "tabulate": 0}
 
 
 class _Depth(threading.local):
-    """How many patched functions the thread is in."""
+    """Number of patched functions that the thread is executing."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -63,7 +64,7 @@ def _one_deeper(depth: _Depth) -> Iterator[None]:
 
 
 class Wrapper:
-    """Wraps outermost modules under `recipe` while it is installed; `count` says how many."""
+    """Wraps outermost modules with `recipe` while it is installed; `count` is their number."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -86,7 +87,7 @@ class Wrapper:
         return self.depth.value == 0 and current_context().policies is None
 
     def _wrap_linen(self, module: nn.Module) -> nn.Module:
-        # A module with a scope is part of a model whose policies it follows.
+        # A module with a scope is part of a model, and uses the policies of that model.
         if module.scope is not None or hasattr(type(module), "_jaxmp_class"):
             return module
         self.count += 1
@@ -100,7 +101,7 @@ class Wrapper:
     def _subclassing(self, inherited: Any) -> Callable[..., None]:
         def wrapped(cls: type, **options: Any) -> None:
             inherited.__func__(cls, **options)
-            # A test's class may override `init`; a class that jaxmp makes is wrapped already.
+            # A class in a test may override `init`; a class created by jaxmp is already wrapped.
             if "_jaxmp_class" not in vars(cls):
                 self._patch_methods(cls)
 
@@ -109,7 +110,7 @@ class Wrapper:
     def _linen_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Called on a class, a method receives an argument in place of the module.
+            # If the method is called on a class, the first argument is not a module.
             if not self._is_outermost() or not isinstance(module, nn.Module):
                 return method(module, *args, **kwargs)
             policied = self._wrap_linen(module)
@@ -176,7 +177,7 @@ class Policied:
 
 
 class Outcomes:
-    """Writes, for each test: its outcome, how many modules were wrapped, and its error."""
+    """Writes the outcome, the number of wrapped modules and the error of each test."""
 
     def __init__(self, path: Path, wrapper: Wrapper | None) -> None:
         self.path, self.wrapper = path, wrapper
@@ -206,7 +207,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wrapper = Wrapper(recipe) if recipe else None
     if wrapper is not None:
         wrapper.install()
-        # Flax's configuration makes errors of warnings, and these are about the recipe, not Flax.
+        # The pytest configuration of Flax turns warnings into errors; these concern the recipe.
         config.addinivalue_line("filterwarnings", "ignore::jaxmp.RecipeWarning")
     if path is not None:
         config.pluginmanager.register(Outcomes(path, wrapper))

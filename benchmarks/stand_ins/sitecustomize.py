@@ -1,7 +1,8 @@
 """Stand-ins for packages and data that training scripts of other projects import.
 
-Python runs this file at its start if its folder is on PYTHONPATH, as `benchmarks/script_audits.py`
-has it. Nothing of JAX is imported here: a script may set environment variables before it does.
+Python runs this file at its start if its folder is on PYTHONPATH, as in
+`benchmarks/script_audits.py`. It does not import JAX, because a script may set environment
+variables before it imports JAX.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PACKAGES = frozenset(
 
 
 class _Absent(types.ModuleType):
-    """A module of a package that is not installed: every name in it is a mock."""
+    """Module of a package that is not installed; all its names are mocks."""
 
     __path__: list[str] = []  # noqa: RUF012
 
@@ -43,7 +44,7 @@ class _Absent(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes packages that are not installed, and replaces the data of scripts."""
+    """Provides packages that are not installed, and replaces the data of scripts."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         change = CHANGES.get(fullname)
@@ -81,7 +82,7 @@ def _zeros(*shape: int, dtype: str = "float32") -> Any:
     numpy = importlib.import_module("numpy")
 
     class Tensor(numpy.ndarray):
-        """An array with the method by which scripts take NumPy arrays out of TensorFlow's."""
+        """An array with the method `numpy` of TensorFlow's tensors."""
 
         def _numpy(self) -> Any:
             return numpy.asarray(self)
@@ -147,13 +148,13 @@ def _nanodo(data: Any) -> None:
 
 
 def _nanodo_metrics(metrics: Any) -> None:
-    """The script evaluates first, and today's JAX refuses a mask of floats there."""
+    """Converts the mask, because the evaluation passes floats, which current JAX rejects."""
     average = metrics.Average.from_array
     metrics.Average.from_array = lambda x, mask: average(x, mask=mask > 0)
 
 
 def _flax_io(io: Any) -> None:
-    """Flax takes files from TensorFlow if it is there."""
+    """Prevents Flax from using the file system functions of a mocked TensorFlow."""
     io.set_mode(io.BackendMode.DEFAULT)
 
 
