@@ -81,9 +81,9 @@ TOY = Size(((4, 2, 16),), (64,), 128, 64, (64,), 2, 0.005, 128)
 
 
 def main(
-    longest: Annotated[int | None, typer.Option(help="Longer lengths are left out.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Of each speed.")] = None,
-    toy: Annotated[bool, typer.Option("--toy", help="A tiny size; runs anywhere.")] = False,
+    longest: Annotated[int | None, typer.Option(help="Omit longer lengths.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each speed.")] = None,
+    toy: Annotated[bool, typer.Option("--toy", help="Small sizes; runs on any machine.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Measures attention on one NVIDIA GPU: speed relative to cuDNN, accuracy, and masks."""
@@ -92,7 +92,7 @@ def main(
         sys.exit(
             f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
             '    pip install "jaxmp[examples,cuda13]"\n'
-            "To rehearse without one, run\n"
+            "For a small run without one, run\n"
             "    python benchmarks/attention_gpu.py --toy"
         )
     size = TOY if toy else Size()
@@ -131,11 +131,11 @@ def main(
     if out is not None:
         print(f"Written: {out}")
     wrong = failures(report, kernel if kernel == "cudnn" else "blockwise", kernel)
-    print("\n".join(wrong) or "numbers and masks: all as they should be")
+    print("\n".join(wrong) or "accuracy and masks: all checks passed")
     if kernel == "cudnn":
         print(verdict(report["speed"]))
     else:
-        print("a rehearsal: its speeds say nothing")
+        print("small run: the speeds are not meaningful")
     raise typer.Exit(bool(wrong))
 
 
@@ -369,15 +369,17 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
             allowed = 2 * row["error_of_xla"][part]
             # Also where it is NaN.
             if not error <= allowed:
-                found.append(f"{row['case']}: {part} is off by {error:.2e}, allowed {allowed:.2e}")
+                found.append(
+                    f"{row['case']}: error of {part} is {error:.2e}, allowed {allowed:.2e}"
+                )
         if row["ran"] != expected:
-            found.append(f"{row['case']}: {row['ran']} ran, not {expected}")
+            found.append(f"{row['case']}: {row['ran']} was used, not {expected}")
     for row in report["masks"]:
         if row["way"] == "jaxmp" and not row["finite"]:
             found.append(f"mask {row['mask']}, T {row['length']}: gradients are not finite")
     for row in report["speed"]:
         if kernel == "cudnn" and row["ran"] != kernel:
-            found.append(f"T {row['length']}: {row['ran']} ran, not {kernel}")
+            found.append(f"T {row['length']}: {row['ran']} was used, not {kernel}")
     return found
 
 
@@ -389,8 +391,8 @@ def verdict(rows: list[Any]) -> str:
     slowest = min(rows, key=lambda row: row["ratio"]["median"])
     where = f"heads {slowest['heads']}, causal {slowest['causal']}, T {slowest['length']}"
     return (
-        f"speed over cuDNN called directly: median {statistics.median(ratios):.3f}, least "
-        f"{min(ratios):.3f} ({where}, {slowest['pass']}); 0.99 is asked for"
+        f"speed relative to cuDNN: median {statistics.median(ratios):.3f}, minimum "
+        f"{min(ratios):.3f} ({where}, {slowest['pass']}); required: 0.99"
     )
 
 

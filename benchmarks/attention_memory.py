@@ -87,9 +87,9 @@ def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengt
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
-    parser.add_argument("--tokens", type=int, default=32768, help="of a batch, in `fixed`")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch in `fixed`")
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="of a head")
+    parser.add_argument("--size", type=int, default=128, help="size of a head")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1])
     parser.add_argument("--out", type=Path, help="a JSON file to write")

@@ -208,7 +208,7 @@ def versions(examples: Path | None) -> dict[str, str]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Relative differences to FP32: outputs / gradients")
+    table = Table(title="Relative differences from FP32: outputs / gradients")
     for column in HEADER:
         table.add_column(column)
     for row in rows:
@@ -423,12 +423,14 @@ def scripts_table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Models written elsewhere under each recipe.")
+    parser = argparse.ArgumentParser(
+        description="Models and scripts of other projects under each recipe."
+    )
     parser.add_argument("--flax-examples", type=Path, help="a checkout of the Flax repository")
     parser.add_argument("--only", default="", help="models whose name or source contains this")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
-    parser.add_argument("--shares", type=Path, help="JSON file in which to count shares anew")
+    parser.add_argument("--shares", type=Path, help="JSON file in which to update the shares")
     parser.add_argument("--scripts", type=Path, help="folder of checkouts: flax, nanodo, ...")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each training script")
     args = parser.parse_args()

@@ -194,8 +194,8 @@ def versions(checkout: Path) -> dict[str, str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    table = Table(title=f"Tests that pass plain, with every module wrapped in {report['recipe']}")
-    for column in ("suite", "pass", "of", "wrap a module", "fail plain", "skipped"):
+    table = Table(title=f"Tests that pass with plain Flax, wrapped in {report['recipe']}")
+    for column in ("suite", "pass", "of", "with wrapped module", "fail plain", "skipped"):
         table.add_column(column)
     for name, suite in report["suites"].items():
         numbers = suite["passed"], suite["counted"], suite["with_wrapped_module"]
@@ -277,12 +277,12 @@ def run_once(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Flax's own tests with every module wrapped.")
+    parser = argparse.ArgumentParser(description="Tests of Flax with every module wrapped.")
     parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of the Flax repository")
     parser.add_argument("--recipe", default="fp32", help="the recipe of every module")
     parser.add_argument("--only", default="", help="suites or files whose name contains this")
     parser.add_argument("--crashes", action="store_true", help="failed assertions do not count")
-    parser.add_argument("--keep", type=Path, help="folder that keeps the outcomes of each file")
+    parser.add_argument("--keep", type=Path, help="folder to store the outcomes of each file")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, nargs="+", help="JSON files to print as Markdown")
     args = parser.parse_args()

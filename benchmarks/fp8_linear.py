@@ -153,12 +153,12 @@ def timed(shape, rounds=7, repeats=10):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--time", action="store_true", help="time it on the GPU that is there")
+    parser.add_argument("--time", action="store_true", help="time it on the GPU of this machine")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.time:
         if jax.default_backend() != "gpu":
-            sys.exit("--time needs a GPU; without it the program is compiled for an H200.")
+            sys.exit("--time requires a GPU. Without --time, the program is compiled for an H200.")
         device = jax.devices()[0].device_kind
         rows = [row for shape in SHAPES for row in timed(shape)]
     else:

@@ -245,13 +245,13 @@ def summary(size, bf16, one):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--workload", choices=WORKLOADS, help="one only")
+    parser.add_argument("--workload", choices=WORKLOADS, help="one model only")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="timed in a round")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per round")
+    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
     options = parser.parse_args()
     if not options.toy and jax.default_backend() != "gpu":
-        sys.exit("It needs a GPU: only there is an FP8 product faster. --toy rehearses without.")
+        sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     device = jax.devices()[0].device_kind
     sizes = TOY if options.toy else WORKLOADS
     for name in [options.workload] if options.workload else sizes:

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--frameworks", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--size", choices=gpt.SIZES, default="gpt2")
-    parser.add_argument("--layers", type=int, help="instead of those of the size")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of that of the size")
     parser.add_argument("--remat", action="store_true", help="recompute each block")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="a JSON file to write")

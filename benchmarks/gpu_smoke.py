@@ -85,12 +85,14 @@ class Result:
 
 
 def main(
-    recipes: Annotated[str, typer.Option(help="Names, divided by commas.")] = RECIPES,
+    recipes: Annotated[str, typer.Option(help="Names, separated by commas.")] = RECIPES,
     steps: Annotated[
-        int | None, typer.Option(help="Train steps; the size's own if absent.")
+        int | None, typer.Option(help="Training steps; default: those of the size.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Bound on the timed steps of a recipe.")] = 90.0,
-    toy: Annotated[bool, typer.Option("--toy", help="A tiny size; runs anywhere.")] = False,
+    seconds: Annotated[
+        float, typer.Option(help="Time limit of the timed steps of a recipe.")
+    ] = 90.0,
+    toy: Annotated[bool, typer.Option("--toy", help="Small sizes; runs on any machine.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Trains a GPT-2-sized model in every recipe on one NVIDIA GPU: loss, speed and peak memory."""
@@ -99,7 +101,7 @@ def main(
         sys.exit(
             f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
             '    pip install "jaxmp[examples,cuda13]"\n'
-            "To rehearse without one, run\n"
+            "For a small run without one, run\n"
             "    python benchmarks/gpu_smoke.py --toy"
         )
     size = TOY if toy else Size()
@@ -200,7 +202,7 @@ def table(results: list[Result], device: str) -> Table:
         rows.add_column(heading, justify="right")
     for result in results:
         speed = result.tokens_per_second
-        peak = "not told" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f} GiB"
+        peak = "unknown" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f} GiB"
         rows.add_row(
             result.recipe,
             str(result.steps),

@@ -124,7 +124,7 @@ def commit_of(checkout: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("checkout", type=Path, help="of https://github.com/jax-ml/jax")
+    parser.add_argument("checkout", type=Path, help="clone of https://github.com/jax-ml/jax")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     versions = {

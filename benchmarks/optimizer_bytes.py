@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     rows = measure()
-    print(f"H200, compiled on {platform.machine()} without one; jax {jax.__version__}")
+    print(f"cross-compiled for an H200 on {platform.machine()}; jax {jax.__version__}")
     print(
         f"{'stored as':22}{'clip':6}{'guard':7}{'B/param':>8}{'floor':>7}{'passes':>8}{'temp':>6}"
     )

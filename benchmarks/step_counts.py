@@ -469,8 +469,10 @@ def main():
     parser.add_argument("--pairs", type=int, default=12, help="alternations for each time ratio")
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument("--instructions", action="store_true", help="count them under valgrind")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the GPT")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count instructions with valgrind"
+    )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the GPT")
     parser.add_argument("--lower", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.lower:
