@@ -746,7 +746,7 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
 def test_the_command_prints_nothing_of_missing_cuda_libraries():
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     step = str(HERE.parents[1] / "examples" / "train_lm.py") + ":make_step"
-    command = [sys.executable, "-m", "jaxmp.cli", "audit", step, "--recipe", "bf16"]
+    command = [sys.executable, "-m", "jaxmp", "audit", step, "--recipe", "bf16"]
     done = subprocess.run(
         [*command, "--target", "h200"], env=env, capture_output=True, text=True, check=False
     )

@@ -269,12 +269,14 @@ def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
 
 
 def test_the_list_has_every_function_of_an_iteration(run, folder):
-    status, out, _ = run(TWO_PLAYERS, "--list")
+    status, out, _ = run(TWO_PLAYERS, "--list", "--json", "functions.json")
     assert status == 0
     rows = [line.split() for line in out.splitlines() if "train.py:" in line]
     assert [row[0] for row in rows] == ["generator_step", "loss_fn"]
     assert "takes gradients and returns an updated state" in out
     assert not (folder / "too_late.txt").exists()
+    functions = json.loads((folder / "functions.json").read_text())
+    assert [function["name"] for function in functions] == ["generator_step", "loss_fn"]
     assert not (folder / "a.json").exists()
 
 
@@ -340,13 +342,13 @@ def test_the_script_prints_to_the_error_output(run):
     ("arguments", "message"),
     [
         (["--script", "absent.py"], "the script 'absent.py' is no file"),
-        (["--script", "-m"], "-m needs a module"),
+        (["--script", "-m"], "-m requires a module"),
         (["--script", "helper.py", "--recipe", "bf61"], "Did you mean 'bf16'"),
         (["--script", "helper.py", "--target", "H200"], "lower case"),
-        (["--list"], "--list and --function need --script"),
-        (["a:make", "--receipt", "x"], "there is no option --receipt"),
-        (["a:make", "b:make"], "2 arguments, not one"),
-        ([], "0 arguments, not one"),
+        (["--list"], "--list and --function require --script"),
+        (["a:make", "--receipt", "x"], "unknown option --receipt"),
+        (["a:make", "b:make"], "2 arguments instead of 1"),
+        ([], "0 arguments instead of 1"),
     ],
 )
 def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message):

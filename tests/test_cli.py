@@ -1,5 +1,6 @@
 """The command line: output, and one message and exit code for each mistake."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import jaxmp
 from jaxmp import cli
 from jaxmp._recipe import list_recipes, load_recipe
+from jaxmp.cli._app import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,18 +128,21 @@ def test_show_says_that_a_cpu_emulates_fp8_where_a_rule_alone_asks_for_it(run, t
         '[fp8]\nscaling = "rowwise"\n'
     )
     _, out, _ = run("show", str(path))
-    assert "FP8 rowwise scaling; a CPU emulates it: rounds to FP8" in words(out)
+    assert "FP8 rowwise scaling; a CPU emulates it: it rounds to FP8" in words(out)
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ('kind = "static"\nvalue = 8', "static gradients are scaled by 8, always"),
-        ('kind = "none"', "none gradients are not scaled; but float16 gradients below"),
+        ('kind = "static"\nvalue = 8', "static gradients are scaled by 8 at every step"),
+        ('kind = "none"', "none gradients are not scaled; float16 gradients below"),
         ('preset = "megatron"', "the rule of megatron; a step that overflows is skipped"),
         ('preset = "megatron"', "start 4294967296 (2**32)"),
         ('preset = "deepspeed"', "not counting the first 1"),
-        ('preset = "deepspeed"', "backs off from overflow 2 on, counted anew at each growth"),
+        (
+            'preset = "deepspeed"',
+            "backoff times 0.5 from overflow 2 on; the count restarts at each growth",
+        ),
         ("init_scale = 3", "start 3 growth"),
         ('max_scale = "none"', "bounds from 6.103515625e-05 (2**-14) to 3.402823466e+38"),
     ],
@@ -162,11 +167,11 @@ subtree = true
 matmul = "tf32"
 """)
     said = words(run("show", "my.toml")[1])
-    assert "1 modules of type Block and all below them: matmul = tf32 2 " in said
-    assert "the author set on a Flax module is kept" in said
-    assert "float64 arrays cast like the others" in said
-    assert "the 16 bits that bfloat16 drops" in said
-    assert "nothing is skipped" in said
+    assert "1 modules of type Block and all modules below them: matmul = tf32 2 " in said
+    assert "explicit dtypes kept, if the author" in said
+    assert "float64 arrays cast like all others" in said
+    assert "the 16 bits of FP32 that bfloat16 drops" in said
+    assert "no step is skipped" in said
 
 
 def test_user_text_is_shown_and_not_obeyed(run, folder):
@@ -178,7 +183,7 @@ def test_user_text_is_shown_and_not_obeyed(run, folder):
 
 
 def test_explain_says_which_rule_decides(run):
-    code, out, err = run("explain", "bf16", "my_model:make")
+    code, out, err = run("explain", "my_model:make", "--recipe", "bf16")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.partition("rule 1")[0].splitlines()]
     rows = {line[0]: line[1:] for line in lines if len(line) == 4}
@@ -192,7 +197,7 @@ def test_explain_says_which_rule_decides(run):
 
 def test_explain_shows_parameters_that_a_rule_names(run, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "**:bias"\np = "bf16"')
-    out = run("explain", "my.toml", "my_model:make")[1]
+    out = run("explain", "my_model:make", "--recipe", "my.toml")[1]
     assert re.search(r"^ lm_head:bias +p=bf16,c=bf16,o=f32 +1 ", out, re.MULTILINE)
     assert "lm_head:kernel" not in out
 
@@ -201,7 +206,7 @@ def test_explain_knows_subtrees_by_type(run, folder):
     (folder / "my.toml").write_text(
         'extends = "bf16"\n[[rules]]\nmodule_type = "Block"\nsubtree = true\nc = "f16"'
     )
-    out = run("explain", "my.toml", "my_model:make")[1]
+    out = run("explain", "my_model:make", "--recipe", "my.toml")[1]
     for path in ("block", "block/LayerNorm_0", "block/router"):
         assert re.search(rf"^ {path} +\w+ +p=f32,c=f16,o=f32 +1 ", out, re.MULTILINE)
     assert re.search(r"^ embed +Embed +p=f32,c=bf16,o=f32 +default", out, re.MULTILINE)
@@ -218,7 +223,7 @@ def test_explain_takes_nnx_models(run, folder, returned):
         'extends = "bf16"\n[[rules]]\npath = "layers/0"\ncompute_dtype = "float32"\n'
         'why = "first layer"\n'
     )
-    code, out, _ = run("explain", "my.toml", "nnx_model:make")
+    code, out, _ = run("explain", "nnx_model:make", "--recipe", "my.toml")
     sys.modules.pop("nnx_model")
     assert code == 0
     assert re.search(r"^ layers/0 +Linear +p=f32,c=f32,o=f32 +1 ", out, re.MULTILINE)
@@ -226,11 +231,80 @@ def test_explain_takes_nnx_models(run, folder, returned):
 
 def test_explain_names_an_unmatched_required_rule(run, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
-    code, out, err = run("explain", "my.toml", "my_model:make")
+    code, out, err = run("explain", "my_model:make", "--recipe", "my.toml")
     assert code == 1
     assert "rule 1, unused" in out
     assert "Error: Rule('blok', compute_dtype='float32') matched nothing" in err
     assert "nearest paths: 'block'" in err
+
+
+# ---------------------------------------------------------------------------
+# JSON
+# ---------------------------------------------------------------------------
+
+STEP = """
+import jax.numpy as jnp
+
+
+def make_step(recipe):
+    return jnp.dot, jnp.ones((2, 2)), jnp.ones((2, 2))
+"""
+
+
+@pytest.fixture
+def commands(folder):
+    """Returns name -> arguments of every command."""
+    (folder / "my_step.py").write_text(STEP)
+    yield {
+        "recipes": ["recipes"],
+        "show": ["show", "fp16"],
+        "explain": ["explain", "my_model:make", "--recipe", "bf16"],
+        "audit": ["audit", "my_step.py:make_step", "--recipe", "fp32"],
+    }
+    sys.modules.pop("my_step", None)
+
+
+def test_every_command_writes_json(run, folder, commands):
+    assert sorted(commands) == sorted(
+        command.callback.__name__ for command in app.registered_commands
+    )
+    for arguments in commands.values():
+        code, text, error = run(*arguments)
+        assert (code, error) == (0, "")
+        _, printed, _ = run(*arguments, "--json", "-")
+        assert run(*arguments, "--json", "out.json")[1] == text
+        assert json.loads(printed) == json.loads((folder / "out.json").read_text())
+
+
+def test_the_json_of_recipes_and_settings(run):
+    recipes = {row["name"]: row for row in json.loads(run("recipes", "--json", "-")[1])}
+    assert list(recipes) == list_recipes()
+    assert recipes["fp16"]["policy"] == "p=f32,c=f16,o=f32"
+    assert recipes["fp16"]["loss_scale"] == "dynamic"
+    recipe = load_recipe("fp16")
+    settings = json.loads(run("show", "fp16", "--json", "-")[1])
+    assert settings == tomllib.loads(recipe.to_toml())
+    ops = json.loads(run("show", "fp16", "--ops", "--json", "-")[1])["ops"]
+    assert ops == {op.name: op.category for op in jaxmp.OPS.values()}
+
+
+def test_the_json_of_an_explanation(run, folder):
+    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])
+    rows = {row["path"]: row for row in result["rows"]}
+    assert rows["lm_head"]["policy"] == "p=f32,c=bf16,o=f32" and rows["lm_head"]["rule"] == 0
+    assert len(result["unused"]) == len(load_recipe("bf16").policies.rules) - 2
+    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
+    code, out, error = run("explain", "my_model:make", "--recipe", "my.toml", "--json", "-")
+    assert code == 1 and json.loads(out)["rows"] and "matched nothing" in error
+
+
+def test_explain_and_audit_take_the_same_arguments(run):
+    usages = [run(command, "--help")[1] for command in ("explain", "audit")]
+    for usage in usages:
+        assert "FUNCTION" in usage and "package.module:function, or file.py:function" in words(
+            usage
+        )
+        assert re.search(r"--recipe <?\w+>? .*--json FILE ", words(usage))
 
 
 @pytest.mark.parametrize(
@@ -239,13 +313,28 @@ def test_explain_names_an_unmatched_required_rule(run, folder):
         (["show", "bf61"], "Error: 'bf61' is not a recipe or a policy. Did you mean 'bf16'?"),
         (["show", "p=f99"], "Error: Unknown dtype 'f99' in 'p=f99'."),
         (["show", "none.toml"], "Error: There is no file 'none.toml'"),
-        (["explain", "bf16", "my_model"], "'my_model' is not module.path:factory"),
-        (["explain", "bf16", "my_model:"], "'my_model:' is not module.path:factory"),
-        (["explain", "bf16", "my_model:nothing"], "'my_model' has no function 'nothing'"),
-        (["explain", "bf16", "my_model:number"], "'my_model' has no function 'number'"),
-        (["explain", "bf16", "my_model:alone"], "my_model:alone() returned Model, not a model and"),
-        (["explain", "bf16", "my_model:broken"], "raised KeyError: 'gone' (my_model.py, line 28)"),
-        (["explain", "bf16", "no_model:make"], "importing 'no_model' raised ModuleNotFoundError"),
+        (["explain", "my_model", "--recipe", "bf16"], "'my_model' does not name a function"),
+        (["explain", "my_model:", "--recipe", "bf16"], "'my_model:' does not name a function"),
+        (
+            ["explain", "my_model:nothing", "--recipe", "bf16"],
+            "'my_model' does not define a function 'nothing'",
+        ),
+        (
+            ["explain", "my_model:number", "--recipe", "bf16"],
+            "'my_model' does not define a function 'number'",
+        ),
+        (
+            ["explain", "my_model:alone", "--recipe", "bf16"],
+            "my_model:alone() returned Model, not a model and",
+        ),
+        (
+            ["explain", "my_model:broken", "--recipe", "bf16"],
+            "raised KeyError: 'gone' (my_model.py, line 28)",
+        ),
+        (
+            ["explain", "no_model:make", "--recipe", "bf16"],
+            "importing 'no_model' raised ModuleNotFoundError",
+        ),
     ],
 )
 def test_a_mistake_is_one_message(run, arguments, expected):

@@ -1,0 +1,91 @@
+"""Arguments that several commands share, and the user's functions that they name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+import jaxmp
+from jaxmp.errors import JaxmpError
+
+T = TypeVar("T")
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
+    ),
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the result as JSON; - prints it instead of the text."
+    ),
+]
+# How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
+FUNCTION_HELP = "package.module:function, or file.py:function."
+
+
+def load_function(name: str, example: str, returned: str) -> Callable[..., Any]:
+    """Imports a function that is named on the command line.
+
+    Args:
+      name: `package.module:function` or `folder/file.py:function`. Modules are imported from the
+        current directory, and files from their own.
+      example: a command line for error messages.
+      returned: what the function returns, as code, for error messages.
+
+    Raises:
+      JaxmpError: if there is no such function, or its module raises an error.
+    """
+    module_name, colon, function = name.partition(":")
+    if not colon or not module_name or not function.isidentifier():
+        raise JaxmpError(
+            f"{name!r} does not name a function. Write package.module:function or "
+            f"file.py:function, such as:\n    {example}"
+        )
+    folder = os.getcwd()
+    if module_name.endswith(".py"):
+        folder, file = os.path.split(os.path.abspath(module_name))
+        module_name = file.removesuffix(".py")
+    sys.path.insert(0, folder)
+    module = call(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
+    if not callable(getattr(module, function, None)):
+        raise JaxmpError(
+            f"{module_name!r} does not define a function {function!r}. Write one:\n"
+            f"    def {function}():\n        return {returned}"
+        )
+    return getattr(module, function)
+
+
+def call(description: str, function: Callable[[], T]) -> T:
+    """Calls the user's code, and converts its exceptions to errors of one message.
+
+    Args:
+      description: what is called, for the message, such as "importing 'my_package.train'".
+      function: the call.
+
+    Raises:
+      JaxmpError: with the exception's type, its text, and its line in the user's own file.
+    """
+    try:
+        return function()
+    except JaxmpError:
+        raise
+    except Exception as error:
+        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
+        raise JaxmpError(text) from error
+
+
+def _user_line(error: Exception) -> str:
+    """Returns the file and line of the last frame in the user's own code; "" if there is none."""
+    others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""

@@ -1,0 +1,188 @@
+"""`jaxmp audit`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import Annotated, Any
+
+import typer
+
+import jaxmp
+from jaxmp._audit import AuditReport
+from jaxmp._audit._compile import check_target
+from jaxmp._audit._script import ScriptAudit, audit_script
+from jaxmp._audit._sections import counted, flops_words
+from jaxmp._core._compat import unchecked_cuda
+from jaxmp._recipe import load_recipe
+from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
+from jaxmp.cli._output import console, escape, make_table, write_file, write_json
+from jaxmp.errors import JaxmpError
+
+
+def audit(
+    function: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FUNCTION | ARGUMENTS...",
+            help=f"{FUNCTION_HELP} It takes the recipe, or nothing, and returns the step and its"
+            " arguments, which may be shapes. With --script: the arguments of the script; those"
+            " that are also options of this command go after --.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe that the step should follow; the function receives it."),
+    ] = None,
+    json: JsonOption = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="GPU to compile for: a100, h100, h200 or b200. No GPU is required."),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Run a training script until its train step is traced, and audit that step."
+            " -m MODULE runs a module.",
+        ),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="With --script: only list the jitted functions.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option("--function", metavar="NAME", help="With --script: audit this function."),
+    ] = None,
+    max_seconds: Annotated[
+        float, typer.Option(help="With --script: maximum run time of the script.")
+    ] = 600.0,
+    fail_on: Annotated[
+        str,
+        typer.Option(help="Checks whose errors fail, separated by commas; any; or none."),
+    ] = "any",
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are more errors."),
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Print warnings, modules, casts, alignment and rules too."),
+    ] = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
+    ] = None,
+) -> None:
+    """Print the dtypes in which a training step computes, and what is wrong with them."""
+    arguments = function or []
+    if script is None:
+        if listing or name is not None:
+            raise JaxmpError("--list and --function require --script, such as --script train.py.")
+        report = _audit_function(_only_argument(arguments), recipe, target)
+    else:
+        result = _audit_script(
+            script,
+            arguments,
+            recipe=recipe,
+            target=target,
+            function=name,
+            listing=listing,
+            max_seconds=max_seconds,
+        )
+        if result.report is None:
+            if not write_json(json, [dataclasses.asdict(row) for row in result.functions]):
+                _print_functions(result)
+            return
+        if json != "-":
+            _print_audited(result)
+        report = result.report
+    if not write_json(json, report.to_json()):
+        # Code is not wrapped, so that it can be pasted.
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html(full=full))
+    if fail_on == "any" and baseline is None:
+        raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
+    checks = (
+        None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
+    )
+    report.check(checks, baseline=baseline)
+
+
+def _only_argument(arguments: list[str]) -> str:
+    """Returns the name of the function, if it is the only argument.
+
+    Raises:
+      JaxmpError: if there are other arguments, or none.
+    """
+    option = next((a for a in arguments if a.startswith("-")), None)
+    if len(arguments) == 1 and option is None:
+        return arguments[0]
+    problem = f"unknown option {option}" if option else f"{len(arguments)} arguments instead of 1"
+    raise JaxmpError(
+        f"{problem}. Name a function that returns the step, or a script:\n"
+        "    jaxmp audit my_package.train:make_step --recipe bf16\n"
+        "    jaxmp audit --script train.py --recipe bf16"
+    )
+
+
+def _audit_function(name: str, recipe: str | None, target: str | None) -> AuditReport:
+    policies = None if recipe is None else load_recipe(recipe)
+    with contextlib.nullcontext() if target is None else unchecked_cuda():
+        step, *arguments = _make_step(name, recipe)
+        return call(
+            f"the step of {name}",
+            lambda: jaxmp.audit(step, *arguments, policies=policies, target=target),
+        )
+
+
+def _make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
+    """Calls the user's function, with the recipe if it takes one, and returns its result."""
+    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+    make = load_function(name, example, "train_step, state, batch")
+    arguments = (recipe,) if inspect.signature(make).parameters and recipe is not None else ()
+    result = call(f"{name}({', '.join(map(repr, arguments))})", lambda: make(*arguments))
+    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
+        raise JaxmpError(
+            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
+            "them:\n    return train_step, state, batch"
+        )
+    return tuple(result)
+
+
+def _audit_script(script: str, arguments: list[str], **options: Any) -> ScriptAudit:
+    """Audits a script, after checks of the options that do not require the script to run."""
+    if options["recipe"] is not None:
+        load_recipe(options["recipe"])
+    if options["target"] is not None:
+        check_target(options["target"])
+    is_module = script == "-m"
+    if is_module and not arguments:
+        raise JaxmpError("-m requires a module: jaxmp audit --script -m my_package.train")
+    command = arguments if is_module else [script, *arguments]
+    return audit_script(command, module=is_module, **options)
+
+
+def _print_audited(result: ScriptAudit) -> None:
+    """Prints a line about the function of a script that was audited."""
+    row, others = result.audited, len(result.functions) - 1
+    assert row is not None
+    more = f"; --list prints {counted(others, 'other function')}" if others else ""
+    location = f" ({row.location})" if row.location else ""
+    gradients = "" if row.takes_gradients else ", which takes no gradients"
+    text = f"Function {row.name}{location}{gradients}{more}"
+    console().print(escape(text, "dim"), soft_wrap=True)
+
+
+def _print_functions(result: ScriptAudit) -> None:
+    """Prints a table of the jitted functions of a script."""
+    table = make_table("function", "line", "matmul FLOPs of a call", "purpose")
+    for row in result.functions:
+        purposes = ["takes gradients"] if row.takes_gradients else []
+        purposes += ["returns an updated state"] if row.updates else []
+        purpose = " and ".join(purposes) or "no gradients"
+        table.add_row(
+            escape(row.name, "bold"), escape(row.location), flops_words(row.flops), purpose
+        )
+    console().print(table)

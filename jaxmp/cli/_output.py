@@ -1,0 +1,88 @@
+"""Tables, escaped text and files that the commands write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxmp._policies._policy import Policy
+from jaxmp.errors import JaxmpError
+
+# (label, text) of the lines below a title.
+Rows = Sequence[tuple[str, str]]
+
+# Columns that are never wrapped.
+_WHOLE_COLUMNS = ("recipe", "policy", "loss scale", "rule")
+
+
+def console() -> Console:
+    """Returns a console for standard output. It colours no numbers or paths by itself."""
+    return Console(highlight=False)
+
+
+def escape(text: str, style: str = "") -> Text:
+    """Returns text without markup, in which control characters are visible."""
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return Text(plain, style=style)
+
+
+def make_table(*columns: str) -> Table:
+    """Returns an empty table with a header and without borders."""
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
+    return table
+
+
+def make_grid(rows: Rows) -> Table:
+    """Returns a table of labels and texts without a header."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(escape(label), escape(text))
+    return grid
+
+
+def policy_lines(policy: Policy) -> str:
+    """Returns the three dtypes of a policy on one line, and each other setting on a line below."""
+    parts = str(policy).split(",")
+    return "\n".join([",".join(parts[:3]), *parts[3:]])
+
+
+def write_json(file: str | None, value: object) -> bool:
+    """Writes the JSON result of a command, and returns True if it replaces the printed text.
+
+    Args:
+      file: the argument of `--json`: None, a path, or "-" for standard output.
+      value: JSON text, or an object of dicts, lists, strings and numbers.
+    """
+    if file is None:
+        return False
+    text = value if isinstance(value, str) else json.dumps(value, indent=1)
+    if file == "-":
+        print(text)
+        return True
+    write_file(file, text)
+    return False
+
+
+def write_file(file: str, text: str) -> None:
+    """Replaces a file atomically.
+
+    Raises:
+      JaxmpError: if it cannot be written; an old file is then unchanged.
+    """
+    partial = f"{file}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(partial, file)
+    except OSError as error:
+        raise JaxmpError(f"{file!r} cannot be written: {error}") from None
