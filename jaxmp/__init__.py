@@ -59,6 +59,7 @@ from jaxmp.errors import RecipeWarning as RecipeWarning
 from jaxmp.errors import RuleError as RuleError
 from jaxmp.errors import ScaleCollapsedError as ScaleCollapsedError
 from jaxmp.errors import SkippedStepsWarning as SkippedStepsWarning
+from jaxmp.fp8._scaling import ScalingLike as ScalingLike
 from jaxmp.optim._find import check as check
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params

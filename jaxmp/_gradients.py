@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit, sum_dtype
+from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._state import combined_by_max, is_refusal, kept_where_unused, to_float32
+from jaxmp.fp8._state import to_float32
 
 
 class LossDtypeWarning(UserWarning):
@@ -149,7 +151,7 @@ def value_and_grad(
         run = _evaluate if called.microbatches == 1 else _accumulate
         sums, aux = run(fn, args, kwargs, called)
         loss, grads = _mean(_reduce(sums, called))
-        grads = tuple(map(_kept_where_unused, grads, before))
+        grads = tuple(map(_overwritten.keep_unused, grads, before))
         grads = grads if isinstance(argnums, (tuple, list)) else grads[0]
         return ((loss, aux) if called.has_aux else loss), grads
 
@@ -192,48 +194,31 @@ def grad(
 # ---------------------------------------------------------------------------
 
 
-def _evaluate(fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options) -> tuple[_Sums, Any]:
+def _evaluate(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+) -> tuple[_Sums, PyTree]:
     """Returns the loss (or its sum), unscaled gradients and auxiliary data of one part."""
-    inputs = tuple(args[i] for i in options.argnums)
-    exact = tuple(_map_overwritten(combined_by_max, tree) for tree in inputs)
-    if all(map(operator.is_, inputs, exact)):
-        return _differentiate(fn, inputs, args, kwargs, options)
-    try:
-        return _differentiate(fn, exact, args, kwargs, options)
-    except (TypeError, ValueError) as error:
-        # JAX's fm32 dtype supports only data movement, conversion and addition. If the loss
-        # computes with the FP8 state, or reads it inside `shard_map(check_vma=False)`, tracing
-        # raises. We then retrace with float32 state, whose cotangents are summed.
-        if not is_refusal(error):
-            raise
-    return _differentiate(fn, inputs, args, kwargs, options)
+    inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
-
-def _differentiate(
-    fn: Any, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any, options: _Options
-) -> tuple[_Sums, Any]:
-    """Differentiates `fn` at `inputs`, which replace the arguments to differentiate."""
-
-    def of_differentiated(*differentiated: Any) -> tuple[jax.Array, Any]:
-        replaced = dict(zip(options.argnums, differentiated, strict=True))
+    def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
+        replaced = dict(zip(options.argnums, inputs, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = _parse(out, options)
         return loss, (weight, to_float32(aux))
 
-    loss, backward, (weight, aux) = jax.vjp(of_differentiated, *inputs, has_aux=True)
+    is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
+    with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
+        loss, backward, (weight, aux) = jax.vjp(fn_of_inputs, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
     nan = jnp.full_like(loss, jnp.nan)
     scale = options.loss_scale.scale_value
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
-    if options.microbatches > 1 or options.axes:
-        # Otherwise, keep the state in fm32; `_kept_where_unused` converts it to float32.
-        grads = tuple(_map_overwritten(to_float32, g) for g in grads)
     if isinstance(options.loss_scale, NoLossScale):
         unscale = functools.partial(_poison_one, finite)
     else:
         unscale = options.loss_scale.with_leaves(scale_value=poisoned).unscale
-    return _Sums(loss, weight, tuple(_map_params(unscale, g) for g in grads)), aux
+    return _Sums(loss, weight, tuple(_overwritten.map_params(unscale, g) for g in grads)), aux
 
 
 def _parse(out: Any, options: _Options) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -300,26 +285,6 @@ def _describe(value: Any) -> str:
     return (
         f"{type(value).__name__} of shape {value.shape}" if hasattr(value, "shape") else repr(value)
     )
-
-
-def _map_params(fn: Callable[[Any], Any], grads: Any) -> Any:
-    """Applies `fn` to gradients, except to collections that their gradient overwrites."""
-    params, overwritten = _trees.split_overwritten(grads)
-    return _trees.join_overwritten(fn(params), overwritten, grads)
-
-
-def _map_overwritten(fn: Callable[[Any], Any], grads: Any) -> Any:
-    """Applies `fn` only to collections that their gradient overwrites."""
-    params, overwritten = _trees.split_overwritten(grads)
-    if overwritten is None:
-        return grads
-    changed = fn(overwritten)
-    return grads if changed is overwritten else _trees.join_overwritten(params, changed, grads)
-
-
-def _kept_where_unused(grads: Any, before: Any) -> Any:
-    _, old = _trees.split_overwritten(before)
-    return _map_overwritten(lambda new: kept_where_unused(new, old), grads)
 
 
 def _poison_one(finite: jax.Array, grads: Any) -> Any:
@@ -419,9 +384,9 @@ def _join(part: list[Any], whole: Any) -> Any:
 
 def _zero_sums(args: tuple[Any, ...], options: _Options) -> _Sums:
     grads = tuple(
-        _map_gradients(
+        _overwritten.map_leaves(
             lambda leaf: jnp.zeros_like(leaf, dtype=_sum_dtype(jnp.asarray(leaf), options)),
-            lambda leaf: jnp.full_like(leaf, -jnp.inf),
+            _overwritten.fill_lowest,
             args[i],
         )
         for i in options.argnums
@@ -438,23 +403,15 @@ def _sum_dtype(gradient: Any, options: _Options) -> Any:
 def _add(total: _Sums, new: _Sums) -> _Sums:
     """Adds the sums of one part; an unweighted part has weight 1."""
     grads = tuple(
-        _map_gradients(lambda t, g: t + _trees.cast(g, t.dtype), jnp.maximum, old, fresh)
+        _overwritten.map_leaves(
+            lambda t, g: t + _trees.cast(g, t.dtype), _overwritten.combine, old, fresh
+        )
         for old, fresh in zip(total.grads, new.grads, strict=True)
     )
     weight = jnp.ones((), FLOAT32) if new.weight is None else new.weight
     if total.weight is not None:
         weight = total.weight + weight
     return _Sums(total.loss + new.loss, weight, grads)
-
-
-def _map_gradients(of_gradient: Any, of_overwritten: Any, tree: Any, *rest: Any) -> Any:
-    """Maps gradients with one function, and collections that they overwrite with another."""
-    split = [_trees.split_overwritten(t) for t in (tree, *rest)]
-    params = jax.tree.map(of_gradient, *(p for p, _ in split))
-    if split[0][1] is None:
-        return params
-    overwritten = jax.tree.map(of_overwritten, *(o for _, o in split))
-    return _trees.join_overwritten(params, overwritten, tree)
 
 
 # ---------------------------------------------------------------------------
@@ -484,7 +441,10 @@ def _reduce(sums: _Sums, options: _Options) -> _Sums:
         return combine(reduced, axes)
 
     grads = tuple(
-        _map_gradients(reduce_leaf, lambda x: lax.pmax(x, axes), tree) for tree in sums.grads
+        _overwritten.map_leaves(
+            reduce_leaf, lambda leaf: _overwritten.combine_over_axes(leaf, axes), tree
+        )
+        for tree in sums.grads
     )
     vary = lambda scalar: _compat.vary(scalar, axes)
     weight = None if sums.weight is None else lax.psum(vary(sums.weight), axes)
@@ -498,7 +458,7 @@ def _mean(sums: _Sums) -> tuple[jax.Array, tuple[Any, ...]]:
         full = _in_full(gradient)
         return full if sums.weight is None else full / sums.weight.astype(full.dtype)
 
-    grads = tuple(_map_gradients(mean_leaf, lambda x: x, tree) for tree in sums.grads)
+    grads = tuple(_overwritten.map_leaves(mean_leaf, lambda x: x, tree) for tree in sums.grads)
     return (sums.loss if sums.weight is None else sums.loss / sums.weight), grads
 
 
@@ -579,7 +539,7 @@ def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
 
 
 def _check_differentiable(index: int, arg: Any) -> None:
-    params, _ = _trees.split_overwritten(arg)
+    params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)
         if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import serialization, struct
 
-from jaxmp import _gradients
+from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError
@@ -149,8 +149,8 @@ class TrainState(struct.PyTreeNode):
           JaxmpError: if a mutable is no field, or its new value has another structure.
         """
         self._check_mutables(mutables)
-        params, old_overwritten = _trees.split_overwritten(self.params)
-        grads, overwritten = _trees.split_overwritten(grads)
+        params, old_overwritten = _overwritten.split(self.params)
+        grads, overwritten = _overwritten.split(grads)
         new_params, opt_state, applied = apply_update(
             self.tx, grads, self.opt_state, params, **(extra_args or {})
         )
@@ -161,7 +161,7 @@ class TrainState(struct.PyTreeNode):
         one = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         return self.replace(
             step=jnp.asarray(self.step, jnp.int32) + one,
-            params=_trees.join_overwritten(new_params, overwritten, self.params),
+            params=_overwritten.join(new_params, overwritten, self.params),
             opt_state=opt_state,
             **mutables,
         )
@@ -188,7 +188,7 @@ class TrainState(struct.PyTreeNode):
 
 def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
     """Step, stored parameters and optimizer state of step 0."""
-    trainable, overwritten = _trees.split_overwritten(params)
+    trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
     _find.check_composition(jax.eval_shape(tx.init, trainable))
     opt_state = tx.init(trainable)
@@ -203,7 +203,7 @@ def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
     _master.warn_of_wide(stored, opt_state, fix, stacklevel=3)
     return {
         "step": jnp.zeros((), jnp.int32),
-        "params": _trees.join_overwritten(stored, jax.tree.map(jnp.array, overwritten), params),
+        "params": _overwritten.join(stored, jax.tree.map(jnp.array, overwritten), params),
         "opt_state": _trees.owned(opt_state, params, stored),
     }
 

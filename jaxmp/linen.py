@@ -21,7 +21,7 @@ from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
 from jaxmp._audit._share import low_precision_share, warn_if_low
 from jaxmp._core._compat import context, current_context
-from jaxmp._core._trees import OVERWRITE, is_castable, leaves_with_path, parameter_path
+from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
 from jaxmp._flax._attention import Stated
 from jaxmp._flax._casts import cast_like, cast_tree, make_plan
 from jaxmp._flax._linen_interceptor import (
@@ -38,6 +38,7 @@ from jaxmp._flax._linen_interceptor import (
     modules_in,
     root_of,
 )
+from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._rules import Explanation, PolicyMap, check_module_dtypes
 from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning

@@ -494,7 +494,7 @@ def test_under_shard_map():
         (lambda: fp8.RowwiseScaling(min_width="wide"), "min_width must be 'auto' or an integer"),
         (lambda: fp8.dot_general("curent"), "Did you mean 'current'?"),
         (lambda: fp8.dot_general(fp8.CurrentScaling), r"Make an instance: fp8.CurrentScaling\(\)"),
-        (lambda: fp8.dot_general(3), "3 is no FP8 recipe"),
+        (lambda: fp8.dot_general(3), "3 is not an FP8 scaling"),
     ],
 )
 def test_bad_settings(build, message):

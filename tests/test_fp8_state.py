@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp import fp8
-from jaxmp.errors import JaxmpError
+from jaxmp.errors import CompositionError, JaxmpError
 from relaxed import relaxed
 
 LINEAR = (((1,), (0,)), ((), ()))
@@ -226,22 +226,36 @@ def test_a_state_of_a_branch(taken):
     assert new["input_amax_history"].tolist() == ([2, 5, 0] if taken else [5, 0, 0])
 
 
-def test_where_no_maximum_can_be_taken_gradients_are_added_up():
-    """Covers calls outside of `jit`, and functions that compute with the state."""
+def test_outside_of_jit_gradients_are_summed():
     xs = [of_size(size, 8, 16) for size in (2.0, 7.0)]
     product = fp8.dot_general(RECIPE)
-    with_arithmetic = lambda s, w: shared(product, s, w, xs) + lax.stop_gradient(s["age"] * 0)
-    old = fp8.init_state(RECIPE)
-    for new in (
-        differentiated(old, lambda s, w: shared(product, s, w, xs)),
-        jax.jit(lambda state: differentiated(state, with_arithmetic))(old),
-    ):
-        assert (float(new["uses"]), new["input_amax_history"].tolist()) == (2, [9, 0, 0])
+    new = differentiated(fp8.init_state(RECIPE), lambda s, w: shared(product, s, w, xs))
+    assert (float(new["uses"]), new["input_amax_history"].tolist()) == (2, [9, 0, 0])
 
 
-@pytest.mark.parametrize(("check_vma", "newest"), [(True, 9.0), (False, 16.0)])
-def test_devices_inside_of_a_loss(check_vma, newest):
-    """The loss contains a `shard_map`; with `check_vma=False`, JAX sums over devices."""
+def test_a_loss_that_computes_with_the_state_converts_it():
+    """The loss is traced once; the error without a conversion contains the fix."""
+    xs = [of_size(size, 8, 16) for size in (2.0, 7.0)]
+    product, calls = fp8.dot_general(RECIPE), []
+
+    def loss(state, w, convert):
+        calls.append(convert)
+        return shared(product, state, w, xs) + convert(state["age"]) * 0
+
+    def step(state, convert):
+        return jax.jit(lambda state: differentiated(state, lambda s, w: loss(s, w, convert)))(state)
+
+    with pytest.raises((TypeError, ValueError)) as error:
+        step(fp8.init_state(RECIPE), lambda leaf: leaf)
+    assert "jaxmp.fp8.to_float32(variables)" in error.value.__notes__[0]
+    assert len(calls) == 1
+    new = step(fp8.init_state(RECIPE), lambda leaf: lax.stop_gradient(fp8.to_float32(leaf)))
+    assert (float(new["uses"]), new["input_amax_history"].tolist()) == (1, [7, 0, 0])
+    assert len(calls) == 2
+
+
+def per_device(check_vma, convert):
+    """The newest amax after a step whose loss contains `shard_map`."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x = jnp.concatenate([of_size(size, 8, 16) for size in (1.0, 2.0, 9.0, 4.0)])
     product, specs = fp8.dot_general(RECIPE), (PartitionSpec(), PartitionSpec("data"))
@@ -251,10 +265,18 @@ def test_devices_inside_of_a_loss(check_vma, newest):
         run = jax.shard_map(
             local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
         )
-        return run(state, x)
+        return run(convert(state), x)
 
     new = jax.jit(lambda state: differentiated(state, loss))(fp8.init_state(RECIPE))
-    assert new["input_amax_history"].tolist() == [newest, 0, 0]
+    return new["input_amax_history"].tolist()
+
+
+def test_devices_inside_of_a_loss():
+    """Unchecked, JAX can only sum over devices, which the loss must request."""
+    assert per_device(True, lambda state: state) == [9, 0, 0]
+    with pytest.raises(CompositionError, match=r"check_vma=True.*fp8.to_float32\(variables\)"):
+        per_device(False, lambda state: state)
+    assert per_device(False, fp8.to_float32) == [16, 0, 0]
 
 
 def test_examples_share_a_state_and_models_do_not():

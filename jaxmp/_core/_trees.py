@@ -271,8 +271,6 @@ def owned(tree: Any, *others: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 PARAMS = "params"
-# FP8 scales and amax histories travel here: their "gradient" is their new value (Flax's name).
-OVERWRITE = "_overwrite_with_gradient"
 
 
 def has_collections(tree: Any) -> bool:
@@ -294,21 +292,3 @@ def rule_names(tree: Any, names: Path) -> Path:
     if isinstance(tree, optax.LookaheadParams):
         return rule_names(getattr(tree, names[0]), names[1:])
     return strip_collection(names) if has_collections(tree) else names
-
-
-def split_overwritten(tree: Any) -> tuple[Any, Any]:
-    """Parameters, and the state that is overwritten by its gradient (None: there is none).
-
-    A dict with `params` and `_overwrite_with_gradient` at its top is split into the content of the
-    one and of the other; any other tree is all parameters.
-    """
-    if isinstance(tree, Mapping) and OVERWRITE in tree and PARAMS in tree:
-        return tree[PARAMS], tree[OVERWRITE]
-    return tree, None
-
-
-def join_overwritten(params: Any, overwritten: Any, like: Any) -> Any:
-    """Undoes `split_overwritten`; other collections come from `like`."""
-    if overwritten is None:
-        return params
-    return type(like)({**like, PARAMS: params, OVERWRITE: overwritten})

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp import _gradients
+from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._flax._nnx_subclass import OverwriteWithGradient
 from jaxmp.errors import JaxmpError
@@ -347,7 +347,7 @@ class _Call:
                 if self.overwritten[k]
             }
             if overwritten:
-                params = {_trees.PARAMS: params, _trees.OVERWRITE: overwritten}
+                params = {_trees.PARAMS: params, _overwritten.OVERWRITE: overwritten}
             out.append(params)
         return out
 
@@ -371,7 +371,7 @@ class _Call:
         for i, value in zip(self.carried, carried, strict=True):
             inner[i] = _renewed(self.leaves[i], value)
         for i in self.filters:
-            params, overwritten = _trees.split_overwritten(pure_args[i])
+            params, overwritten = _overwritten.split(pure_args[i])
             treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
             refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
             for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True):
@@ -393,7 +393,7 @@ class _Call:
             if i not in self.filters:
                 out.append(_with_objects(pure, objects))
                 continue
-            params, _ = _trees.split_overwritten(pure)
+            params, _ = _overwritten.split(pure)
             treedef = jax.tree.structure(arg, is_leaf=_is_ref)
             refs = jax.tree.leaves(arg, is_leaf=_is_ref)
             out.append(
@@ -472,7 +472,7 @@ class _Call:
 
     def _grads(self, i: int, grads: Any) -> Any:
         """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
-        params, overwritten = _trees.split_overwritten(grads)
+        params, overwritten = _overwritten.split(grads)
         treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
         refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
 

@@ -21,7 +21,7 @@ from jax import lax
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._trees import OVERWRITE, cast, cast_floating, is_castable
+from jaxmp._core._trees import cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
 from jaxmp._flax._casts import (
@@ -43,6 +43,7 @@ from jaxmp._flax._casts import (
 )
 from jaxmp._flax._fp8_layers import LayerEinsum, LayerProduct, einsum_sizes
 from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
+from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._device import check_device
 from jaxmp._policies._rules import PolicyMap
 from jaxmp.errors import CompositionError, RecipeWarning

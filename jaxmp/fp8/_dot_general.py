@@ -24,6 +24,7 @@ from jaxmp.fp8._scaling import (
     DelayedScaling,
     MXScaling,
     Scaling,
+    ScalingLike,
     as_scaling,
 )
 from jaxmp.fp8._state import AGE, before_step, check_state, next_state, of_operand
@@ -40,7 +41,7 @@ _PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
 class _Call(NamedTuple):
     """Static arguments of one FP8 dot."""
 
-    recipe: Scaling
+    scaling: Scaling
     dims: Dims
     # 0 or 1: the operand that is the kernel. The other one is the input.
     kernel: int
@@ -56,11 +57,11 @@ class _Call(NamedTuple):
         return "wgrad" if side == self.kernel else "dgrad"
 
     def format(self, gemm: str, role: str) -> Any:
-        formats = self.recipe.formats(gemm)
+        formats = self.scaling.formats(gemm)
         return None if formats is None else formats[GEMMS[gemm].index(role)]
 
 
-def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
+def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
     """Creates a replacement of `jax.lax.dot_general` that quantizes its operands to FP8.
 
     The forward dot multiplies the quantized input by the quantized kernel. The two dots of the
@@ -82,7 +83,7 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
     derivatives raise an error.
 
     Args:
-      recipe: an FP8 scaling, its name, or None for `CurrentScaling()`.
+      scaling: an FP8 scaling, its name, or None for `CurrentScaling()`.
       kernel: "rhs" or "lhs", the operand that is the kernel. The other one is the input.
 
     Returns:
@@ -94,7 +95,7 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       next step. Equal arguments of `fp8.dot_general` return the same function object.
 
     Raises:
-      RecipeError: if `recipe` is not an FP8 scaling.
+      RecipeError: if `scaling` is not an FP8 scaling.
       JaxmpError: if `kernel` is neither "rhs" nor "lhs". The returned function raises it if
         operands, dimension numbers, other arguments or the state are invalid.
       CompositionError: by the returned function, for `MXScaling` without `emulate=True` on an
@@ -106,16 +107,16 @@ def dot_general(recipe: Any = None, *, kernel: str = "rhs") -> Callable[..., jax
       >>> y.dtype, float(y[0, 0])
       (dtype(bfloat16), 8.0)
     """
-    recipe = as_scaling(recipe)
+    scaling = as_scaling(scaling)
     if kernel not in _SIDES:
         raise JaxmpError(
             f"kernel={kernel!r} must be 'rhs' or 'lhs'; for example fp8.dot_general(kernel='rhs')."
         )
-    return _maker(recipe, kernel)
+    return _maker(scaling, kernel)
 
 
 @functools.lru_cache(maxsize=256)
-def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
+def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
     def fp8_dot_general(
         lhs: jax.Array,
         rhs: jax.Array,
@@ -129,9 +130,9 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
         lhs, rhs = (
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
-        _check_call(recipe, precision, out_sharding, state)
+        _check_call(scaling, precision, out_sharding, state)
         call = _Call(
-            recipe,
+            scaling,
             make_dims(lhs, rhs, dimension_numbers),
             _SIDES[kernel],
             (lhs.dtype, rhs.dtype),
@@ -147,7 +148,7 @@ def _maker(recipe: Scaling, kernel: str) -> Callable[..., jax.Array]:
     return fp8_dot_general
 
 
-def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) -> None:
+def _check_call(scaling: Scaling, precision: Any, out_sharding: Any, state: Any) -> None:
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if not all(item is None or isinstance(item, _PRECISIONS) for item in precisions):
         raise JaxmpError(
@@ -160,20 +161,21 @@ def _check_call(recipe: Scaling, precision: Any, out_sharding: Any, state: Any) 
             f"out_sharding={out_sharding!r} is not supported in FP8. Leave it out, and constrain "
             "the result: jax.lax.with_sharding_constraint(y, sharding)."
         )
-    if isinstance(recipe, DelayedScaling):
+    if isinstance(scaling, DelayedScaling):
         if state is None:
             raise JaxmpError(
                 "DelayedScaling needs its state: product(lhs, rhs, dimension_numbers, "
-                "state=state), where state = fp8.init_state(recipe) before the first step and "
+                "state=state), where state = fp8.init_state(scaling) before the first step and "
                 "its own gradient afterwards. Without a state use fp8.CurrentScaling()."
             )
-        check_state(recipe, state)
+        check_state(scaling, state)
     elif state is not None:
         raise JaxmpError(
-            f"{type(recipe).__name__} has no state: leave `state` out, or use fp8.DelayedScaling()."
+            f"{type(scaling).__name__} has no state. Leave `state` out, or use "
+            "fp8.DelayedScaling()."
         )
-    if isinstance(recipe, MXScaling):
-        check_device(recipe)
+    if isinstance(scaling, MXScaling):
+        check_device(scaling)
 
 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
@@ -199,10 +201,10 @@ def _operand(
 ) -> Operand | MXOperand:
     """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
     dtype = call.format(gemm, role)
-    if isinstance(call.recipe, MXScaling) and dtype is not None:
-        return MX_QUANTIZED[role](x, recipe=call.recipe, dtype=dtype, dims=dims, side=side)
+    if isinstance(call.scaling, MXScaling) and dtype is not None:
+        return MX_QUANTIZED[role](x, scaling=call.scaling, dtype=dtype, dims=dims, side=side)
     return quantized(
-        call.recipe,
+        call.scaling,
         dtype,
         x,
         axes=dims.contract[side],
@@ -236,9 +238,9 @@ def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
         narrow = all(each == jnp.bfloat16 for each in call.dtypes)
         wide = jnp.bfloat16 if narrow else FLOAT64 if FLOAT64 in call.dtypes else FLOAT32
-        native = is_native(call.recipe)
+        native = is_native(call.scaling)
         return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
-    accurate = gemm not in call.recipe.fast_accumulation
+    accurate = gemm not in call.scaling.fast_accumulation
     return multiply(lhs, rhs, dims, dtype, precision=call.precision, accurate=accurate)
 
 
@@ -246,10 +248,10 @@ def _first(
     call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, state: Any
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
-    if state is None or not isinstance(call.recipe, DelayedScaling):
+    if state is None or not isinstance(call.scaling, DelayedScaling):
         seen = None, None
         return _operand(call, gemm, role, x, dims, side, seen), seen
-    return observed(call.recipe, call.format(gemm, role), x, of_operand(state, role), role)
+    return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -277,7 +279,7 @@ def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
 def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
     # First-order reverse mode never passes tangents through this function or the backward pass. A
     # tangent implies a second derivative, which raises an error.
-    lhs, rhs = _differentiated_once(type(call.recipe).__name__, lhs, rhs)
+    lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
     before = _before(state)
     operands, seen = _operands(call, lhs, rhs, before)
     saved = []
@@ -306,12 +308,12 @@ def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
     """Checks if two dots can share the quantized `role`, although they contract different axes."""
     if call.format(gemm, role) != call.format(other, role):
         return False
-    return call.format(gemm, role) is None or call.recipe.kind in ("current", "delayed")
+    return call.format(gemm, role) is None or call.scaling.kind in ("current", "delayed")
 
 
 def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
     saved, seen, before, state_leaf = residuals
-    (gradient,) = _differentiated_once(type(call.recipe).__name__, gradient)
+    (gradient,) = _differentiated_once(type(call.scaling).__name__, gradient)
     results: list[Any] = []
     operand: Any = None
     of_gradient: Any = None
@@ -330,26 +332,26 @@ def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any,
         lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
         results.append(jnp.transpose(product, order))
-    if not isinstance(call.recipe, DelayedScaling) or before is None:
+    if not isinstance(call.scaling, DelayedScaling) or before is None:
         return results[0], results[1], None
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )
-    return results[0], results[1], next_state(call.recipe, before, by_role, state_leaf)
+    return results[0], results[1], next_state(call.scaling, before, by_role, state_leaf)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_once(recipe: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    del recipe
+def _differentiated_once(scaling: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    del scaling
     return arrays
 
 
 @_differentiated_once.defjvp
-def _refuse(recipe: str, primals: Any, tangents: Any) -> Any:
+def _refuse(scaling: str, primals: Any, tangents: Any) -> Any:
     """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
     del primals, tangents
     raise CompositionError(
-        f"fp8.dot_general ({recipe}) has no second derivative: what quantises "
+        f"fp8.dot_general ({scaling}) has no second derivative: what quantises "
         "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
         'a policy without matmul = "fp8", such as the recipe "bf16".'
     )

@@ -11,17 +11,18 @@ from jax import lax
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._quantize import as_floats
+from jaxmp.fp8._scaling import ScalingLike
 
 # Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
 # for private use, because the labels of an equation are letters.
 _ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
 
 
-def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
+def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
     """Creates a replacement of a two-operand `jnp.einsum` that quantizes its operands to FP8.
 
     Args:
-      recipe: FP8 scaling, as in `fp8.dot_general`.
+      scaling: FP8 scaling, as in `fp8.dot_general`.
 
     Returns:
       `product(equation, x, kernel, precision=None, preferred_element_type=None, *,
@@ -29,7 +30,7 @@ def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
       appear in the other operand or in the result, and at most once in each operand.
 
     Raises:
-      RecipeError: if `recipe` is not an FP8 scaling.
+      RecipeError: if `scaling` is not an FP8 scaling.
       JaxmpError: by the returned function, if a single dot cannot compute the equation, or as in
         `dot_general`.
 
@@ -38,7 +39,7 @@ def einsum(recipe: Any = None) -> Callable[..., jax.Array]:
       >>> einsum("current")("btd,dnh->bnth", x, w).shape
       (2, 4, 8, 32)
     """
-    product = dot_general(recipe)
+    product = dot_general(scaling)
 
     def fp8_einsum(
         equation: str,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._scaling import MX_BLOCK, Scaling, as_scaling
+from jaxmp.fp8._scaling import MX_BLOCK, Scaling, ScalingLike, as_scaling
 
 # cuBLAS requires the rows of FP8 operands to be multiples of 16 bytes (cuBLASLt, "Narrow precision
 # data types usage"). XLA would pad other sizes, in a copy of the operand.
 MULTIPLE = 16
 
 
-def explain_exclusion(k: int, n: int, recipe: Any = None, target: str = "cpu") -> str:
+def explain_exclusion(k: int, n: int, scaling: ScalingLike = None, target: str = "cpu") -> str:
     """Returns the reason why a linear layer does not run in FP8, or "" if it does.
 
     K and N must be multiples of 16, or with `MXScaling` of its block size 32. On an accelerator, a
@@ -27,14 +25,14 @@ def explain_exclusion(k: int, n: int, recipe: Any = None, target: str = "cpu") -
     Args:
       k: K, the contracted size of the forward dot: the input features of the layer.
       n: N, the output features of the layer.
-      recipe: a scaling of `jaxmp.fp8`, its name, or None for `CurrentScaling()`.
+      scaling: a scaling of `jaxmp.fp8`, its name, or None for `CurrentScaling()`.
       target: "cpu", where widths do not matter, "gpu" or "tpu".
 
     Returns:
       A clause such as "N = 10 is no multiple of 16", or "".
 
     Raises:
-      RecipeError: if `recipe` is not an FP8 scaling.
+      RecipeError: if `scaling` is not an FP8 scaling.
       JaxmpError: if a size is not a positive integer.
 
     Example:
@@ -43,22 +41,22 @@ def explain_exclusion(k: int, n: int, recipe: Any = None, target: str = "cpu") -
       >>> explain_exclusion(1024, 1024), explain_exclusion(1024, 1024, target="gpu")
       ('', 'K = 1024 <= 4096 and N = 1024 <= 1024: too narrow to gain')
     """
-    recipe = as_scaling(recipe)
+    scaling = as_scaling(scaling)
     for name, size in (("k", k), ("n", n)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise JaxmpError(f"{name}={size!r} must be a positive integer; for example 4096.")
-    multiple = MX_BLOCK if recipe.kind == "mx" else MULTIPLE
+    multiple = MX_BLOCK if scaling.kind == "mx" else MULTIPLE
     odd = [f"{name} = {size}" for name, size in (("K", k), ("N", n)) if size % multiple]
     if odd:
         return f"{' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} no multiple of {multiple}"
-    return "" if target == "cpu" else _too_narrow(k, n, recipe)
+    return "" if target == "cpu" else _too_narrow(k, n, scaling)
 
 
-def _too_narrow(k: int, n: int, recipe: Scaling) -> str:
-    if isinstance(recipe.min_width, int):
-        narrow = min(k, n) < recipe.min_width
-        return f"K = {k} or N = {n} is below min_width = {recipe.min_width}" if narrow else ""
-    limits = _ROWWISE if recipe.kind in ("rowwise", "mx") else _PER_TENSOR
+def _too_narrow(k: int, n: int, scaling: Scaling) -> str:
+    if isinstance(scaling.min_width, int):
+        narrow = min(k, n) < scaling.min_width
+        return f"K = {k} or N = {n} is below min_width = {scaling.min_width}" if narrow else ""
+    limits = _ROWWISE if scaling.kind in ("rowwise", "mx") else _PER_TENSOR
     for most_k, most_n in limits:
         if (most_k is None or k <= most_k) and (most_n is None or n <= most_n):
             of_k = [f"K = {k} <= {most_k}"] if most_k else []

@@ -36,14 +36,14 @@ class MXOperand(NamedTuple):
     exponents: jax.Array
 
 
-def check_device(recipe: MXScaling) -> None:
+def check_device(scaling: MXScaling) -> None:
     """Raises on accelerators without MX matmuls, unless the scaling sets `emulate=True`.
 
     Raises:
       CompositionError: with the GPU's compute capability, or the type of the device.
     """
     target = _compat.target()
-    if recipe.emulate or target == "cpu":
+    if scaling.emulate or target == "cpu":
         return
     capability = _compat.target_capability() if target == "gpu" else None
     if target == "gpu" and (capability is None or capability >= (10, 0)):
@@ -58,9 +58,9 @@ def check_device(recipe: MXScaling) -> None:
     )
 
 
-def is_native(recipe: Scaling) -> bool:
+def is_native(scaling: Scaling) -> bool:
     """Returns True if the GPU's MX matmul is used. Assumes that `check_device` has passed."""
-    return not recipe.emulate and _compat.target() == "gpu"
+    return not scaling.emulate and _compat.target() == "gpu"
 
 
 # ---------------------------------------------------------------------------
@@ -89,11 +89,11 @@ def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> j
     return jnp.transpose(moved, tuple(int(axis) for axis in np.argsort(order)))
 
 
-def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
+def mx_quantized(x: jax.Array, scaling: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
     """Quantizes operand `side` of a dot in blocks along its contracted axes."""
     rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
     blocks = rows.reshape(*rows.shape[:2], rows.shape[2] // MX_BLOCK, MX_BLOCK)
-    exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), recipe, dtype)
+    exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), scaling, dtype)
     # Multiply by the reciprocal of the scale, which is also a power of two: scales of finite blocks
     # are between 2**-126 and 2**120.
     scaled = blocks * jnp.broadcast_to(_power(2 * _BIAS - exponents)[..., None], blocks.shape)
@@ -105,14 +105,14 @@ def mx_quantized(x: jax.Array, recipe: MXScaling, dtype: Any, dims: Dims, side: 
     )
 
 
-MX_QUANTIZED = jitted_by_role(mx_quantized, "recipe", "dtype", "dims", "side")
+MX_QUANTIZED = jitted_by_role(mx_quantized, "scaling", "dtype", "dims", "side")
 
 
-def _exponents(amax: jax.Array, recipe: MXScaling, dtype: Any) -> jax.Array:
+def _exponents(amax: jax.Array, scaling: MXScaling, dtype: Any) -> jax.Array:
     """Returns the biased int32 exponents of the scales for blocks with the maxima `amax`."""
     limit = int(np.asarray(jnp.finfo(dtype).max, np.float32).view(np.int32))
     bits = lax.bitcast_convert_type(amax, jnp.int32)
-    if recipe.rounding == "up":
+    if scaling.rounding == "up":
         # A mantissa above that of the format's largest value carries into the exponent. This uses
         # integers, because XLA may replace a division by a product with a rounded reciprocal.
         bits = bits + np.int32(_MANTISSA - (limit & _MANTISSA))

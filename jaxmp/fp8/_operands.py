@@ -88,7 +88,7 @@ def _quantize(
     x: jax.Array,
     in_force: jax.Array | None,
     measured: jax.Array | None,
-    recipe: Scaling,
+    scaling: Scaling,
     dtype: Any,
     axes: tuple[int, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +98,7 @@ def _quantize(
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
-    scale = compute_scale(in_force, dtype, recipe.margin, recipe.power_of_two)
+    scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
     # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
     factor = lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
     # A non-finite amax makes the factor NaN at no cost. Checking each element would require a
@@ -107,36 +107,36 @@ def _quantize(
     return saturate(x, scale, dtype), lax.select(lax.is_finite(measured), factor, poison)
 
 
-_QUANTIZE = jitted_by_role(_quantize, "recipe", "dtype", "axes")
+_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
-def _observe(x: jax.Array, state: OperandState, recipe: DelayedScaling) -> Seen:
+def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
     measured = _state_amax(0)(x, state.age)
     # Inside `shard_map`, the maximum over the devices that share the state.
     axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
     if axes:
         measured = _compat.largest(measured, tuple(sorted(axes, key=str)))
-    return amax_in_force(recipe, state, measured), measured
+    return amax_in_force(scaling, state, measured), measured
 
 
 def _observe_and_quantize(
-    x: jax.Array, state: OperandState, recipe: DelayedScaling, dtype: Any
+    x: jax.Array, state: OperandState, scaling: DelayedScaling, dtype: Any
 ) -> tuple[tuple[jax.Array, jax.Array], Seen]:
-    seen = _observe(x, state, recipe)
-    return _quantize(x, *seen, recipe, dtype, None), seen
+    seen = _observe(x, state, scaling)
+    return _quantize(x, *seen, scaling, dtype, None), seen
 
 
-_OBSERVE = jax.jit(_observe, static_argnames="recipe")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "recipe", "dtype")
+_OBSERVE = jax.jit(_observe, static_argnames="scaling")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
 
 
 def observed(
-    recipe: DelayedScaling, dtype: Any, x: jax.Array, state: OperandState, role: str
+    scaling: DelayedScaling, dtype: Any, x: jax.Array, state: OperandState, role: str
 ) -> tuple[Operand, Seen]:
     """Quantizes an operand with a scale from the state of delayed scaling.
 
     Args:
-      recipe: the scaling.
+      scaling: the scaling.
       dtype: the FP8 format; None: this dot does not use FP8, and `x` is returned unchanged.
       x: high-precision operand of any shape.
       state: the operand's state before this step.
@@ -146,13 +146,13 @@ def observed(
       The operand, and its active and measured amax, which other dots and the next state reuse.
     """
     if dtype is None:
-        return Operand(x, None), _OBSERVE(x, state, recipe)
-    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, recipe=recipe, dtype=dtype)
+        return Operand(x, None), _OBSERVE(x, state, scaling)
+    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
     return Operand(*arrays), seen
 
 
 def quantized(
-    recipe: Scaling,
+    scaling: Scaling,
     dtype: Any,
     x: jax.Array,
     *,
@@ -163,7 +163,7 @@ def quantized(
     """Quantizes an operand for one dot.
 
     Args:
-      recipe: the scaling.
+      scaling: the scaling.
       dtype: the FP8 format; None: this dot does not use FP8.
       x: high-precision operand of any shape.
       axes: axes that the dot contracts.
@@ -172,8 +172,8 @@ def quantized(
     """
     if dtype is None:
         return Operand(x, None)
-    along = axes if isinstance(recipe, RowwiseScaling) else None
-    return Operand(*_QUANTIZE[role](x, *seen, recipe=recipe, dtype=dtype, axes=along))
+    along = axes if isinstance(scaling, RowwiseScaling) else None
+    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
 
 
 def multiply(

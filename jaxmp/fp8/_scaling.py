@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 
@@ -76,34 +76,34 @@ class Scaling:
         return None if names == HIGH else (canonical_dtype(names[0]), canonical_dtype(names[1]))
 
 
-def _bad(recipe: Scaling, name: str, allowed: str, example: str) -> RecipeError:
-    kind = type(recipe).__name__
+def _bad(scaling: Scaling, name: str, allowed: str, example: str) -> RecipeError:
+    kind = type(scaling).__name__
     return RecipeError(
-        f"{kind}({name}={getattr(recipe, name)!r}): {name} must be {allowed}; for example "
+        f"{kind}({name}={getattr(scaling, name)!r}): {name} must be {allowed}; for example "
         f"{kind}({name}={example})."
     )
 
 
-def check_count(recipe: Scaling, name: str, low: int, high: int) -> None:
+def check_count(scaling: Scaling, name: str, low: int, high: int) -> None:
     """Checks that a setting is an integer from `low` to `high`.
 
     Raises:
       RecipeError: with the scaling, the setting and its range.
     """
-    value = getattr(recipe, name)
+    value = getattr(scaling, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _bad(recipe, name, f"an integer from {low} to {high}", str(min(max(low, 1), high)))
+        raise _bad(scaling, name, f"an integer from {low} to {high}", str(min(max(low, 1), high)))
 
 
-def _formats(recipe: Scaling, gemm: str) -> Any:
+def _formats(scaling: Scaling, gemm: str) -> Any:
     """Returns the formats of a dot as short names such as `("e4m3fn", "e5m2")`, or `HIGH`."""
-    setting = getattr(recipe, gemm)
+    setting = getattr(scaling, gemm)
     operands = " and ".join(GEMMS[gemm])
     allowed = (
         f"the formats of {operands}, of 'e4m3fn' and 'e5m2', not both 'e5m2' (cuBLAS has no such "
         f"product), or {HIGH!r}"
     )
-    error = _bad(recipe, gemm, allowed, "('e4m3fn', 'e4m3fn')")
+    error = _bad(scaling, gemm, allowed, "('e4m3fn', 'e4m3fn')")
     if isinstance(setting, str) and setting == HIGH:
         return HIGH
     pair = (
@@ -124,11 +124,11 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _gemm_names(recipe: Scaling, name: str) -> tuple[str, ...]:
-    setting = getattr(recipe, name)
+def _gemm_names(scaling: Scaling, name: str) -> tuple[str, ...]:
+    setting = getattr(scaling, name)
     names = (setting,) if isinstance(setting, str) else setting
     if not isinstance(names, (tuple, list)) or any(item not in tuple(GEMMS) for item in names):
-        raise _bad(recipe, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
+        raise _bad(scaling, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
     return tuple(gemm for gemm in GEMMS if gemm in names)
 
 
@@ -218,7 +218,7 @@ class RowwiseScaling(Scaling):
 
     Input, kernel and output gradient are quantized twice, once for each direction in which they are
     contracted, from the same high-precision tensor. Formats and powers of two are those of
-    torchao's "rowwise" recipe: E4M3 throughout.
+    torchao's "rowwise" scaling: E4M3 throughout.
 
     Args:
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
@@ -289,32 +289,36 @@ KINDS: dict[str, type[Scaling]] = {
 }
 
 
-def as_scaling(recipe: Any) -> Scaling:
+# A scaling, its name, or None for the default.
+ScalingLike: TypeAlias = Scaling | str | None
+
+
+def as_scaling(scaling: ScalingLike) -> Scaling:
     """Converts the name of an FP8 scaling to the scaling; a scaling is returned unchanged.
 
     Args:
-      recipe: a scaling; "current", "delayed", "rowwise" or "mx"; None: the default,
+      scaling: a scaling; "current", "delayed", "rowwise" or "mx"; None: the default,
         `CurrentScaling()`.
 
     Raises:
-      RecipeError: if `recipe` is not a scaling; the message quotes it.
+      RecipeError: if `scaling` is not a scaling; the message quotes it.
 
     Example:
       >>> as_scaling("delayed") == DelayedScaling()
       True
     """
-    if recipe is None:
+    if scaling is None:
         return CurrentScaling()
-    if type(recipe) in KINDS.values():
-        return recipe
-    if isinstance(recipe, str) and recipe in KINDS:
-        return KINDS[recipe]()
-    hint = did_you_mean(recipe, KINDS) if isinstance(recipe, str) else ""
-    if isinstance(recipe, type) and recipe in KINDS.values():
-        hint = f" Make an instance: fp8.{recipe.__name__}()."
+    if isinstance(scaling, Scaling) and type(scaling) in KINDS.values():
+        return scaling
+    if isinstance(scaling, str) and scaling in KINDS:
+        return KINDS[scaling]()
+    hint = did_you_mean(scaling, KINDS) if isinstance(scaling, str) else ""
+    if isinstance(scaling, type) and scaling in KINDS.values():
+        hint = f" Make an instance: fp8.{scaling.__name__}()."
     raise RecipeError(
-        f"{recipe!r} is no FP8 recipe.{hint} Allowed: {', '.join(map(repr, KINDS))}, or an object "
-        "such as fp8.CurrentScaling()."
+        f"{scaling!r} is not an FP8 scaling.{hint} Allowed: {', '.join(map(repr, KINDS))}, or an "
+        "object such as fp8.CurrentScaling()."
     )
 
 

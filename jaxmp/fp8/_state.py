@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._trees import leaves_with_path
-from jaxmp.errors import JaxmpError, MissingDependencyError, missing_dependency
+from jaxmp._core._typing import PyTree
+from jaxmp.errors import CompositionError, JaxmpError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
-from jaxmp.fp8._scaling import DelayedScaling, as_scaling
+from jaxmp.fp8._scaling import DelayedScaling, ScalingLike, as_scaling
 
 State = dict[str, jax.Array]
 
@@ -35,7 +34,7 @@ PREFIX = "fp8_"
 NAMES = (AGE, USES, *(f"{x}_{leaf}" for x in OPERANDS for leaf in ("amax", "amax_history")))
 
 
-def init_state(recipe: Any = "delayed") -> State:
+def init_state(scaling: ScalingLike = "delayed") -> State:
     """Returns the state of one linear layer before its first step.
 
     For each operand X of "input", "kernel" and "output_grad", the state has `X_amax`, a scalar: the
@@ -45,7 +44,7 @@ def init_state(recipe: Any = "delayed") -> State:
     layer ran in the last step if JAX summed the gradients of all runs.
 
     Args:
-      recipe: a `DelayedScaling`, or "delayed".
+      scaling: a `DelayedScaling`, or "delayed".
 
     Returns:
       A dict of float32 arrays.
@@ -57,26 +56,31 @@ def init_state(recipe: Any = "delayed") -> State:
       >>> {name: leaf.shape for name, leaf in init_state().items() if "input" in name}
       {'input_amax': (), 'input_amax_history': (1024,)}
     """
-    recipe = as_scaling(recipe)
-    if not isinstance(recipe, DelayedScaling):
-        raise JaxmpError(
-            f"{type(recipe).__name__} has no state; only fp8.DelayedScaling has: leave `state` out."
-        )
+    scaling = _as_delayed(scaling)
     state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
     for operand in OPERANDS:
         state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
-        state[f"{operand}_amax_history"] = jnp.zeros((recipe.amax_history_len,), FLOAT32)
+        state[f"{operand}_amax_history"] = jnp.zeros((scaling.amax_history_len,), FLOAT32)
     return state
 
 
-def check_state(recipe: DelayedScaling, state: Any) -> None:
-    """Checks that a state has the keys, shapes and dtypes of `init_state(recipe)`.
+def _as_delayed(scaling: ScalingLike) -> DelayedScaling:
+    scaling = as_scaling(scaling)
+    if isinstance(scaling, DelayedScaling):
+        return scaling
+    raise JaxmpError(
+        f"{type(scaling).__name__} has no state. Leave `state` out, or use fp8.DelayedScaling()."
+    )
+
+
+def check_state(scaling: DelayedScaling, state: Any) -> None:
+    """Checks that a state has the keys, shapes and dtypes of `init_state(scaling)`.
 
     Raises:
       JaxmpError: with the keys, or the first leaf that differs.
     """
-    expected = _shapes(recipe)
-    fix = "Make it with fp8.init_state(recipe)."
+    expected = _shapes(scaling)
+    fix = "Make it with fp8.init_state(scaling)."
     if not isinstance(state, Mapping) or set(state) != set(expected):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
@@ -89,15 +93,15 @@ def check_state(recipe: DelayedScaling, state: Any) -> None:
         if leaf.shape != shape or not (leaf.dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
                 f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; with "
-                f"amax_history_len={recipe.amax_history_len} it must have shape {shape} and "
+                f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and "
                 f"dtype float32. {fix}"
             )
 
 
 @functools.cache
-def _shapes(recipe: DelayedScaling) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of `init_state(recipe)`; cached, because every layer reads them."""
-    state = jax.eval_shape(lambda: init_state(recipe))
+def _shapes(scaling: DelayedScaling) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of `init_state(scaling)`; cached, because every layer reads them."""
+    state = jax.eval_shape(lambda: init_state(scaling))
     return {name: leaf.shape for name, leaf in state.items()}
 
 
@@ -114,7 +118,7 @@ def _is_max(leaf: Any) -> bool:
     return getattr(leaf.dtype, "name", "") == _MAX
 
 
-def to_fm32(state: Any) -> Any:
+def to_fm32(state: PyTree) -> PyTree:
     """Converts a state to a dtype whose gradients JAX combines by max instead of summing them.
 
     A layer that runs twice, or in each iteration of a `lax.scan`, has one gradient per use, and JAX
@@ -141,11 +145,15 @@ def to_fm32(state: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fm32), state)
 
 
-def to_float32(state: Any) -> Any:
+def to_float32(state: PyTree) -> PyTree:
     """Converts `fm32` leaves back to float32 and returns all other leaves unchanged.
 
+    A function that computes with the state itself, or passes it to a function mapped by
+    `shard_map(..., check_vma=False)`, must convert it first. JAX then sums the gradients of several
+    uses of a layer.
+
     Raises:
-      TypeError: inside `shard_map(..., check_vma=False)`, where JAX would reduce `fm32` over
+      CompositionError: inside `shard_map(..., check_vma=False)`, where JAX would reduce `fm32` over
         devices, which it cannot lower.
     """
 
@@ -153,115 +161,37 @@ def to_float32(state: Any) -> Any:
         if not (hasattr(leaf, "dtype") and _is_max(leaf)):
             return leaf
         _check_reducible(leaf)
-        return lax.convert_element_type(leaf, FLOAT32)
+        return _convert_to_float32(leaf)
 
     return jax.tree.map(convert, state)
 
 
+# JAX cannot transpose the conversion (jax 0.12), so that the gradient has its own rule.
+@jax.custom_vjp
+def _convert_to_float32(leaf: jax.Array) -> jax.Array:
+    return lax.convert_element_type(leaf, FLOAT32)
+
+
+_convert_to_float32.defvjp(
+    lambda leaf: (_convert_to_float32(leaf), None), lambda _, cotangent: (to_fm32(cotangent),)
+)
+
+
 def _check_reducible(leaf: Any) -> None:
-    if _is_max(leaf) and _is_unchecked():
-        raise TypeError(f"shard_map(..., check_vma=False) does not reduce {_MAX}")
+    if _is_max(leaf) and is_in_unchecked_shard_map():
+        raise CompositionError(
+            "DelayedScaling: the state of an FP8 layer is read inside shard_map(..., "
+            "check_vma=False), where JAX cannot combine states over devices by max. Use "
+            "check_vma=True, or take gradients inside of the mapped function. To sum the amaxes "
+            "over devices instead, convert the state in front of the mapped function: "
+            "mapped(jaxmp.fp8.to_float32(variables), x)."
+        )
 
 
-def _is_unchecked() -> bool:
+def is_in_unchecked_shard_map() -> bool:
     """Returns True while tracing inside `shard_map(..., check_vma=False)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(manual) and not _compat.varying_axes(lax.axis_index(manual[0]))
-
-
-# ---------------------------------------------------------------------------
-# The states of many layers
-# ---------------------------------------------------------------------------
-
-
-def layer_states(tree: Any) -> list[dict[str, int]]:
-    """Locates the FP8 states of layers in `jax.tree.leaves(tree)`.
-
-    States among the other variables of a layer have prefixed leaf names.
-
-    Returns:
-      For each state, a dict from leaf name (without prefix) to index.
-    """
-    locations: dict[Any, dict[str, int]] = {}
-    for index, (path, _) in enumerate(leaves_with_path(tree)):
-        if path:
-            prefix = PREFIX if path[-1].startswith(PREFIX) else ""
-            location = locations.setdefault((path[:-1], prefix), {})
-            location[path[-1].removeprefix(prefix)] = index
-    return [
-        {name: location[name] for name in NAMES}
-        for location in locations.values()
-        if location.keys() >= _SET
-    ]
-
-
-_SET = frozenset(NAMES)
-
-
-def combined_by_max(tree: Any) -> Any:
-    """Applies `to_fm32` to the layer states in a collection, where JAX supports `fm32`.
-
-    States are not converted outside of a trace, where JAX cannot add `fm32` arrays, inside
-    `shard_map(..., check_vma=False)`, or without Flax.
-
-    Returns:
-      A tree of the same structure; `tree` itself if nothing was converted.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    states = layer_states(tree)
-    indices = [index for state in states for index in state.values()]
-    arrays = [leaves[index] for index in indices]
-    if not all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays):
-        return tree
-    if not arrays or _is_unchecked():
-        return tree
-    try:
-        converted = to_fm32(arrays)
-    except MissingDependencyError:
-        return tree
-    for index, leaf in zip(indices, converted, strict=True):
-        leaves[index] = leaf
-    return structure.unflatten(leaves)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Returns True if `error` means that JAX does not support an operation on `fm32`."""
-    return _MAX in str(error)
-
-
-def kept_where_unused(new: Any, old: Any) -> Any:
-    """Replaces the gradients of layers that did not run by their old states.
-
-    Args:
-      new: gradient of a collection, in float32 or `fm32`. A layer whose `uses` is not positive did
-        not run; its gradient is JAX's zero, which is -inf in `fm32`.
-      old: the collection before the step.
-    """
-    leaves, structure = jax.tree.flatten(new)
-    before = jax.tree.leaves(old)
-    for indices in layer_states(new):
-        selected = _kept_where_unused(
-            *({n: t[i] for n, i in indices.items()} for t in (leaves, before))
-        )
-        for name, index in indices.items():
-            leaves[index] = selected[name]
-    return structure.unflatten(leaves)
-
-
-@jax.jit
-def _kept_where_unused(new: State, old: State) -> State:
-    new = to_float32(new)
-    used = new[USES] > np.float32(0)
-
-    def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
-        # If layers are stacked on an axis other than the first, all or none count as used.
-        mask = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
-        mask = jnp.broadcast_to(
-            mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim)), leaf.shape
-        )
-        return lax.select(mask, leaf, before)
-
-    return {name: select(leaf, old[name]) for name, leaf in new.items()}
 
 
 # ---------------------------------------------------------------------------
@@ -276,7 +206,7 @@ def before_step(state: Mapping[str, Any]) -> State:
     """Returns `settled(state)` for a state in float32 or `fm32`.
 
     Raises:
-      TypeError: as in `to_float32`.
+      CompositionError: as in `to_float32`.
     """
     _check_reducible(state[AGE])
     return settled(state)
@@ -315,11 +245,11 @@ def of_operand(state: Mapping[str, Any], operand: str) -> OperandState:
     return OperandState(state[AGE], state[f"{operand}_amax"], state[f"{operand}_amax_history"])
 
 
-def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Array) -> jax.Array:
+def amax_in_force(scaling: DelayedScaling, state: OperandState, measured: jax.Array) -> jax.Array:
     """Returns the active amax, from which the scale of this step is computed.
 
     Args:
-      recipe: the scaling.
+      scaling: the scaling.
       state: the operand's state before the step.
       measured: amax of the tensor in this step, which is used if there is no earlier one.
 
@@ -327,16 +257,16 @@ def amax_in_force(recipe: DelayedScaling, state: OperandState, measured: jax.Arr
       A float32 scalar.
     """
     stored, history = state.amax, state.amax_history
-    recent = jnp.max(history) if recipe.amax_compute == "max" else history[0]
-    due = (state.age >= np.float32(recipe.interval)) | (stored == np.float32(0))
+    recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
+    due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
     known = lax.select(due, recent, stored)
     # Select instead of branching: every step measures the amax for the history anyway, and on a GPU
     # one branch per tensor would cost more than waiting for the amax.
-    return lax.select(known > np.float32(0), known, measured) if recipe.calibrate else known
+    return lax.select(known > np.float32(0), known, measured) if scaling.calibrate else known
 
 
 def next_state(
-    recipe: DelayedScaling,
+    scaling: DelayedScaling,
     state: Mapping[str, Any],
     seen: Mapping[str, tuple[jax.Array, jax.Array]],
     like: jax.Array,
@@ -344,7 +274,7 @@ def next_state(
     """Returns the state after a step.
 
     Args:
-      recipe: the scaling.
+      scaling: the scaling.
       state: the state before the step, in float32.
       seen: for each operand, the active amax and the amax measured in this step.
       like: a leaf of the state that the caller passed.
@@ -353,15 +283,15 @@ def next_state(
       The next state, in the dtype of `like`. It contains no non-finite amax.
     """
     histories = {operand: state[f"{operand}_amax_history"] for operand in OPERANDS}
-    return _next_state(recipe, state[AGE], histories, seen, like)
+    return _next_state(scaling, state[AGE], histories, seen, like)
 
 
-@functools.partial(jax.jit, static_argnames="recipe")
+@functools.partial(jax.jit, static_argnames="scaling")
 def _next_state(
-    recipe: DelayedScaling, age: jax.Array, histories: State, seen: Any, like: jax.Array
+    scaling: DelayedScaling, age: jax.Array, histories: State, seen: Any, like: jax.Array
 ) -> State:
     one = np.float32(1)
-    new = {AGE: lax.select(age >= np.float32(recipe.interval), lax.full_like(age, 1), age + one)}
+    new = {AGE: lax.select(age >= np.float32(scaling.interval), lax.full_like(age, 1), age + one)}
     new[USES] = lax.full_like(age, 1)
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], histories[operand]
@@ -376,13 +306,13 @@ def _next_state(
 # ---------------------------------------------------------------------------
 
 
-def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
+def from_flax(collection: Mapping[str, Any], scaling: ScalingLike = None) -> State:
     """Converts the `_overwrite_with_gradient` collection of one of Flax's FP8 ops to a state.
 
     Args:
       collection: the collection of one `Fp8DirectDotGeneralOp` or `Fp8Einsum`: `X_scale` `(1,)` and
         `X_amax_history` `(length,)` for each operand X.
-      recipe: a `DelayedScaling` with that history length; None: one is created.
+      scaling: a `DelayedScaling` with that history length; None: one is created.
 
     Returns:
       A state with which the next step uses the same scales as Flax.
@@ -403,15 +333,15 @@ def from_flax(collection: Mapping[str, Any], recipe: Any = None) -> State:
             "['Fp8DirectDotGeneralOp_0']."
         )
     length = jnp.shape(collection["input_amax_history"])[-1]
-    recipe = DelayedScaling(amax_history_len=length) if recipe is None else as_scaling(recipe)
-    state = init_state(recipe)
+    scaling = _as_delayed(DelayedScaling(amax_history_len=length) if scaling is None else scaling)
+    state = init_state(scaling)
     for operand in OPERANDS:
         history = jnp.asarray(collection[f"{operand}_amax_history"], FLOAT32)
         state[f"{operand}_amax_history"] = _reordered(history)
-    check_state(recipe, state)
+    check_state(scaling, state)
     known = jnp.stack([jnp.max(state[f"{operand}_amax_history"]) for operand in OPERANDS])
     # Flax recomputes the scales at each step from the history, so they are due for an update.
-    state[AGE] = jnp.where(jnp.max(known) > np.float32(0), np.float32(recipe.interval), state[AGE])
+    state[AGE] = jnp.where(jnp.max(known) > np.float32(0), np.float32(scaling.interval), state[AGE])
     for operand, amax in zip(OPERANDS, known, strict=True):
         state[f"{operand}_amax"] = amax
     return state

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import (
@@ -217,9 +218,9 @@ def get_master_params(state: Any) -> Any:
         remainders are only half of the truth.
     """
     if hasattr(state, "params") and hasattr(state, "opt_state"):
-        params, overwritten = _trees.split_overwritten(state.params)
+        params, overwritten = _overwritten.split(state.params)
         full = _replace_by_masters(params, state.opt_state)
-        return _trees.join_overwritten(full, overwritten, state.params)
+        return _overwritten.join(full, overwritten, state.params)
     found = find(state, MasterParamsState)
     node = _the_only(found, "master parameters", _MAKE)
     _refuse_partial(node)

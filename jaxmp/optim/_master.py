@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxmp import _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
 from jaxmp._policies._rules import PolicyMap
@@ -244,8 +245,8 @@ def check_parameters(params: Any) -> None:
     Raises:
       CompositionError: saying what to give instead.
     """
-    name = _trees.OVERWRITE
-    if _trees.split_overwritten(params)[1] is not None:
+    name = _overwritten.OVERWRITE
+    if _overwritten.split(params)[1] is not None:
         raise CompositionError(
             f"The optimizer was given variables with the collection {name!r}, the state of FP8 "
             "scaling, which is no parameter: its gradient is its next value. Use "

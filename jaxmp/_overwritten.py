@@ -1,0 +1,208 @@
+"""State that its own gradient replaces: the amaxes of delayed FP8 scaling.
+
+The amax of an output gradient exists only in the backward pass. As in Flax, the state of FP8 layers
+is therefore in a collection `_overwrite_with_gradient` next to `params`. It is differentiated like
+parameters, and its "gradient" is its next value. Unlike gradients, such values are never unscaled,
+clipped or averaged: they are combined by max over microbatches, devices and uses of a layer.
+
+All handling of this collection is here; `jaxmp.fp8` defines the state of a single layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._trees import PARAMS, leaves_with_path
+from jaxmp._core._typing import PyTree
+from jaxmp.errors import JaxmpError, MissingDependencyError
+from jaxmp.fp8._state import (
+    NAMES,
+    PREFIX,
+    USES,
+    State,
+    is_in_unchecked_shard_map,
+    to_float32,
+    to_fm32,
+)
+
+# Flax's name of the collection.
+OVERWRITE = "_overwrite_with_gradient"
+
+
+# ---------------------------------------------------------------------------
+# Parameters and state
+# ---------------------------------------------------------------------------
+
+
+def split(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits a tree into parameters and overwritten state.
+
+    Args:
+      tree: parameters or gradients. A dict with `params` and `_overwrite_with_gradient` at its top
+        has overwritten state; in any other tree, all leaves are parameters.
+
+    Returns:
+      `(parameters, state)`; the state is None if there is none.
+    """
+    if isinstance(tree, Mapping) and OVERWRITE in tree and PARAMS in tree:
+        return tree[PARAMS], tree[OVERWRITE]
+    return tree, None
+
+
+def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
+    """Joins parameters and state that `split` returned; other collections come from `like`."""
+    if state is None:
+        return params
+    return type(like)({**like, PARAMS: params, OVERWRITE: state})
+
+
+def map_params(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Applies `fn` to the parameters of a tree, and keeps the state."""
+    params, state = split(tree)
+    return join(fn(params), state, tree)
+
+
+def map_leaves(
+    of_params: Callable[..., Any], of_state: Callable[..., Any], tree: PyTree, *rest: PyTree
+) -> PyTree:
+    """Maps the leaves of parameters with one function, and those of state with another."""
+    parts = [split(each) for each in (tree, *rest)]
+    params = jax.tree.map(of_params, *(params for params, _ in parts))
+    if parts[0][1] is None:
+        return params
+    return join(params, jax.tree.map(of_state, *(state for _, state in parts)), tree)
+
+
+# ---------------------------------------------------------------------------
+# Max-accumulation
+# ---------------------------------------------------------------------------
+
+
+def to_max_accumulated(tree: PyTree) -> PyTree:
+    """Converts the states of FP8 layers to `fm32`, in which JAX combines cotangents by max.
+
+    A layer that runs twice, or in each iteration of a scan, has one cotangent per use. In float32,
+    JAX would sum them.
+
+    Returns:
+      A tree of the same structure. States remain in float32 outside of a trace, where JAX cannot
+      add `fm32` arrays, inside `shard_map(..., check_vma=False)`, and if Flax is not installed.
+    """
+    params, collection = split(tree)
+    leaves, structure = jax.tree.flatten(collection)
+    indices = [index for state in _find_layer_states(collection) for index in state.values()]
+    arrays = [leaves[index] for index in indices]
+    traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
+    if not arrays or not traced or is_in_unchecked_shard_map():
+        return tree
+    try:
+        converted = to_fm32(arrays)
+    except MissingDependencyError:
+        return tree
+    for index, leaf in zip(indices, converted, strict=True):
+        leaves[index] = leaf
+    return join(params, structure.unflatten(leaves), tree)
+
+
+@contextlib.contextmanager
+def explain_fm32() -> Iterator[None]:
+    """Adds to the errors of a loss function what its author must know about the dtype `fm32`."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, JaxmpError):
+            error.add_note(
+                "The FP8 state that the loss receives has the dtype fm32 (fp8_meta32), which "
+                "supports only data movement and conversion. If the loss computes with the state "
+                "itself, convert it first: variables = jaxmp.fp8.to_float32(variables)."
+            )
+        raise
+
+
+def fill_lowest(leaf: jax.Array) -> jax.Array:
+    """Returns the initial value of a max-accumulation in the shape of a leaf."""
+    return jnp.full_like(leaf, -jnp.inf)
+
+
+def combine(total: jax.Array, new: jax.Array) -> jax.Array:
+    """Combines a leaf in float32 with that of another microbatch, in float32 or `fm32`."""
+    return jnp.maximum(total, to_float32(new))
+
+
+def combine_over_axes(leaf: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Combines a leaf in float32 or `fm32` over mapped axes."""
+    return lax.pmax(to_float32(leaf), axes)
+
+
+# ---------------------------------------------------------------------------
+# Layers that did not run
+# ---------------------------------------------------------------------------
+
+
+def keep_unused(grads: PyTree, before: PyTree) -> PyTree:
+    """Replaces the gradients of layers that did not run by their states before the step.
+
+    Args:
+      grads: gradients, with states in float32 or `fm32`. A layer whose `uses` is not positive did
+        not run; its gradient is JAX's zero, which is -inf in `fm32`.
+      before: the differentiated argument.
+    """
+    params, new = split(grads)
+    if new is None:
+        return grads
+    leaves, structure = jax.tree.flatten(new)
+    old_leaves = jax.tree.leaves(split(before)[1])
+    for indices in _find_layer_states(new):
+        new_state = {name: leaves[index] for name, index in indices.items()}
+        old_state = {name: old_leaves[index] for name, index in indices.items()}
+        for name, leaf in _keep_unused(new_state, old_state).items():
+            leaves[indices[name]] = leaf
+    return join(params, structure.unflatten(leaves), grads)
+
+
+# Jitted, so that all layers share one trace and, in StableHLO, one function.
+@jax.jit
+def _keep_unused(new: State, old: State) -> State:
+    new = to_float32(new)
+    used = new[USES] > np.float32(0)
+
+    def select(leaf: jax.Array, before: jax.Array) -> jax.Array:
+        # If layers are stacked on an axis other than the first, all or none count as used.
+        mask = used if leaf.shape[: used.ndim] == used.shape else jnp.any(used)
+        mask = mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+        return lax.select(jnp.broadcast_to(mask, leaf.shape), leaf, before)
+
+    return {name: select(leaf, old[name]) for name, leaf in new.items()}
+
+
+_LEAVES = frozenset(NAMES)
+
+
+def _find_layer_states(collection: PyTree) -> list[dict[str, int]]:
+    """Locates the FP8 states of layers in `jax.tree.leaves(collection)`.
+
+    States among the other variables of a layer have prefixed leaf names.
+
+    Returns:
+      For each state, a dict from leaf name (without prefix) to index.
+    """
+    locations: dict[Any, dict[str, int]] = {}
+    for index, (path, _) in enumerate(leaves_with_path(collection)):
+        if path:
+            prefix = PREFIX if path[-1].startswith(PREFIX) else ""
+            location = locations.setdefault((path[:-1], prefix), {})
+            location[path[-1].removeprefix(prefix)] = index
+    return [
+        {name: location[name] for name in NAMES}
+        for location in locations.values()
+        if location.keys() >= _LEAVES
+    ]
