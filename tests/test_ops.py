@@ -578,29 +578,29 @@ def show(capsys, monkeypatch):
 
 
 def test_show_counts_operations(show):
-    said = show("bf16").partition("Operations (autocast) ")[2]
+    text = show("bf16").partition("Operations (autocast) ")[2]
     for category, meaning in CATEGORIES.items():
         count = len(OpTable().names(category))
-        assert f"{category} {count} operations; {meaning}" in said
-    assert said.endswith("moved none: this is the default table")
+        assert f"{category} {count} operations; {meaning}" in text
+    assert text.endswith("changed none: this is the default table")
 
 
 @pytest.mark.parametrize("columns", [100, 60])
-def test_show_says_what_a_recipe_moves(show, write, columns):
+def test_show_prints_the_changes_of_a_recipe(show, write, columns):
     name = write('extends = "bf16"\n[ops]\nexp = "low"')
-    said = show(name, columns=columns).partition("Operations (autocast) ")[2]
-    assert f"exp low, moved from fp32: {OPS['exp'].reason}" in said
-    assert "low 4 operations;" in said and "default table" not in said
+    text = show(name, columns=columns).partition("Operations (autocast) ")[2]
+    assert f"exp low, changed from fp32: {OPS['exp'].reason}" in text
+    assert "low 4 operations;" in text and "default table" not in text
 
 
 @pytest.mark.parametrize("columns", [100, 60])
 def test_show_prints_the_whole_table(show, write, columns):
-    said = show(write('extends = "bf16"\n[ops]\nexp = "low"'), "--ops", columns=columns)
+    text = show(write('extends = "bf16"\n[ops]\nexp = "low"'), "--ops", columns=columns)
     for op in OpTable():
-        moved = "moved from fp32: " if op.name == "exp" else ""
-        assert f"{op.name} {moved}{op.reason}" in said
-    low, fp32 = said.index(f"low: {CATEGORIES['low']}"), said.index(f"fp32: {CATEGORIES['fp32']}")
-    assert low < said.index("exp moved from fp32") < fp32
+        changed = "changed from fp32: " if op.name == "exp" else ""
+        assert f"{op.name} {changed}{op.reason}" in text
+    low, fp32 = text.index(f"low: {CATEGORIES['low']}"), text.index(f"fp32: {CATEGORIES['fp32']}")
+    assert low < text.index("exp changed from fp32") < fp32
 
 
 def test_the_documents_describe_every_category():
