@@ -2,6 +2,7 @@
 #
 #   make demo                 train one model in four precisions; table and loss curves in demo_out/
 #   make test                 the fast tests; make test-slow the rest, make test-all both
+#   make test-versions        the fast tests that depend on the versions of JAX and Flax
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
 #   make lint                 ruff and pyright
@@ -16,8 +17,9 @@ EXTRA  ?=
 ARGS   ?=
 
 BIN    := $(VENV)/bin
-# A file's tests share models and compiled steps, so they stay with one worker.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# A worker starts with consecutive tests, which share models and compiled steps. At the end, idle
+# workers take over tests of the others.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 # One file per installed extra; made anew when pyproject.toml, this file or JAX changes.
 STAMP  := $(VENV)/jaxmp-with-jax-$(JAX)$(EXTRA:%=-%)
 PIN    := $(if $(filter latest,$(JAX)),jax,jax==$(JAX) jaxlib==$(JAX))
@@ -27,7 +29,7 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-.PHONY: env demo test test-slow test-all test-lowest lint format clean
+.PHONY: env demo test test-versions test-slow test-all test-lowest lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -38,6 +40,9 @@ env: $(STAMP)/dev
 
 test: $(STAMP)/dev
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-versions: $(STAMP)/dev
+	$(PYTEST) -m "versions and not slow" $(ARGS)
 
 test-slow: $(STAMP)/dev
 	$(PYTEST) -m slow $(ARGS)

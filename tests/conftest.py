@@ -47,6 +47,27 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("jaxmp")
 
 
+# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too.
+VERSION_SENSITIVE = {
+    # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
+    *("attention", "docs", "frame", "leaks", "ops"),
+    # The Flax adapters, which intercept modules and subclass layers.
+    *("boundary", "fp8_models", "fp8_nnx", "inputs", "linen", "linen_transforms", "masks"),
+    *("models", "nnx", "nnx_gradients", "nnx_policies", "share", "train_state"),
+    # Interpreters and readers of jaxprs, whose primitives change between versions.
+    *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
+    *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_steps", "hlo"),
+    # Mapped axes, custom derivatives and extended dtypes.
+    *("device", "fp8_dot_general", "fp8_state", "gradients", "losses", "optim"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem.removeprefix("test_") in VERSION_SENSITIVE:
+            item.add_marker("versions")
+
+
 def pytest_unconfigure():
     if CACHE is not None:
         shutil.rmtree(CACHE, ignore_errors=True)
