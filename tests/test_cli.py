@@ -112,10 +112,11 @@ def test_show_prints_all_that_a_recipe_says(run, monkeypatch, name, columns):
     for rule in recipe.policies.rules:
         # A long path is wrapped.
         assert repr(rule.path) in "".join(said.split()) and rule.why in said
-    assert ("inputs kept t, time, timestep" in said) == (policy.compute_dtype.itemsize == 2)
-    assert ("65536 (2**16)" in said) == name.startswith("fp16")
-    assert ("4 more bytes each" in said) == name.endswith("_params")
-    assert ("a CPU emulates it" in said) == name.startswith("fp8")
+    assert f"inputs kept {', '.join(policy.keep_inputs) or 'none'}: " in said
+    assert recipe.data.loss_scale.kind == re.search(r" Loss scale (\w+) ", said)[1]
+    has_masters = policy.param_dtype.itemsize == 2 and recipe.master != "none"
+    assert ("more bytes each" in said) == has_masters
+    assert ("a CPU emulates it" in said) == (policy.matmul == "fp8")
     for always in ("norm statistics", "attention softmax", "optimizer state", "loss"):
         assert always in said
     assert max(map(len, out.splitlines())) <= int(columns)
