@@ -23,6 +23,7 @@ from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import explain_autocast as explain_autocast
 from jaxmp._autocast import full_precision as full_precision
 from jaxmp._core._dtypes import canonical_dtype as canonical_dtype
+from jaxmp._core._explanation import Explanation as Explanation
 from jaxmp._core._trees import all_finite as all_finite
 from jaxmp._core._trees import cast_floating as cast_floating
 from jaxmp._gradients import LossDtypeWarning as LossDtypeWarning
@@ -32,13 +33,15 @@ from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
 from jaxmp._loss_scale import LossScaleLike as LossScaleLike
 from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
+from jaxmp._policies._explanation import PolicyExplanation as PolicyExplanation
+from jaxmp._policies._explanation import PolicyRow as PolicyRow
 from jaxmp._policies._op_table import OPS as OPS
 from jaxmp._policies._op_table import Op as Op
 from jaxmp._policies._op_table import OpTable as OpTable
 from jaxmp._policies._policy import Policy as Policy
+from jaxmp._policies._policy import PolicyLike as PolicyLike
 from jaxmp._policies._policy import get_policy as get_policy
-from jaxmp._policies._rules import Explanation as Explanation
-from jaxmp._policies._rules import PolicyMap as PolicyMap
+from jaxmp._policies._resolve import PolicyMap as PolicyMap
 from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes

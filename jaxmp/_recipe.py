@@ -13,7 +13,7 @@ from jaxmp import optim
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import (
     RecipeData,

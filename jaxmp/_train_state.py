@@ -16,6 +16,7 @@ from flax import serialization, struct
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip
 from jaxmp.optim._apply import apply_update
@@ -255,7 +256,7 @@ def _check_rules(opt_state: Any, params: Any) -> None:
             rules = [
                 r for r in policies.rules if r.param_dtype is not None and r.module_type is None
             ]
-            policies.check_required(sorted(paths), rules)
+            check_required(policies, sorted(paths), rules)
 
 
 # ---------------------------------------------------------------------------

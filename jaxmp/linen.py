@@ -23,7 +23,7 @@ from jaxmp._audit._share import low_precision_share, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
 from jaxmp._flax._attention import Stated
-from jaxmp._flax._casts import cast_like, cast_tree, make_plan
+from jaxmp._flax._casts import cast_like, cast_tree, resolve_module
 from jaxmp._flax._linen_interceptor import (
     WHOLE,
     Applier,
@@ -32,14 +32,16 @@ from jaxmp._flax._linen_interceptor import (
     Plain,
     Root,
     author_fields,
-    facts_of,
     is_by_path,
     key_scopes,
     modules_in,
     root_of,
+    traits_of,
 )
 from jaxmp._overwritten import OVERWRITE
-from jaxmp._policies._rules import Explanation, PolicyMap, check_module_dtypes
+from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 
@@ -196,8 +198,8 @@ def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
 def _cast_to_output(module: Any, out: Any) -> Any:
     cls = type(module)
     (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
-    plan = make_plan(cls._jaxmp_policies, path, author, above, facts_of(author))
-    return cast_tree(out, plan.output, plan.policy.cast_float64)
+    module_policy = resolve_module(cls._jaxmp_policies, path, author, above, traits_of(author))
+    return cast_tree(out, module_policy.resolved.output_dtype, module_policy.policy.cast_float64)
 
 
 # What Flax's own machinery reads; never a submodule.
@@ -405,7 +407,7 @@ def _check_required(module: Any, rngs: Any, args: Any, kwargs: Any) -> None:
     policies = type(module)._jaxmp_policies
     # A part of a model does not have the paths of the rest.
     if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
-        policies.check_required(module_paths(module, *args, rngs=rngs, **kwargs))
+        check_required(policies, module_paths(module, *args, rngs=rngs, **kwargs))
 
 
 # ---------------------------------------------------------------------------
@@ -572,7 +574,7 @@ def module_paths(
 
 def explain(
     model: nn.Module, policies: Any, *args: Any, rngs: Any = None, **kwargs: Any
-) -> Explanation:
+) -> PolicyExplanation:
     """Which rule decides for each module of a model, and which rules decide nothing.
 
     Args:
@@ -597,9 +599,9 @@ def explain(
     _check_model(model, "explain")
     policies = as_policy_map(policies)
     paths = module_paths(model, *args, rngs=rngs, **kwargs)
-    policies.check_required(paths)
+    check_required(policies, paths)
     share = _share(apply_policy(model, policies), args, rngs, kwargs)
-    explanation = dataclasses.replace(policies.explain_modules(paths), low_precision_share=share)
+    explanation = dataclasses.replace(explain_modules(policies, paths), low_precision_share=share)
     shown: Any = apply_policy(model, policies)
     object.__setattr__(shown, "_jaxmp_tabulated", True)
     rngs = jax.random.key(0) if rngs is None else rngs

@@ -29,7 +29,9 @@ from jaxmp._flax._nnx_gradients import Gradient, Write, continued, undo
 from jaxmp._flax._nnx_subclass import AttentionFunction
 from jaxmp._flax._nnx_subclass import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._loss_scale import DynamicLossScale
-from jaxmp._policies._rules import Explanation, PolicyMap, Rule, check_module_dtypes
+from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
+from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy, storage_dtype
 from jaxmp._recipe_files._load import as_policy_map
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning, RuleError
 from jaxmp.optim import _find, _master
@@ -90,7 +92,7 @@ def apply_policy(model: M, policies: Any) -> M:
     check_module_dtypes(policies)
     places = _places(model)
     paths = _paths(places)
-    policies.check_required(paths)
+    check_required(policies, paths)
     _check_shared(places, policies, paths)
     copy = nnx.clone(model, variables=False)
     for place in _places(copy):
@@ -211,7 +213,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
     return _paths(_places(model))
 
 
-def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> PolicyExplanation:
     """Which rule decides for each module of a model, and which rules decide nothing.
 
     Args:
@@ -236,8 +238,8 @@ def explain(model: nnx.Module, policies: Any, *args: Any, **kwargs: Any) -> Expl
     """
     _check_model(model, "explain")
     policies, paths = as_policy_map(policies), _paths(_places(model))
-    policies.check_required(paths)
-    explanation = policies.explain_modules(paths)
+    check_required(policies, paths)
+    explanation = explain_modules(policies, paths)
     if not args and not kwargs:
         return explanation
     with warnings.catch_warnings():
@@ -359,39 +361,39 @@ def _check_shared(places: list[_Place], policies: PolicyMap, paths: dict[str, ty
         if not place.inner:
             cls = _nnx_subclass.author_class(place.module)
             resolved = {
-                "/".join(path): policies.resolve("/".join(path), cls, _ancestors(path, paths))
-                for path in place.paths
+                "/".join(path): _resolve(place, path, policies, paths) for path in place.paths
             }
-            _check_one(f"The {cls.__name__}", resolved, "c=f32")
-            # Equal policies are followed in two ways where a rule of one path names the output.
-            rules = {
-                "/".join(path): _output_rule(place, path, policies, paths) for path in place.paths
+            by_path = {path: each.policy for path, each in resolved.items()}
+            _check_one(f"The {cls.__name__}", by_path, "c=f32")
+            # Modules with equal policies differ if the rule of one path names an output dtype.
+            outputs = {
+                path: each.rule if each.rule_names_output else None
+                for path, each in resolved.items()
             }
-            required = [rule for rule in rules.values() if rule is not None and rule.required]
+            required = [rule for rule in outputs.values() if rule is not None and rule.required]
             if required:
                 output = f"o={short_name(required[0].output_dtype)}"
-                handed_on = {
-                    path: output if rule else "the compute dtype" for path, rule in rules.items()
+                named = {
+                    path: output if rule else "the compute dtype" for path, rule in outputs.items()
                 }
-                _check_one(f"The {cls.__name__}", handed_on, output)
+                _check_one(f"The {cls.__name__}", named, output)
         for _, param in place.params:
             owners.setdefault(id(param), [])
     for place in places:
         for name, param in place.params:
             owners[id(param)] += [(*path, *name.split("/")) for path in place.paths]
     for names in owners.values():
-        stored = {_trees.parameter_path(path): policies.storage_dtype(path, None) for path in names}
+        stored = {_trees.parameter_path(path): storage_dtype(policies, path) for path in names}
         if len(set(stored.values())) > 1:
             _check_one("The parameter", stored, "p=f32")
 
 
-def _output_rule(
+def _resolve(
     place: _Place, path: Path, policies: PolicyMap, paths: dict[str, type | None]
-) -> Rule | None:
-    """The rule that names the output dtype of a module reached by `path`, if one does."""
+) -> ResolvedPolicy:
+    """Resolves the policy of a module that is reached by `path`."""
     cls = _nnx_subclass.author_class(place.module)
-    rule = policies.deciding_rule("/".join(path), cls, _ancestors(path, paths))
-    return None if rule is None or rule.output_dtype is None else rule
+    return resolve_policy(policies, path, cls, _ancestors(path, paths))
 
 
 def _deciding_path(place: _Place, policies: PolicyMap, paths: dict[str, type | None]) -> Path:
@@ -400,7 +402,9 @@ def _deciding_path(place: _Place, policies: PolicyMap, paths: dict[str, type | N
     Of several the first for which no rule names an output dtype: an optional rule about `lm_head`
     must not widen what an embedding hands on that is tied to it. Else they agree.
     """
-    plain = (path for path in place.paths if _output_rule(place, path, policies, paths) is None)
+    plain = (
+        path for path in place.paths if not _resolve(place, path, policies, paths).rule_names_output
+    )
     return next(plain, place.paths[0])
 
 
@@ -423,7 +427,7 @@ def _store_apart(places: list[_Place], policies: PolicyMap) -> None:
         for name, param in place.params:
             path = (*place.paths[0], *name.split("/"))
             value = param.get_raw_value()
-            dtype = policies.storage_dtype(path, _trees.dtype_of(value))
+            dtype = storage_dtype(policies, path)
             if _trees.is_castable(value) and value.dtype != dtype:
                 own.setdefault(id(param), param.copy())
     if not own:

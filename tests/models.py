@@ -20,7 +20,8 @@ import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
 from jaxmp._policies._policy import get_policy
-from jaxmp._policies._rules import PolicyMap, Rule
+from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import Rule
 from programs import equations
 
 MIXED = "p=f32,c=bf16,o=f32"

@@ -168,7 +168,7 @@ subtree = true
 matmul = "tf32"
 """)
     said = words(run("show", "my.toml")[1])
-    assert "1 modules of type Block and all modules below them: matmul = tf32 2 " in said
+    assert "1 Rule(module_type='Block', matmul='tf32', subtree=True) 2 " in said
     assert "explicit dtypes kept, if the author" in said
     assert "float64 arrays cast like all others" in said
     assert "the 16 bits of FP32 that bfloat16 drops" in said

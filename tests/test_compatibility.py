@@ -16,6 +16,7 @@ import compatibility
 import jaxmp
 from compatibility import AUTHOR, COMPILER, is_16_bit
 from compatibility_models import INSTALLED, tokens
+from jaxmp._policies._resolve import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
@@ -128,7 +129,7 @@ def test_recipes_find_routers_by_their_usual_names():
     for name in ("moe_router", "Router_0", "layers_3/TopKRouter_12/Dense_0", "a/moe_router/b"):
         assert policies.resolve(name) == jaxmp.get_policy("p=f16,c=f32,o=f32")
     for name in ("router_mlp", "RouterMoE_0", "Routed_0", "gate"):
-        assert policies.deciding_rule(name) is None
+        assert resolve_policy(policies, name).rule is None
 
 
 def test_a_rule_of_ones_own_goes_before_the_recipes():

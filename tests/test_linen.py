@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 from jaxmp._policies._policy import Policy, get_policy
-from jaxmp._policies._rules import PolicyMap, Rule
+from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
 from jaxmp.linen import apply_policy, attention_fn, explain, module_paths
 from models import MIXED, floats, tokens

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._policies._rules import PolicyMap, Rule
+from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import Rule
 from jaxmp.linen import apply_policy, module_paths
 from models import MIXED, floats
 from models_linen import MLP, Block

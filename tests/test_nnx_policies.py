@@ -16,7 +16,8 @@ from flax import nnx
 
 import jaxmp
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._rules import PolicyMap, Rule
+from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from jaxmp.nnx import apply_policy, compile_step, explain, module_paths
 from programs import dtypes, module_path, named, products, relative_error, trace

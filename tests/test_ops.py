@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp import cli
 from jaxmp._policies._op_rows import ANY, JOINT
 from jaxmp._policies._op_table import CATEGORIES, OPS, Op, OpTable
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files._load import as_op_table
 from jaxmp.errors import JaxmpError, OpError, RecipeError

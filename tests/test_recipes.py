@@ -22,7 +22,8 @@ from flax import nnx
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._op_table import CATEGORIES
 from jaxmp._policies._policy import Policy, get_policy
-from jaxmp._policies._rules import PolicyMap, Rule
+from jaxmp._policies._resolve import PolicyMap, resolve_policy
+from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files._load import as_policy_map
 from jaxmp._recipe_files._schema import RULE, TABLES, TOP
@@ -108,12 +109,12 @@ def test_half_recipes_keep_heads_and_routers(name):
     policies = load_recipe(name).policies
     half = policies.default.compute_dtype
     for head in ("lm_head", "decoder/lm_head", "logits"):
-        assert policies.deciding_rule(head).output_dtype == np.float32
+        assert resolve_policy(policies, head).rule.output_dtype == np.float32
         assert policies.resolve(head).compute_dtype == half
     for router in ("router", "block_3/moe/router", "moe/router/dense"):
         assert policies.resolve(router).compute_dtype == np.float32
     for other in ("gate", "mlp/gate", "mlp/gate_proj", "head", "router_mlp", ""):
-        assert policies.deciding_rule(other) is None
+        assert resolve_policy(policies, other).rule is None
 
 
 def test_scaling_without_products_in_fp8_is_a_contradiction(tmp_path):

@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
+from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._rules import PolicyMap, Rule, compile_pattern
+from jaxmp._policies._required import check_required
+from jaxmp._policies._resolve import PolicyMap, resolve_policy, storage_dtype
+from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
 
 # ---------------------------------------------------------------------------
@@ -170,17 +173,17 @@ def test_the_first_rule_decides_alone():
     )
     assert str(policies.resolve("a/b")) == "p=f32,c=f32,o=f32"
     assert str(policies.resolve("c")) == "p=bf16,c=bf16,o=f32"
-    assert policies.deciding_rule("a/b") is policies.rules[0]
-    assert PolicyMap("bf16").deciding_rule("a") is None
+    assert resolve_policy(policies, "a/b").rule is policies.rules[0]
+    assert resolve_policy(PolicyMap("bf16"), "a").rule is None
 
 
 def test_a_parameter_takes_its_modules_policy():
     policies = PolicyMap("p=f32", [Rule("a:bias", "p=f16"), Rule("a", "p=bf16")])
     assert str(policies.resolve("a:bias")) == "p=f16,c=f32,o=f32"
     assert str(policies.resolve("a:kernel")) == "p=bf16,c=f32,o=f32"
-    assert policies.storage_dtype(("a", "kernel"), jnp.float32) == jnp.bfloat16
-    assert policies.storage_dtype(("a", "b", "kernel"), jnp.float32) == jnp.float32
-    assert policies.storage_dtype(("kernel",), jnp.float32) == jnp.float32
+    assert storage_dtype(policies, ("a", "kernel")) == jnp.bfloat16
+    assert storage_dtype(policies, ("a", "b", "kernel")) == jnp.float32
+    assert storage_dtype(policies, ("kernel",)) == jnp.float32
 
 
 def test_paths_may_be_tuples():
@@ -275,6 +278,7 @@ def test_explain_says_who_decides_and_what_is_unused():
     ]
     assert explanation.unused == policies.unused(["", "head"]) == (unused, shadowed)
     assert str(explanation).splitlines() == [
+        "1 of 2 paths follow a rule.",
         "path    type       policy               rule     why",
         "(root)  Block      p=f32,c=bf16,o=bf16  default",
         "head    LayerNorm  p=f32,c=f32,o=bf16   1        logits",
@@ -296,20 +300,20 @@ def test_explain_says_who_decides_and_what_is_unused():
 def test_a_required_rule_that_matches_nothing_is_refused(rule, words):
     paths = {"": Block, "head": LayerNorm, "block": Block, "head:kernel": None}
     with pytest.raises(RuleError, match="matched nothing") as error:
-        PolicyMap("bf16", [rule]).check_required(paths)
+        check_required(PolicyMap("bf16", [rule]), paths)
     message = str(error.value)
     assert repr(rule) in message and words in message
     mended = eval(message.rpartition("match nothing: ")[2].rstrip("."), {"Rule": Rule})
     assert mended == dataclasses.replace(rule, required=False)
-    PolicyMap("bf16", [mended]).check_required(paths)
+    check_required(PolicyMap("bf16", [mended]), paths)
     if "nearest paths: '" in words:
         near = re.search("nearest paths: '([^']*)'", message)[1]
-        PolicyMap("bf16", [dataclasses.replace(rule, path=near)]).check_required(paths)
+        check_required(PolicyMap("bf16", [dataclasses.replace(rule, path=near)]), paths)
 
 
 def test_a_required_rule_that_is_shadowed_still_matches():
     policies = PolicyMap("bf16", [Rule("a", "c=f32"), Rule("a", "c=f16")])
-    policies.check_required(["a"])
+    check_required(policies, ["a"])
 
 
 # ---------------------------------------------------------------------------
@@ -335,8 +339,8 @@ def test_a_refused_pattern_names_one_that_is_read(pattern):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({}, "needs a path, a module_type or both"),
-        ({"policy": "o=f16"}, "needs a path"),
+        ({}, "requires a path, a module_type or both"),
+        ({"policy": "o=f16"}, "requires a path"),
         ({"path": 3, "policy": "c=f32"}, "path=3"),
         ({"module_type": 3, "policy": "c=f32"}, "module_type=3"),
         ({"path": "a", "policy": "c=f32", "why": None}, "why=None"),
@@ -344,8 +348,8 @@ def test_a_refused_pattern_names_one_that_is_read(pattern):
         ({"path": "a", "policy": "c=f32", "subtree": 1}, "subtree=1"),
         ({"path": "a"}, "sets no field"),
         ({"module_type": "Dense"}, "sets no field"),
-        ({"path": "a", "policy": "c=f32", "subtree": True}, "subtree goes with module_type"),
-        ({"path": "", "policy": "c=f32", "subtree": True}, "subtree goes with module_type"),
+        ({"path": "a", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
+        ({"path": "", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
         ({"module_type": "Dense", "param_dtype": "bf16"}, "sets param_dtype by module type"),
         (
             {"path": "a", "module_type": "Dense", "policy": "p=bf16"},
@@ -353,14 +357,16 @@ def test_a_refused_pattern_names_one_that_is_read(pattern):
         ),
         (
             {"path": "a:kernel", "module_type": "Dense", "policy": "c=f32"},
-            "a parameter has no type",
+            "parameters have no module type",
         ),
     ],
 )
 def test_a_refused_rule_names_one_that_is_taken(arguments, words):
     with pytest.raises(RuleError, match=re.escape(words)) as error:
         Rule(**arguments)
-    fixes = re.findall(r"(?:for example |write |path: |out: )(Rule\(.*\))\.$", str(error.value))
+    fixes = re.findall(
+        r"(?:for example |write |path: |module_type: )(Rule\(.*\))\.$", str(error.value)
+    )
     assert fixes
     assert isinstance(eval(fixes[0], {"Rule": Rule}), Rule)
 
@@ -383,7 +389,9 @@ def test_one_rule_needs_no_list():
 
 
 def test_a_policy_map_takes_a_scaling_and_no_name_of_one():
-    with pytest.raises(PolicyError, match=r"fp8='rowwise' is no scaling.*CurrentScaling\(\)"):
+    with pytest.raises(
+        PolicyError, match=r"fp8='rowwise' is not an FP8 scaling.*CurrentScaling\(\)"
+    ):
         PolicyMap("p=f32,c=bf16,matmul=fp8", fp8="rowwise")
 
 

@@ -187,7 +187,7 @@ def test_explain_reports_the_share():
         jaxmp.nnx.explain(OwnNnxNet(), "bf16", jax.ShapeDtypeStruct((2, 8), jnp.float32)),
     ):
         np.testing.assert_allclose(explanation.low_precision_share, 1 / 3)
-        first, second, *_ = str(explanation).splitlines()
+        _, first, second, *_ = str(explanation).splitlines()
         assert first == "33.3% of the matmul FLOPs run in 16 bits or fewer."
         assert second.endswith("loss_fn = jaxmp.autocast(loss_fn, recipe).")
 

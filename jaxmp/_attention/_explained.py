@@ -15,7 +15,8 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._static_values import Known, walk
-from jaxmp._policies._rules import MaskRow, PolicyMap
+from jaxmp._policies._explanation import MaskRow
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 

@@ -13,6 +13,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._core._jaxprs import Path, consumers, is_literal, module_paths_of
 from jaxmp._core._locations import FULL_PRECISION, Lines, Location, call_site
 from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
 from jaxmp._recipe_files._load import RecipeData
 
 
@@ -102,10 +103,10 @@ class PolicyContext:
             return frozenset()
         if FULL_PRECISION in names:
             return frozenset({FLOAT32})
-        path, rule = self.decide(names)
-        wanted = {self.policies.resolve(path).compute_dtype}
+        resolved = self.resolve(names)
+        wanted = {resolved.policy.compute_dtype}
         for other in self.policies.rules:
-            if other is rule:
+            if other is resolved.rule:
                 break
             if other.module_type is not None and other.compute_dtype is not None:
                 wanted.add(other.compute_dtype)
@@ -133,18 +134,12 @@ class PolicyContext:
         """Whether the policies say that linear layers at a location multiply in FP8."""
         if self.policies is None or FULL_PRECISION in location.names:
             return False
-        path, _ = self.decide(location.names)
-        return self.policies.resolve(path).matmul == "fp8"
+        return self.resolve(location.names).scaling is not None
 
-    def decide(self, names: Path) -> tuple[str, Any]:
-        """The module path that some scopes stand for, and the rule that decides for it."""
+    def resolve(self, names: Path) -> ResolvedPolicy:
+        """Resolves the policy of name scopes."""
         assert self.policies is not None
-        paths = module_paths_of(names)
-        for path in paths:
-            rule = self.policies.deciding_rule(path)
-            if rule is not None:
-                return path, rule
-        return paths[0], None
+        return resolve_first(self.policies, module_paths_of(names))
 
 
 # ---------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from jaxmp._audit._report import AuditReport, CastRow, Finding, MatmulRow, Modul
 from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import FULL_PRECISION, module_of, root_of
 from jaxmp._core._matmuls import MULTIPLES
-from jaxmp._policies._inputs import inputs_text
 from jaxmp._policies._policy import without_inputs
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._rules import Rule, rule_text
 
 _EMULATED = (
     "real FP8 matmuls: this is a CPU, which emulates them; it rounds to FP8 and multiplies in a"
@@ -148,15 +147,16 @@ def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tup
     for names in auditor.locations.names:
         if FULL_PRECISION in names:
             continue
-        path, rule = auditor.context.decide(names)
+        resolved = auditor.context.resolve(names)
+        rule = resolved.rule
         module = module_of(names, root)
         if rule is not None:
             decided[rule][module] = None
-        words = "" if rule is None else _selector(rule)
-        modules[module] = ModuleRow(module=module, policy=str(policies.resolve(path)), rule=words)
+        words = "" if rule is None else rule_text(rule, with_reason=False)
+        modules[module] = ModuleRow(module=module, policy=str(resolved.policy), rule=words)
     rules = tuple(
         RuleRow(
-            rule=_selector(rule),
+            rule=rule_text(rule, with_reason=False),
             why=rule.why,
             modules=tuple(found),
             required=rule.required and rule.module_type is None and not rule.addresses_parameter,
@@ -164,17 +164,6 @@ def _decisions(auditor: Auditor, root: Path) -> tuple[tuple[ModuleRow, ...], tup
         for rule, found in decided.items()
     )
     return tuple(modules.values()), rules
-
-
-def _selector(rule: Rule) -> str:
-    parts = [] if rule.path is None else [repr(rule.path)]
-    parts += [] if rule.module_type is None else [f"type {rule.module_type}"]
-    fields = ", ".join(f"{name}={_value_text(name, v)}" for name, v in rule.fields.items())
-    return f"{' and '.join(parts)}: {fields}"
-
-
-def _value_text(name: str, value: Any) -> str:
-    return inputs_text(value) if name == "keep_inputs" else str(value)
 
 
 def _never_fired(row: RuleRow) -> Finding:

@@ -38,8 +38,9 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations, scope_names, sub_jaxprs
 from jaxmp._core._trees import cast
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._casts import matmul_precision
 from jaxmp._policies._policy import Policy
+from jaxmp._policies._precision import matmul_precision
+from jaxmp._policies._resolve import resolve_policy
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._explain import decide_product, is_recording
 
@@ -86,7 +87,7 @@ class Interpreter:
         jaxpr, consts = jaxpr_body(closed)
         outs = self.run(closed, consts, [Value(arg, Standing.NEUTRAL) for arg in args], ())
         self.rules.check_required(self.seen)
-        rule = self.rules.policies.deciding_rule("")
+        rule = resolve_policy(self.rules.policies, "").rule
         named = None if rule is None else rule.output_dtype
         recorded = [var.aval for var in jaxpr.outvars]
         return [

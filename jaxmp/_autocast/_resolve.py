@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxmp._autocast._equations import SCATTERS
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import Policy, without_inputs
-from jaxmp._policies._rules import PolicyMap, Rule, check_module_dtypes
+from jaxmp._policies._policy import Policy
+from jaxmp._policies._required import check_module_dtypes, check_required, uses_fp8
+from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_first
 from jaxmp.errors import CompositionError, RuleError
 from jaxmp.fp8._scaling import Scaling, as_scaling
 
@@ -77,7 +78,7 @@ class Rules:
                 )
         # Scaling of FP8 matmuls; None if no policy sets `matmul = "fp8"`.
         self.fp8: Scaling | None = (
-            _stateless(as_scaling(policies.fp8)) if policies.names_fp8 else None
+            _stateless(as_scaling(policies.fp8)) if uses_fp8(policies) else None
         )
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
@@ -111,7 +112,7 @@ class Rules:
         known = {"/".join(names[:length]) for names in parts for length in range(len(names) + 1)}
         modules = [rule for rule in self.policies.rules if not rule.addresses_parameter]
         try:
-            self.policies.check_required(known, modules)
+            check_required(self.policies, known, modules)
         except RuleError as error:
             raise RuleError(
                 f"{error} autocast goes by name scopes: Linen modules leave them, NNX modules do "
@@ -128,29 +129,19 @@ class Rules:
 
     def why(self, names: tuple[str, ...]) -> str:
         """Returns the rule that decides at the scopes `names`, or the default policy, as text."""
-        _, rule = self._deciding(names)
-        default = without_inputs(self.policies.default)
-        return f"default policy {default}" if rule is None else repr(rule)
+        return self._resolve(names).reason
 
-    def _deciding(self, names: tuple[str, ...]) -> tuple[str, Rule | None]:
-        """Returns the module path of scopes, and the rule that decides for it, or None.
-
-        The scopes may include the root's own name or not: the first candidate path with a deciding
-        rule is used, and the path below the root if there is none.
-        """
-        paths = module_paths_of(_without_marks(names))
-        rules = ((path, self.policies.deciding_rule(path)) for path in paths)
-        return next(((path, rule) for path, rule in rules if rule is not None), (paths[0], None))
+    def _resolve(self, names: tuple[str, ...]) -> ResolvedPolicy:
+        return resolve_first(self.policies, module_paths_of(_without_marks(names)))
 
     def _find_region(self, names: tuple[str, ...]) -> Region:
-        path, rule = self._deciding(names)
-        policy = self.policies.resolve(path)
-        asked = rule is not None and path != "" and rule.output_dtype is not None
-        wide = asked and bits(policy.output_dtype) > bits(policy.compute_dtype)
+        resolved = self._resolve(names)
         full = FULL_PRECISION in names
-        fp8 = policy.matmul == "fp8" and not full
+        fp8 = resolved.scaling is not None and not full
         why_not = next((_NOT_FP8[name] for name in names if name in _NOT_FP8), "") if fp8 else ""
-        return Region(policy, full, policy.output_dtype if wide else None, fp8, why_not)
+        # The output dtype of the root is that of the whole function, not of its matmuls.
+        wide = resolved.wide_output if resolved.path else None
+        return Region(resolved.policy, full, wide, fp8, why_not)
 
 
 def _stateless(scaling: Scaling) -> Scaling:

@@ -1,100 +1,123 @@
-"""What a policy does at the boundary of one module, whatever its framework."""
+"""Casts at the boundary of a Flax module, common to Linen and NNX."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
 
 # ---------------------------------------------------------------------------
-# Plans: what one policy does to one module
+# Policies of modules
 # ---------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """What is true of a module class under every policy."""
+class LayerTraits(NamedTuple):
+    """Properties of a module class that do not depend on the policy."""
 
-    takes_dtype: bool  # its `dtype` was defined by Flax, not by a user
-    norm: bool
+    # Flax, not a user, defined the class's `dtype`.
+    takes_dtype: bool
+    # Statistics, scale and bias are FP32.
+    is_norm: bool
+    # Parameters are read in FP32: norms, and wrappers that normalise the weights of a layer.
     upcasts_params: bool
-    casts_params: bool  # itself
-    cell: bool
-    rnn: bool
-    attention: bool
+    # The class casts its parameters itself.
+    casts_params: bool
+    is_cell: bool
+    is_rnn: bool
+    is_attention: bool
 
 
-class Plan(NamedTuple):
-    """What is done with one module: at its boundary, and inside."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModulePolicy:
+    """Resolved policy of a Flax module, with the traits of its class.
 
-    policy: Policy
-    facts: Facts
-    output: np.dtype
-    # Whether the output dtype was asked for: the root's, or named by the deciding rule.
-    asks_output: bool
-    # Where the deciding rule asks for an output wider than the compute dtype: that output dtype.
-    wide: np.dtype | None
-    param_dtype: Callable[[str], np.dtype]
+    Attributes:
+      resolved: the resolved policy of the module.
+      traits: traits of its class.
+      cls: its class.
+      policies: the policies that were resolved.
+      ancestors: classes of the modules above it.
+    """
+
+    resolved: ResolvedPolicy
+    traits: LayerTraits
     cls: type
+    policies: PolicyMap
+    ancestors: tuple[type, ...]
 
-    def kept(self, method: str) -> Kept:
-        """The arguments of a method that are not cast."""
-        names = self.policy.keep_inputs
-        return kept_inputs(self.cls, method, names) if names else NOTHING_KEPT
+    @property
+    def policy(self) -> Policy:
+        """The policy of the module."""
+        return self.resolved.policy
+
+    @functools.cached_property
+    def upcast_dtype(self) -> np.dtype:
+        """FP32 if the policy computes in 16 bits, otherwise the compute dtype."""
+        return wide_dtype(self.policy.compute_dtype)
 
     @property
     def input_dtype(self) -> np.dtype:
-        """Norms take their statistics in FP32."""
-        return upcast(self.policy) if self.facts.norm else self.policy.compute_dtype
+        """Dtype of the inputs. Norms compute their statistics in FP32."""
+        return self.upcast_dtype if self.traits.is_norm else self.policy.compute_dtype
 
     @property
     def field_dtype(self) -> np.dtype:
-        """What the `dtype` that Flax gave the module is set to."""
-        return upcast(self.policy) if self.facts.upcasts_params else self.policy.compute_dtype
+        """Value of the `dtype` field or attribute that Flax defined for the class."""
+        return self.upcast_dtype if self.traits.upcasts_params else self.policy.compute_dtype
+
+    def param_dtype(self, name: str) -> np.dtype:
+        """Returns the dtype in which the module reads a parameter."""
+        if self.traits.upcasts_params:
+            return self.upcast_dtype
+        path = f"{self.resolved.path}:{name}"
+        return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
+
+    def kept(self, method: str) -> Kept:
+        """Returns the arguments of a method that are not cast."""
+        names = self.policy.keep_inputs
+        return kept_inputs(self.cls, method, names) if names else NOTHING_KEPT
 
 
-def make_plan(
-    policies: PolicyMap, path: tuple[str, ...], cls: type, ancestors: tuple[type, ...], facts: Facts
-) -> Plan:
-    """The plan for the module of class `cls` at `path`, below modules of classes `ancestors`."""
-    name = "/".join(path)
-    policy = policies.resolve(name, cls, ancestors)
-    rule = policies.deciding_rule(name, cls, ancestors)
-    named = rule is not None and rule.output_dtype is not None
-    asks = named or not path
-    wide = named and bits(policy.output_dtype) > bits(policy.compute_dtype)
+def resolve_module(
+    policies: PolicyMap,
+    path: tuple[str, ...],
+    cls: type,
+    ancestors: tuple[type, ...],
+    traits: LayerTraits,
+) -> ModulePolicy:
+    """Resolves the policy of a Flax module.
 
-    def param_dtype(param: str) -> np.dtype:
-        if facts.upcasts_params:
-            return upcast(policy)
-        return policies.resolve(f"{name}:{param}", cls, ancestors).compute_dtype
-
-    return Plan(
-        policy=policy,
-        facts=facts,
-        output=policy.output_dtype if asks else policy.compute_dtype,
-        asks_output=asks,
-        wide=policy.output_dtype if wide else None,
-        param_dtype=param_dtype,
-        cls=cls,
-    )
+    Args:
+      policies: those of the model.
+      path: path of the module.
+      cls: its class.
+      ancestors: classes of the modules above it.
+      traits: traits of `cls`.
+    """
+    resolved = resolve_policy(policies, path, cls, ancestors)
+    return ModulePolicy(resolved, traits, cls, policies, ancestors)
 
 
-def upcast(policy: Policy) -> np.dtype:
-    """FP32 where a policy computes in 16 bits."""
-    return FLOAT32 if is_16bit(policy.compute_dtype) else policy.compute_dtype
+@functools.cache
+def restores_inputs(policies: PolicyMap) -> bool:
+    """Returns True if some modules cast inputs to 16 bits and others receive such inputs uncast."""
+    holders = (policies.default, *policies.rules)
+    widths = {bits(holder.compute_dtype) for holder in holders if holder.compute_dtype is not None}
+    return min(widths) <= 16 and (max(widths) > 16 or any(holder.keep_inputs for holder in holders))
 
 
 # ---------------------------------------------------------------------------
@@ -102,49 +125,53 @@ def upcast(policy: Policy) -> np.dtype:
 # ---------------------------------------------------------------------------
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 
 def cast_tree(
-    tree: Any,
-    dtype: Any,
+    tree: PyTree,
+    dtype: DTypeLike,
     cast_float64: bool = False,
-    is_leaf: Callable[[Any], bool] | None = None,
+    is_leaf: IsLeaf = None,
     cast_leaf: Callable[[Any, Any], Any] = saturating_cast,
-) -> Any:
-    """Casts the floating arrays of arguments or results; a finite number stays finite.
+) -> PyTree:
+    """Casts the floating arrays of arguments or results; finite values stay finite.
 
-    A module among them is not an array. Parameters and cotangents are cast by `cast_floating`.
+    Modules in `tree` are not cast. Parameters and cotangents are cast by `cast_floating`.
     """
 
-    def cast_arrays(leaf: Any) -> Any:
+    def cast_array(leaf: Any) -> Any:
         if not isinstance(leaf, _ARRAYS):
             return leaf
         leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
         return cast_leaf(leaf, dtype) if is_castable(leaf, cast_float64) else leaf
 
-    return jax.tree.map(cast_arrays, tree, is_leaf=is_leaf)
+    return jax.tree.map(cast_array, tree, is_leaf=is_leaf)
 
 
 _COMPLEX = frozenset(map(np.dtype, ("complex64", "complex128")))
 
 
-def is_complex(dtype: Any) -> bool:
-    """Whether a dtype, or None, is complex."""
+def is_complex(dtype: DTypeLike | None) -> bool:
+    """Returns True for a complex dtype."""
     return dtype is not None and np.dtype(dtype) in _COMPLEX
 
 
-def keeps_dtype(operands: Any, cast_float64: bool, is_leaf: Any = None) -> bool:
-    """Whether a Flax layer with these operands computes in its author's dtype.
+def keeps_dtype(operands: PyTree, cast_float64: bool, is_leaf: IsLeaf = None) -> bool:
+    """Returns True if a Flax layer with these operands computes in its author's dtype.
 
-    Its policy's dtype would drop an imaginary part, or the precision of a float64 that is kept.
+    The dtype of its policy would drop an imaginary part, or the precision of float64.
     """
-    kept = _COMPLEX if cast_float64 else _COMPLEX | {FLOAT64}
+    uncast = _COMPLEX if cast_float64 else _COMPLEX | {FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
-    return any(isinstance(leaf, _ARRAYS) and canonical(leaf).dtype in kept for leaf in leaves)
+    return any(isinstance(leaf, _ARRAYS) and canonical(leaf).dtype in uncast for leaf in leaves)
 
 
-def cast_like(tree: Any, like: Any, cast_float64: bool = False) -> Any:
-    """`tree` in the dtypes of `like` where both have one structure and shapes; else as it is."""
+def cast_like(tree: PyTree, like: PyTree, cast_float64: bool = False) -> PyTree:
+    """Casts a tree to the dtypes of another tree with the same structure and shapes.
+
+    Without such a tree, `tree` is returned unchanged.
+    """
     leaves, structure = jax.tree.flatten(tree)
     models, model_structure = jax.tree.flatten(like)
     if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
@@ -158,86 +185,123 @@ def cast_like(tree: Any, like: Any, cast_float64: bool = False) -> Any:
 
 
 def cast_inputs(
-    plan: Plan, method: str, args: Any, kwargs: Any, is_leaf: Any = None
-) -> tuple[Any, Any]:
-    """Arguments in the dtype that the module computes with; recurrent carries as they came."""
-    skipped, name = 0, ""
-    if plan.facts.cell and method == "__call__":
-        skipped, name = 1, "carry"
-    elif plan.facts.rnn:
-        name = "initial_carry"
+    module_policy: ModulePolicy,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_leaf: IsLeaf = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Casts the arguments of a method to the module's input dtype.
+
+    The carries of recurrent modules, and arguments in `keep_inputs`, are not cast.
+
+    Args:
+      module_policy: of the module.
+      method: name of the method.
+      args, kwargs: its arguments.
+      is_leaf: as in `jax.tree.map`.
+    """
+    # Positions below `carried`, and the argument called `carry`, are recurrent state.
+    carried, carry = 0, ""
+    if module_policy.traits.is_cell and method == "__call__":
+        carried, carry = 1, "carry"
+    elif module_policy.traits.is_rnn:
+        carry = "initial_carry"
     cast_in = functools.partial(
         cast_tree,
-        dtype=plan.input_dtype,
-        cast_float64=plan.policy.cast_float64,
+        dtype=module_policy.input_dtype,
+        cast_float64=module_policy.policy.cast_float64,
         is_leaf=is_leaf,
         cast_leaf=_cast_input,
     )
-    kept = plan.kept(method)
+    kept = module_policy.kept(method)
     return tuple(
-        value if index < skipped or index in kept.positions else cast_in(value)
+        value if index < carried or index in kept.positions else cast_in(value)
         for index, value in enumerate(args)
     ), {
-        key: value if key == name or key in kept.names else cast_in(value)
-        for key, value in kwargs.items()
+        name: value if name == carry or name in kept.names else cast_in(value)
+        for name, value in kwargs.items()
     }
 
 
 def _cast_input(leaf: Any, dtype: Any) -> Any:
-    """Casts an argument, except what `jit` makes of a Python number: it has no dtype of its own."""
+    """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
     return leaf if is_number else saturating_cast(leaf, dtype)
 
 
-def ignores_dtype(plan: Plan) -> bool:
-    """Whether a module that returns float32 does not compute as its policy says.
+def ignores_dtype(module_policy: ModulePolicy) -> bool:
+    """Returns True if a float32 result means that a module does not follow its 16-bit policy.
 
-    Norms, layers of Flax and modules that are asked for a wide output return it on purpose.
+    Norms, Flax's layers and modules with a wide output return float32 on purpose.
     """
-    facts = plan.facts
-    expected = facts.norm or facts.takes_dtype or plan.wide is not None
-    return is_16bit(plan.policy.compute_dtype) and not expected
+    traits = module_policy.traits
+    has_wide_output = module_policy.resolved.wide_output is not None
+    expected = traits.is_norm or traits.takes_dtype or has_wide_output
+    return is_16bit(module_policy.policy.compute_dtype) and not expected
 
 
-def cast_outputs(plan: Plan, out: Any, is_leaf: Any = None) -> Any:
-    """Results in the dtype that the module passes on.
+def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = None) -> PyTree:
+    """Casts the results of a module to its output dtype.
 
-    The output of a norm is at most its scale times the root of its width, which bfloat16 holds:
-    there the cast of every residual block stays a single operation.
+    The output of a norm is at most its scale times the square root of its width, which bfloat16 can
+    represent. Its cast does not saturate, so the cast in a residual block stays one operation.
     """
-    bounded = plan.facts.norm and jnp.finfo(plan.output).maxexp >= 128
-    cast_leaf = cast if bounded else saturating_cast
-    return cast_tree(out, plan.output, plan.policy.cast_float64, is_leaf, cast_leaf)
+    dtype = module_policy.resolved.output_dtype
+    is_bounded = module_policy.traits.is_norm and jnp.finfo(dtype).maxexp >= 128
+    cast_leaf = cast if is_bounded else saturating_cast
+    return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
 
 
 def split_carry(
-    facts: Facts, module: Any, method: str, out: Any, args: Any, kwargs: Any, scanned: bool = False
-) -> tuple[Any, Callable[[Any], Any]]:
-    """What of `out` is handed on, and how the carry, in its incoming dtypes, is put back.
+    traits: LayerTraits,
+    module: Any,
+    method: str,
+    out: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    scanned: bool = False,
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Separates the carry of a recurrent module from its result.
 
-    A loop needs its carry to keep its dtypes; a recurrent state is kept as precise as it came.
-    `scanned`: the module is the body of a scan.
+    A loop requires that its carry keeps its dtypes, and a recurrent state keeps its precision.
+
+    Args:
+      traits: of the module's class.
+      module: the module.
+      method: name of the method.
+      out: its result.
+      args, kwargs: its arguments before any cast.
+      scanned: True if the module is the body of a scan.
+
+    Returns:
+      The part of the result to cast; and the function that adds the carry, in its incoming dtypes.
     """
     if type(out) is not tuple or len(out) != 2:
-        return out, lambda handed_on: handed_on
-    if scanned or (facts.cell and method == "__call__"):
+        return out, lambda result: result
+    if scanned or (traits.is_cell and method == "__call__"):
         incoming = args[0] if args else kwargs.get("carry")
         carry = cast_like(out[0], incoming)
-        return out[1], lambda handed_on: (carry, handed_on)
-    if facts.rnn and _returns_carry(module, kwargs):
-        return out[1], lambda handed_on: (out[0], handed_on)
-    return out, lambda handed_on: handed_on
+        return out[1], lambda result: (carry, result)
+    if traits.is_rnn and _returns_carry(module, kwargs):
+        return out[1], lambda result: (out[0], result)
+    return out, lambda result: result
 
 
 def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("return_carry")
-    return module.return_carry if asked is None else asked
+    option = kwargs.get("return_carry")
+    return module.return_carry if option is None else option
 
 
 def written_back(value: Any, read: Any, stored: Any) -> Any:
-    """Returns what `stored`, which was read as `read`, becomes when `value` is written.
+    """Returns the new value of a variable that is read in a narrower dtype.
 
-    Elements that did not change meanwhile keep the precision that `read` does not have.
+    Elements that did not change since they were read keep their stored precision.
+
+    Args:
+      value: the value that is written.
+      read: the value that was read.
+      stored: the stored value, from which `read` was cast.
     """
     if not is_castable(value, True):
         return value
@@ -248,34 +312,38 @@ def written_back(value: Any, read: Any, stored: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------
-# Errors of JAX that come from a policy
+# Errors of JAX under a policy
 # ---------------------------------------------------------------------------
 
 _NOTE = "jaxmp: "
 
 
 def explain_mismatch(
-    error: Exception, plan: Plan, path: tuple[str, ...], cls: type, arguments: Mapping[str, Any]
+    error: Exception,
+    module_policy: ModulePolicy,
+    path: tuple[str, ...],
+    cls: type,
+    arguments: Mapping[str, Any],
 ) -> None:
-    """Adds a note to an error of JAX in which the 16 bits of a policy meet FP32.
+    """Adds a note to an error of JAX that names both a policy's 16-bit dtype and float32.
 
-    The note names the module, what it was given in FP32 and the fix.
+    The note contains the module, its float32 arguments and the fix.
 
     Args:
-      error: what a method of the module raised.
-      plan, path, cls: those of the module.
-      arguments: name -> value of what the method received.
+      error: raised by a method of the module.
+      module_policy, path, cls: those of the module.
+      arguments: name -> value of the method's arguments.
     """
-    compute, text = plan.policy.compute_dtype, str(error)
+    compute, text = module_policy.policy.compute_dtype, str(error)
     names_both = compute.name in text and "float32" in text
-    noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-    if not (is_16bit(compute) and names_both) or noted:
+    has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    if not (is_16bit(compute) and names_both) or has_note:
         return
     name = "/".join(path)
     where = f"the module {name!r}" if path else "the root module"
     lines = [
         f"{_NOTE}this happened in {cls.__name__}, {where}, which computes in {compute} under its "
-        f"policy ({plan.policy}); another array is float32."
+        f"policy ({module_policy.policy}); another array is float32."
     ]
     if "carry" in text:
         lines.append(
@@ -285,8 +353,8 @@ def explain_mismatch(
     wide = _float32_names(arguments)
     if wide:
         lines.append(
-            f"Its arguments hold float32 arrays that are not cast: {', '.join(wide)}. Create them "
-            f"in the compute dtype: jnp.zeros(shape, jnp.{compute})."
+            f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
+            f"them in the compute dtype: jnp.zeros(shape, jnp.{compute})."
         )
     rule = f"Rule({f'{name}/**' if path else '**'!r}, 'c=f32')"
     lines.append(f"Or compute this module in float32: {rule}.")
@@ -294,7 +362,7 @@ def explain_mismatch(
 
 
 def _float32_names(arguments: Mapping[str, Any]) -> list[str]:
-    """The float32 arrays in arguments, such as `cache[0].k_cache`; at most three."""
+    """Returns the names of float32 arrays in arguments, such as `cache[0].k_cache`; at most 3."""
     names = [
         name + jax.tree_util.keystr(key_path)
         for name, value in arguments.items()
@@ -304,34 +372,14 @@ def _float32_names(arguments: Mapping[str, Any]) -> list[str]:
     return names[:3] + ["..."] * (len(names) > 3)
 
 
-def named_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name."""
+def named_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a call by name."""
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {**{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-
-
-# ---------------------------------------------------------------------------
-# Precision of FP32 products
-# ---------------------------------------------------------------------------
-
-_PRECISIONS = {"highest": "highest", "tf32": "tensorfloat32"}
-
-
-def matmul_precision(policy: Policy, default: str | None) -> str | None:
-    """What `jax.default_matmul_precision` is set to under a policy."""
-    return _PRECISIONS.get(policy.matmul, default)
-
-
-@contextlib.contextmanager
-def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
-    """Runs a block at `precision`; `outer` is what is set already."""
-    if precision == outer:
-        yield
-    else:
-        with jax.default_matmul_precision(precision):
-            yield
 
 
 # ---------------------------------------------------------------------------
@@ -341,9 +389,14 @@ def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
 
 @functools.cache
 def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
-    """`product` that emits `wide`; one object per dtype, so that equal modules stay equal."""
+    """Returns `product` with results in `wide`; one object per dtype, so equal modules stay equal.
 
-    def operator(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    Args:
+      product: a function of two operands with the option `preferred_element_type`.
+      wide: dtype of the result.
+    """
+
+    def operator(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         def bound(lhs: Any, rhs: Any, preferred_element_type: Any = None) -> jax.Array:
             return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
 

@@ -25,8 +25,8 @@ from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
 from jaxmp._flax._casts import (
-    Facts,
-    Plan,
+    LayerTraits,
+    ModulePolicy,
     cast_inputs,
     cast_like,
     cast_outputs,
@@ -34,10 +34,9 @@ from jaxmp._flax._casts import (
     ignores_dtype,
     is_complex,
     keeps_dtype,
-    make_plan,
-    matmul_precision,
     named_arguments,
-    precision_scope,
+    resolve_module,
+    restores_inputs,
     split_carry,
     wide_operator,
     written_back,
@@ -46,15 +45,15 @@ from jaxmp._flax._fp8_layers import LayerEinsum, LayerProduct
 from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._device import check_device
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._precision import matmul_precision, precision_scope
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import AttentionError, CompositionError
-from jaxmp.fp8._scaling import as_scaling
 from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
-# Facts: what is true of a module class under every policy
+# LayerTraits: what is true of a module class under every policy
 # ---------------------------------------------------------------------------
 
 # Statistics, scale and bias in FP32; the result is handed on in the compute dtype.
@@ -70,17 +69,17 @@ def _author_class(module: Any) -> type:
 
 
 @functools.cache
-def facts_of(cls: type[nn.Module]) -> Facts:
+def traits_of(cls: type[nn.Module]) -> LayerTraits:
     """Returns what holds for the modules of a class."""
     cls = getattr(cls, "_jaxmp_class", cls)
-    return Facts(
+    return LayerTraits(
         takes_dtype=_is_flax_field(cls, "dtype"),
-        norm=issubclass(cls, _NORMS),
+        is_norm=issubclass(cls, _NORMS),
         upcasts_params=issubclass(cls, _NORMS + _WEIGHT_NORMS),
         casts_params=cls in _SELF_CASTING,
-        cell=issubclass(cls, nn.RNNCellBase),
-        rnn=issubclass(cls, (nn.RNN, nn.Bidirectional)),
-        attention=issubclass(cls, nn.MultiHeadDotProductAttention),
+        is_cell=issubclass(cls, nn.RNNCellBase),
+        is_rnn=issubclass(cls, (nn.RNN, nn.Bidirectional)),
+        is_attention=issubclass(cls, nn.MultiHeadDotProductAttention),
     )
 
 
@@ -115,11 +114,11 @@ def _check_bridge(module: Any, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -> bool:
+def _prepare(module: Any, module_policy: ModulePolicy, path: Path, keeps_dtype: bool) -> bool:
     """Sets the fields and the `param` that `module` computes with; False: its author's stand."""
-    policy, facts = plan.policy, plan.facts
+    policy, traits = module_policy.policy, module_policy.traits
     author = module.__dict__.get("_jaxmp_author", {})
-    if facts.takes_dtype:
+    if traits.takes_dtype:
         dtype = author.get("dtype", module.dtype)
         explicit = policy.respect_explicit and dtype is not None
         if (
@@ -129,27 +128,29 @@ def _prepare(module: Any, plan: Plan, path: Path, fp8: Any, keeps_dtype: bool) -
         ):
             _restore(module, author)
             return False
-    if module.__dict__.get("_jaxmp_plan") is plan:
+    if module.__dict__.get("_jaxmp_policy") is module_policy:
         return True
-    object.__setattr__(module, "_jaxmp_plan", plan)
+    object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
 
     def set_field(name: str, value: Any) -> None:
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
 
-    if facts.takes_dtype:
-        set_field("dtype", plan.field_dtype)
-    if facts.attention:
+    if traits.takes_dtype:
+        set_field("dtype", module_policy.field_dtype)
+    if traits.is_attention:
         own, flax = module.attention_fn, nn.dot_product_attention
         function = policied_function(own, flax, AttentionFunction, policy, path)
         set_field("attention_fn", function)
-        set_field("variable", _casting_variable(weakref.ref(module), plan))
-    quantises = policy.matmul == "fp8" and _quantise(module, plan, path, fp8, set_field)
-    if plan.wide is not None and not quantises:
-        _widen(module, plan.wide, set_field)
-    if not facts.casts_params:
-        set_field("param", _casting_param(weakref.ref(module), plan))
+        set_field("variable", _casting_variable(weakref.ref(module), module_policy))
+    quantises = module_policy.resolved.scaling is not None and _quantise(
+        module, module_policy, path, set_field
+    )
+    if module_policy.resolved.wide_output is not None and not quantises:
+        _widen(module, module_policy.resolved.wide_output, set_field)
+    if not traits.casts_params:
+        set_field("param", _casting_param(weakref.ref(module), module_policy))
     return True
 
 
@@ -165,7 +166,7 @@ def author_fields(module: Any) -> dict[str, Any]:
 
 def _restore(module: Any, author: dict[str, Any]) -> None:
     """Gives a module back what `_prepare` set, until it is prepared again."""
-    if module.__dict__.pop("_jaxmp_plan", None) is None:
+    if module.__dict__.pop("_jaxmp_policy", None) is None:
         return
     for name, value in author.items():
         if value is _UNSET:
@@ -174,13 +175,13 @@ def _restore(module: Any, author: dict[str, Any]) -> None:
             object.__setattr__(module, name, value)
 
 
-def _casting_param(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
+def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
     """`module.param` in the compute dtype; what is stored keeps the dtype it was made in."""
 
     def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        dtype, wide = plan.param_dtype(name), plan.policy.cast_float64
+        dtype, wide = module_policy.param_dtype(name), module_policy.policy.cast_float64
         return cast_floating(value, dtype, cast_float64=wide)
 
     return param
@@ -206,7 +207,7 @@ class _CastVariable(nn.Variable):
         nn.Variable.value.fset(self, value)  # pyright: ignore
 
 
-def _casting_variable(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
+def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
     """`module.variable`; attention reads its cache in the compute dtype."""
 
     def variable(collection: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +215,7 @@ def _casting_variable(ref: Callable[[], Any], plan: Plan) -> Callable[..., Any]:
         source = type(module).variable(module, collection, name, *args, **kwargs)
         if collection != "cache" or not is_castable(source.value):
             return source
-        return _CastVariable(source, plan.policy.compute_dtype)
+        return _CastVariable(source, module_policy.policy.compute_dtype)
 
     return variable
 
@@ -284,7 +285,7 @@ AttentionFunction.__signature__ = inspect.Signature(_parameters)  # pyright: ign
 
 
 def _quantise(
-    module: Any, plan: Plan, path: Path, fp8: Any, set_field: Callable[..., None]
+    module: Any, module_policy: ModulePolicy, path: Path, set_field: Callable[..., None]
 ) -> bool:
     """Makes a Flax linear layer multiply in FP8, unless its author gave it a product."""
     if getattr(module, "promote_dtype", None) is not promote_dtype:
@@ -295,17 +296,20 @@ def _quantise(
     own = module.dot_general is not None and not isinstance(module.dot_general, LayerProduct)
     if own or module.dot_general_cls is not None:
         return False
-    set_field("dot_general", _layer_product(LayerProduct, module, plan, path, fp8))
-    if plan.wide is not None:
-        set_field("promote_dtype", _wide_promote(plan.wide))
+    set_field("dot_general", _layer_product(LayerProduct, module, module_policy, path))
+    if module_policy.resolved.wide_output is not None:
+        set_field("promote_dtype", _wide_promote(module_policy.resolved.wide_output))
     return True
 
 
-def _layer_product(kind: Any, module: Any, plan: Plan, path: Path, fp8: Any) -> Any:
-    scaling = as_scaling(fp8)
+def _layer_product(kind: Any, module: Any, module_policy: ModulePolicy, path: Path) -> Any:
+    scaling = module_policy.resolved.scaling
+    assert scaling is not None
     state = functools.partial(_read_state, weakref.ref(module), scaling)
     name = "/".join(path)
-    return kind(scaling, plan.wide, name, state if scaling.is_stateful else None)
+    return kind(
+        scaling, module_policy.resolved.wide_output, name, state if scaling.is_stateful else None
+    )
 
 
 def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
@@ -328,14 +332,14 @@ def _read_state(ref: Callable[[], Any], scaling: Any) -> dict[str, Any]:
     return {name: read(name) for name in NAMES}
 
 
-def _is_fp8_einsum(module: Any, plan: Plan) -> bool:
+def _is_fp8_einsum(module: Any, module_policy: ModulePolicy) -> bool:
     cls = _author_class(module)
-    return plan.policy.matmul == "fp8" and cls.__call__ is nn.Einsum.__call__
+    return module_policy.resolved.scaling is not None and cls.__call__ is nn.Einsum.__call__
 
 
-def _fp8_einsum(module: Any, plan: Plan, path: Path, fp8: Any) -> Callable[..., jax.Array]:
+def _fp8_einsum(module: Any, module_policy: ModulePolicy, path: Path) -> Callable[..., jax.Array]:
     """`Einsum.__call__`, which has no field for its product."""
-    product = _layer_product(LayerEinsum, module, plan, path, fp8)
+    product = _layer_product(LayerEinsum, module, module_policy, path)
 
     def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
@@ -407,12 +411,15 @@ def _wide_attend(module: Any, wide: np.dtype, call: Callable[..., Any]) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _is_lookup(module: Any, plan: Plan, method: str) -> bool:
+def _is_lookup(module: Any, module_policy: ModulePolicy, method: str) -> bool:
     """Whether a call looks up rows of an FP32 table for a policy in 16 bits."""
     cls = _author_class(module)
     if method != "__call__" or cls.__call__ is not nn.Embed.__call__:
         return False
-    if not is_16bit(plan.policy.compute_dtype) or module.promote_dtype is not promote_dtype:
+    if (
+        not is_16bit(module_policy.policy.compute_dtype)
+        or module.promote_dtype is not promote_dtype
+    ):
         return False
     return _stored_table(module).dtype == np.float32
 
@@ -421,7 +428,9 @@ def _stored_table(module: Any) -> jax.Array:
     return nn.unbox(module.get_variable(PARAMS, "embedding"))
 
 
-def _lookup(module: Any, plan: Plan, call: Callable[..., Any]) -> Callable[..., Any]:
+def _lookup(
+    module: Any, module_policy: ModulePolicy, call: Callable[..., Any]
+) -> Callable[..., Any]:
     """`Embed.__call__` that casts the rows and not the table: the same numbers.
 
     The gradient of a row is a sum over all positions that looked it up; this one is in FP32.
@@ -431,7 +440,7 @@ def _lookup(module: Any, plan: Plan, call: Callable[..., Any]) -> Callable[..., 
     def lookup(*args: Any, **kwargs: Any) -> jax.Array:
         object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
         try:
-            return cast(call(*args, **kwargs), plan.policy.compute_dtype)
+            return cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
         finally:
             object.__setattr__(module, "promote_dtype", promote_dtype)
 
@@ -498,7 +507,7 @@ class Applier:
         self.root = root
         self.scope = scope
         self.frames: list[_Frame] = []
-        self.plans: dict[Any, Plan] = {}
+        self.module_policies: dict[Any, ModulePolicy] = {}
         origin = root.origin
         self.types: dict[Path, type] = {
             origin.path[:length]: cls
@@ -508,7 +517,7 @@ class Applier:
         self.by_path = is_by_path(root.policies)
         # Modules that seem to ignore the dtype of their policy.
         self.suspects: dict[Path, Suspect] = {}
-        self.restores = root.policies.restores_inputs
+        self.restores = restores_inputs(root.policies)
         # While a copy of a module is traced by another interceptor, this one does nothing.
         self.suspended = False
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -522,9 +531,9 @@ class Applier:
         if module.scope is None or foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
-        plan = self._plan(module, path)
-        keeps_dtype = self._keeps_dtype(module, plan, (args, kwargs))
-        follows = _prepare(module, plan, path, self.root.policies.fp8, keeps_dtype)
+        module_policy = self._module_policy(module, path)
+        keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
+        follows = _prepare(module, module_policy, path, keeps_dtype)
         if self.by_path:
             key_scopes(module)
         if method == "setup":
@@ -536,29 +545,34 @@ class Applier:
         boundary = None
         if crosses and follows:
             if self.restores:
-                args, kwargs = with_originals(plan, path, method, args, kwargs, None)
+                args, kwargs = with_originals(module_policy, path, method, args, kwargs, None)
             uncast = args, kwargs
-            args, kwargs = cast_inputs(plan, method, args, kwargs)
-            if self.restores and is_16bit(plan.input_dtype):
+            args, kwargs = cast_inputs(module_policy, method, args, kwargs)
+            if self.restores and is_16bit(module_policy.input_dtype):
                 boundary = self._boundary(module, method, uncast, (args, kwargs))
-        if crosses and plan.wide is not None and method == "attend" and not keeps_dtype:
-            call = _wide_attend(module, plan.wide, call)
-        if follows and method == "__call__" and _is_fp8_einsum(module, plan):
-            call = _fp8_einsum(module, plan, path, self.root.policies.fp8)
-        elif crosses and follows and _is_lookup(module, plan, method):
-            call = _lookup(module, plan, call)
-        with self._frame(module, path, plan, is_function, keeps_dtype), noted(boundary):
+        if (
+            crosses
+            and module_policy.resolved.wide_output is not None
+            and method == "attend"
+            and not keeps_dtype
+        ):
+            call = _wide_attend(module, module_policy.resolved.wide_output, call)
+        if follows and method == "__call__" and _is_fp8_einsum(module, module_policy):
+            call = _fp8_einsum(module, module_policy, path)
+        elif crosses and follows and _is_lookup(module, module_policy, method):
+            call = _lookup(module, module_policy, call)
+        with self._frame(module, path, module_policy, is_function, keeps_dtype), noted(boundary):
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError) as error:
                 arguments = named_arguments(call, args, kwargs)
-                explain_mismatch(error, plan, path, _author_class(module), arguments)
+                explain_mismatch(error, module_policy, path, _author_class(module), arguments)
                 raise
-        out, carry = self._split_carry(plan, module, method, body, out, *incoming)
-        if crosses and follows and returns_float32(out) and ignores_dtype(plan):
+        out, carry = self._split_carry(module_policy, module, method, body, out, *incoming)
+        if crosses and follows and returns_float32(out) and ignores_dtype(module_policy):
             self._suspect(module, path)
-        if crosses and (follows or plan.asks_output):
-            out = cast_outputs(plan, out)
+        if crosses and (follows or module_policy.resolved.casts_output):
+            out = cast_outputs(module_policy, out)
         return carry(out)
 
     def _suspect(self, module: Any, path: Path) -> None:
@@ -574,12 +588,19 @@ class Applier:
         return suspects if suspects and are_many(suspects, _params(self.scope)) else []
 
     def _split_carry(
-        self, plan: Plan, module: Any, method: str, body: str, out: Any, args: Any, kwargs: Any
+        self,
+        module_policy: ModulePolicy,
+        module: Any,
+        method: str,
+        body: str,
+        out: Any,
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, Callable[[Any], Any]]:
         if "while_loop(" in body and args:
             carry = cast_like(out, args[0])
             return (), lambda _: carry
-        return split_carry(plan.facts, module, method, out, args, kwargs, "scan(" in body)
+        return split_carry(module_policy.traits, module, method, out, args, kwargs, "scan(" in body)
 
     def _boundary(self, module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
         """The record of a call that cast some inputs; None if it cast none."""
@@ -646,10 +667,15 @@ class Applier:
 
     @contextlib.contextmanager
     def _frame(
-        self, module: nn.Module, path: Path, plan: Plan, is_function: bool, keeps_dtype: bool
+        self,
+        module: nn.Module,
+        path: Path,
+        module_policy: ModulePolicy,
+        is_function: bool,
+        keeps_dtype: bool,
     ) -> Iterator[None]:
         outer = self.frames[-1].precision if self.frames else self.precision
-        precision = matmul_precision(plan.policy, self.precision)
+        precision = matmul_precision(module_policy.policy, self.precision)
         self.frames.append(_Frame(module, path, precision, is_function, keeps_dtype))
         try:
             with precision_scope(precision, outer):
@@ -659,13 +685,13 @@ class Applier:
 
     # -- which policy -----------------------------------------------------------------------
 
-    def _keeps_dtype(self, module: Any, plan: Plan, operands: Any) -> bool:
+    def _keeps_dtype(self, module: Any, module_policy: ModulePolicy, operands: Any) -> bool:
         """Whether a Flax layer, or one that it is a part of, computes in its author's dtype."""
         if self.frames and (self.frames[-1].keeps_dtype or self.frames[-1].module is module):
             return self.frames[-1].keeps_dtype
-        if not plan.facts.takes_dtype:
+        if not module_policy.traits.takes_dtype:
             return False
-        wide = plan.policy.cast_float64
+        wide = module_policy.policy.cast_float64
         if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):
             return True
         return self._has_unusual_params and keeps_dtype(_params(module.scope), wide)
@@ -675,14 +701,16 @@ class Applier:
         """Whether a parameter of the model may make its layer keep its author's dtype."""
         return keeps_dtype(_params(self.scope), False)
 
-    def _plan(self, module: Any, path: Path) -> Plan:
+    def _module_policy(self, module: Any, path: Path) -> ModulePolicy:
         cls = type(module)
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
         key = (path, cls, ancestors)
-        if key not in self.plans:
+        if key not in self.module_policies:
             _check_bridge(module, path)
-            self.plans[key] = make_plan(self.root.policies, path, cls, ancestors, facts_of(cls))
-        return self.plans[key]
+            self.module_policies[key] = resolve_module(
+                self.root.policies, path, cls, ancestors, traits_of(cls)
+            )
+        return self.module_policies[key]
 
     def _ancestors(self, module: Any, path: Path) -> tuple[type, ...]:
         self.types.setdefault(path, type(module))

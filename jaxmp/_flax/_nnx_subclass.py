@@ -25,18 +25,17 @@ from jaxmp._core._trees import cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
 from jaxmp._flax._casts import (
-    Facts,
-    Plan,
+    LayerTraits,
+    ModulePolicy,
     cast_inputs,
     cast_outputs,
     explain_mismatch,
     ignores_dtype,
     is_complex,
     keeps_dtype,
-    make_plan,
-    matmul_precision,
     named_arguments,
-    precision_scope,
+    resolve_module,
+    restores_inputs,
     split_carry,
     wide_operator,
     written_back,
@@ -45,15 +44,15 @@ from jaxmp._flax._fp8_layers import LayerEinsum, LayerProduct, einsum_sizes
 from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
 from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._device import check_device
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._precision import matmul_precision, precision_scope
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import CompositionError, RecipeWarning
-from jaxmp.fp8._scaling import as_scaling
 from jaxmp.fp8._state import NAMES, PREFIX, init_state
 
 Path = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
-# Facts: what is true of a module class under every policy
+# LayerTraits: what is true of a module class under every policy
 # ---------------------------------------------------------------------------
 
 # Statistics, scale and bias in FP32; the result is handed on in the compute dtype.
@@ -69,16 +68,16 @@ _SELF_CASTING = (
 
 
 @functools.cache
-def facts_of(cls: type) -> Facts:
+def traits_of(cls: type) -> LayerTraits:
     """What holds for the modules of a class."""
-    return Facts(
+    return LayerTraits(
         takes_dtype=_takes_dtype(cls),
-        norm=issubclass(cls, _NORMS),
+        is_norm=issubclass(cls, _NORMS),
         upcasts_params=issubclass(cls, _NORMS + _WEIGHT_NORMS),
         casts_params=cls in _SELF_CASTING,
-        cell=issubclass(cls, nnx.RNNCellBase),
-        rnn=issubclass(cls, (nnx.RNN, nnx.Bidirectional)),
-        attention=issubclass(cls, nnx.MultiHeadAttention),
+        is_cell=issubclass(cls, nnx.RNNCellBase),
+        is_rnn=issubclass(cls, (nnx.RNN, nnx.Bidirectional)),
+        is_attention=issubclass(cls, nnx.MultiHeadAttention),
     )
 
 
@@ -131,7 +130,7 @@ class Bound:
       author: attributes, by name, that the policy has set, as they were before.
     """
 
-    __slots__ = ("_hash", "ancestors", "author", "cls", "path", "plan", "policies")
+    __slots__ = ("_hash", "ancestors", "author", "cls", "module_policy", "path", "policies")
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class Bound:
     ) -> None:
         self.policies, self.path, self.cls = policies, path, cls
         self.ancestors, self.author = ancestors, author
-        self.plan = make_plan(policies, path, cls, ancestors, facts_of(cls))
+        self.module_policy = resolve_module(policies, path, cls, ancestors, traits_of(cls))
         self._hash = hash(self._key)
 
     @property
@@ -167,7 +166,7 @@ class Bound:
         return Bound, self._key
 
     def __repr__(self) -> str:
-        return f"Bound({'/'.join(self.path)!r}, {self.plan.policy})"
+        return f"Bound({'/'.join(self.path)!r}, {self.module_policy.policy})"
 
 
 def bound_of(module: Any) -> Bound | None:
@@ -188,16 +187,18 @@ def author_class(module: Any) -> type:
 def bind(module: Any, policies: PolicyMap, path: Path, ancestors: tuple[type, ...]) -> None:
     """Puts a module, which is nobody else's, under its policy."""
     cls = type(module)
-    plan = Bound(policies, path, cls, ancestors).plan
-    changes = _changes(module, plan, path, policies.fp8)
+    module_policy = Bound(policies, path, cls, ancestors).module_policy
+    changes = _changes(module, module_policy, path)
     author = tuple((name, vars(module)[name]) for name in changes)
-    if not _follows(module, plan):
+    if not _follows(module, module_policy):
         changes, author = {}, (("followed", False),)
     for name, value in changes.items():
         object.__setattr__(module, name, value)
     _set_state(module, changes)
     setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author))
-    object.__setattr__(module, "__class__", wrapped_class(cls, cast_on_read(module, plan.facts)))
+    object.__setattr__(
+        module, "__class__", wrapped_class(cls, cast_on_read(module, module_policy.traits))
+    )
 
 
 def unbind(module: Any) -> None:
@@ -211,26 +212,34 @@ def unbind(module: Any) -> None:
         object.__setattr__(module, name, value)
 
 
-def _follows(module: Any, plan: Plan) -> bool:
-    if not (plan.facts.takes_dtype and plan.policy.respect_explicit):
+def _follows(module: Any, module_policy: ModulePolicy) -> bool:
+    if not (module_policy.traits.takes_dtype and module_policy.policy.respect_explicit):
         return True
     dtype = vars(module).get("dtype")
-    return not _is_explicit(module, dtype) or np.dtype(dtype) == plan.policy.compute_dtype
+    return not _is_explicit(module, dtype) or np.dtype(dtype) == module_policy.policy.compute_dtype
 
 
-def _changes(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
-    """The attributes of Flax's own layers that a plan sets."""
+def _changes(module: Any, module_policy: ModulePolicy, path: Path) -> dict[str, Any]:
+    """The attributes of Flax's own layers that a module_policy sets."""
     changes: dict[str, Any] = {}
     attributes = vars(module)
-    if plan.facts.takes_dtype and "dtype" in attributes:
-        changes["dtype"] = plan.field_dtype
-    if plan.facts.attention and "attention_fn" in attributes:
+    if module_policy.traits.takes_dtype and "dtype" in attributes:
+        changes["dtype"] = module_policy.field_dtype
+    if module_policy.traits.is_attention and "attention_fn" in attributes:
         own, flax = attributes["attention_fn"], nnx.dot_product_attention
-        function = policied_function(own, flax, AttentionFunction, plan.policy, path)
+        function = policied_function(own, flax, AttentionFunction, module_policy.policy, path)
         changes["attention_fn"] = function
     if attributes.get("promote_dtype") is flax_promote_dtype:
-        quantising = _quantising(module, plan, path, fp8) if plan.policy.matmul == "fp8" else {}
-        widening = {} if plan.wide is None else _widening(module, plan.wide)
+        quantising = (
+            _quantising(module, module_policy, path)
+            if module_policy.resolved.scaling is not None
+            else {}
+        )
+        widening = (
+            {}
+            if module_policy.resolved.wide_output is None
+            else _widening(module, module_policy.resolved.wide_output)
+        )
         # An FP8 product is as wide as it is asked to be.
         changes |= widening | quantising
     return changes
@@ -241,14 +250,16 @@ def _changes(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------------------
 
 
-def _quantising(module: Any, plan: Plan, path: Path, fp8: Any) -> dict[str, Any]:
+def _quantising(module: Any, module_policy: ModulePolicy, path: Path) -> dict[str, Any]:
     """The attributes by which a Flax linear layer multiplies in FP8, unless its author set them."""
     attributes, name = vars(module), "/".join(path)
+    scaling = module_policy.resolved.scaling
+    assert scaling is not None
     if isinstance(module, (nnx.Linear, nnx.LinearGeneral)):
         if attributes.get("dot_general") in (None, lax.dot_general):
-            return {"dot_general": LayerProduct(as_scaling(fp8), plan.wide, name)}
+            return {"dot_general": LayerProduct(scaling, module_policy.resolved.wide_output, name)}
     elif isinstance(module, nnx.Einsum) and attributes.get("einsum_op") is jnp.einsum:
-        return {"einsum_op": LayerEinsum(as_scaling(fp8), plan.wide, name)}
+        return {"einsum_op": LayerEinsum(scaling, module_policy.resolved.wide_output, name)}
     return {}
 
 
@@ -432,9 +443,9 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------
 
 
-def cast_on_read(module: Any, facts: Facts) -> frozenset[str]:
+def cast_on_read(module: Any, traits: LayerTraits) -> frozenset[str]:
     """Returns the names of the attributes of a module that are cast when they are read."""
-    if facts.attention:
+    if traits.is_attention:
         return frozenset({"cached_key", "cached_value"})
     return frozenset(name for name, value in vars(module).items() if _is_cast_on_read(value))
 
@@ -485,7 +496,10 @@ class CastOnRead:
         bound = bound_of(module)
         if bound is None or not bound.follows or current_context().policies != bound.policies:
             return value
-        dtype, wide = bound.plan.param_dtype(self.name), bound.plan.policy.cast_float64
+        dtype, wide = (
+            bound.module_policy.param_dtype(self.name),
+            bound.module_policy.policy.cast_float64,
+        )
 
         def view(leaf: Any) -> Any:
             if isinstance(leaf, (nnx.Param, nnx.Cache)):
@@ -641,7 +655,7 @@ def _make_init_cache(inherited: Callable[..., None]) -> Callable[..., None]:
         """As Flax's; without `dtype` the cache is kept in the compute dtype."""
         bound = bound_of(self)
         if dtype is None:
-            dtype = jnp.float32 if bound is None else bound.plan.policy.compute_dtype
+            dtype = jnp.float32 if bound is None else bound.module_policy.policy.compute_dtype
         inherited(self, input_shape, dtype)
 
     return init_cache
@@ -678,7 +692,7 @@ def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, 
             vars(self).clear()
             vars(self).update(before)
             raise
-        if name in cast_on_read(self, bound.plan.facts):
+        if name in cast_on_read(self, bound.module_policy.traits):
             wrapped_class(bound.cls, frozenset({name}))
 
     return __setattr__
@@ -732,42 +746,47 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _call(bound: Bound, module: Any, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-    plan = bound.plan
+    module_policy = bound.module_policy
     crosses = not _is_inside(bound)
     incoming = args, kwargs
     if crosses:
         _check_containers(bound, module)
-    as_author = crosses and _keeps_dtype(module, plan, incoming)
+    as_author = crosses and _keeps_dtype(module, module_policy, incoming)
     follows = bound.follows and not as_author
     boundary = None
     if crosses and follows:
-        restores = bound.policies.restores_inputs
+        restores = restores_inputs(bound.policies)
         if restores:
-            args, kwargs = with_originals(plan, bound.path, name, args, kwargs, _is_opaque)
+            args, kwargs = with_originals(module_policy, bound.path, name, args, kwargs, _is_opaque)
         uncast = args, kwargs
-        args, kwargs = cast_inputs(plan, name, args, kwargs, _is_opaque)
-        if restores and is_16bit(plan.input_dtype):
+        args, kwargs = cast_inputs(module_policy, name, args, kwargs, _is_opaque)
+        if restores and is_16bit(module_policy.input_dtype):
             boundary = _boundary(module, name, uncast, (args, kwargs))
     if as_author:
         call = functools.partial(_call_as_author, bound, module, name)
     elif crosses and follows and name == "__call__" and _is_lookup(bound, module):
         call = functools.partial(_lookup, bound, module)
-    elif crosses and plan.wide is not None and name == "attend" and _is_flax_attend(bound.cls):
-        call = _wide_attend(module, plan.wide)
+    elif (
+        crosses
+        and module_policy.resolved.wide_output is not None
+        and name == "attend"
+        and _is_flax_attend(bound.cls)
+    ):
+        call = _wide_attend(module, module_policy.resolved.wide_output)
     with _entered(bound, name, as_author), noted(boundary):
         try:
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
             arguments = named_arguments(call, args, kwargs)
-            explain_mismatch(error, plan, bound.path, bound.cls, arguments)
+            explain_mismatch(error, module_policy, bound.path, bound.cls, arguments)
             raise
-    out, carry = split_carry(plan.facts, module, name, out, *incoming)
-    if crosses and follows and returns_float32(out) and ignores_dtype(plan):
+    out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
+    if crosses and follows and returns_float32(out) and ignores_dtype(module_policy):
         _suspect(bound, module)
     if _frames.suspects and not _frames.stack:
         _report_suspects(bound, module, name, *incoming)
-    if crosses and (follows or plan.asks_output):
-        out = cast_outputs(plan, out, _is_opaque)
+    if crosses and (follows or module_policy.resolved.casts_output):
+        out = cast_outputs(module_policy, out, _is_opaque)
     return carry(out)
 
 
@@ -814,17 +833,17 @@ def _check_containers(bound: Bound, module: Any) -> None:
                 return
 
 
-def _keeps_dtype(module: Any, plan: Plan, operands: Any) -> bool:
+def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: Any) -> bool:
     """Whether a Flax layer, or one that it is a part of, computes in its author's dtype."""
     if _frames.stack and _frames.stack[-1].keeps_dtype:
         return True
-    if not plan.facts.takes_dtype:
+    if not module_policy.traits.takes_dtype:
         return False
     bound, attributes = bound_of(module), vars(module)
     assert bound is not None
     author = dict(bound.author).get("dtype", attributes.get("dtype"))
     params = [v.get_raw_value() for v in attributes.values() if isinstance(v, nnx.Param)]
-    wide = plan.policy.cast_float64
+    wide = module_policy.policy.cast_float64
     return is_complex(author) or keeps_dtype((params, operands), wide, _is_opaque)
 
 
@@ -847,7 +866,7 @@ def _is_lookup(bound: Bound, module: Any) -> bool:
     if bound.cls.__call__ is not nnx.Embed.__call__:
         return False
     dtypes = vars(module)["embedding"].get_raw_value().dtype, dict(bound.author).get("dtype")
-    return is_16bit(bound.plan.policy.compute_dtype) and dtypes == (np.float32, np.float32)
+    return is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (np.float32, np.float32)
 
 
 def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -856,7 +875,7 @@ def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
     The gradient of a row is a sum over all positions that looked it up; this one is in FP32.
     """
     rows = _call_as_author(bound, module, "__call__", *args, **kwargs)
-    return cast(rows, bound.plan.policy.compute_dtype)
+    return cast(rows, bound.module_policy.policy.compute_dtype)
 
 
 def _boundary(module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
@@ -909,7 +928,7 @@ def _entered(bound: Bound, method: str, keeps_dtype: bool) -> Iterator[None]:
         check_device(bound.policies)
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
     outer = stack[-1].precision if stack else _frames.ambient
-    precision = matmul_precision(bound.plan.policy, _frames.ambient)
+    precision = matmul_precision(bound.module_policy.policy, _frames.ambient)
     active = current_context().policies == bound.policies
     policies = contextlib.nullcontext() if active else context(policies=bound.policies)
     scope = _named(bound, method)

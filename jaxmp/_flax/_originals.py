@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jaxmp._core._compat import is_moved, jaxpr_body, underlying
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._jaxprs import is_literal, sub_jaxprs
-from jaxmp._flax._casts import Plan
+from jaxmp._flax._casts import ModulePolicy
 from jaxmp._policies._inputs import Kept
 
 # Equations whose result consists of elements of all operands.
@@ -158,12 +158,14 @@ def _is_same(before: Any, after: Any) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any) -> Any:
+def with_originals(
+    module_policy: ModulePolicy, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any
+) -> Any:
     """Replaces inputs that an enclosing module cast with their uncast originals.
 
     Args:
-      plan: the resolved policy of the module. All inputs are replaced if it computes in more than
-        16 bits; otherwise only those in `keep_inputs`.
+      module_policy: the resolved policy of the module. All inputs are replaced if it computes in
+        more than 16 bits; otherwise only those in `keep_inputs`.
       path, method: the module's path and the name of the called method.
       args, kwargs: the arguments of the call.
       is_leaf: returns True for values that are not pytrees of arrays.
@@ -173,8 +175,8 @@ def with_originals(plan: Plan, path: Any, method: str, args: Any, kwargs: Any, i
     """
     if not _thread.boundaries and _thread.probe is None:
         return args, kwargs
-    kept = plan.kept(method)
-    if bits(plan.policy.compute_dtype) > 16:
+    kept = module_policy.kept(method)
+    if bits(module_policy.policy.compute_dtype) > 16:
         kept = Kept(frozenset(range(len(args))), frozenset(kwargs))
     elif not (kept.positions or kept.names):
         return args, kwargs

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _compat
-from jaxmp._policies._rules import PolicyMap, named_dtypes
+from jaxmp._policies._required import named_dtypes
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)

@@ -8,29 +8,24 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, cast
 
 import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype
-from jaxmp._core._typing import DTypeLike
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import (
     ATTENTION_FIELDS,
-    Policy,
+    PolicyLike,
     canonical_fields,
     get_policy,
     without_inputs,
 )
 from jaxmp._policies._recipe_names import recipe_names, shipped
-from jaxmp._policies._rules import (
-    PolicyMap,
-    Rule,
-    check_module_dtypes,
-    named_dtypes,
-    reads_policies,
-)
+from jaxmp._policies._required import check_module_dtypes, named_dtypes, uses_fp8
+from jaxmp._policies._resolve import PolicyMap, reads_policies
+from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files import _toml
 from jaxmp._recipe_files._fp8_table import read_fp8
 from jaxmp._recipe_files._loss_scale_table import (
@@ -55,9 +50,7 @@ if TYPE_CHECKING:
 
 # Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
 # string, dtype or dict that specifies them.
-RecipeLike: TypeAlias = Union[
-    "Recipe", "RecipeData", PolicyMap, Policy, Mapping[str, Any], str, os.PathLike[str], DTypeLike
-]
+RecipeLike: TypeAlias = Union["Recipe", "RecipeData", PolicyMap, PolicyLike, os.PathLike[str]]
 
 _FLOAT16 = np.dtype("float16")
 
@@ -155,9 +148,10 @@ def as_recipe_data(recipe: RecipeLike) -> RecipeData:
         return data
     if isinstance(recipe, os.PathLike):
         return _load_file(os.fsdecode(recipe))
+    if isinstance(recipe, PolicyMap):
+        return _from_policies(recipe)
     if not isinstance(recipe, str):
-        policies = recipe if isinstance(recipe, PolicyMap) else PolicyMap(get_policy(recipe))
-        return _from_policies(policies)
+        return _from_policies(PolicyMap(get_policy(cast(PolicyLike, recipe))))
     name = recipe.strip().lower()
     if name in shipped():
         return _load_name(name)
@@ -300,7 +294,7 @@ def _build(layers: _Layers) -> RecipeData:
             f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
         )
     policies = PolicyMap(get_policy(default), rules)
-    if policies.names_fp8:
+    if uses_fp8(policies):
         scaling = read_fp8(tables["fp8"]) if tables["fp8"] else None
         policies = dataclasses.replace(policies, fp8=scaling)
     elif own := [s for s in tables["fp8"].values() if s.document is document]:
@@ -365,7 +359,7 @@ def replace_settings(
     new_policies = _replace_attention(new_policies, attention)
     if fp8 is not None:
         new_policies = dataclasses.replace(new_policies, fp8=as_scaling(fp8))
-        if not new_policies.names_fp8:
+        if not uses_fp8(new_policies):
             raise RecipeError(
                 f"fp8={fp8!r} specifies the scaling of FP8 matmuls, but no policy or rule of "
                 f"{data.name!r} sets matmul='fp8'. Start from a recipe with FP8 matmuls, or add "

@@ -16,7 +16,8 @@ from jaxmp._loss_scale import (
     StaticLossScale,
     as_loss_scale,
 )
-from jaxmp._policies._rules import PolicyMap, named_dtypes
+from jaxmp._policies._required import named_dtypes
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe_files import _toml
 from jaxmp._recipe_files._schema import DYNAMIC, Setting, fix_line, read_contents
 from jaxmp.errors import LossScaleError, RecipeError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from json import loads
 from typing import Annotated, Any
 
 import jax
@@ -11,11 +11,13 @@ import typer
 from rich.padding import Padding
 
 import jaxmp
-from jaxmp._policies._rules import Explanation, PolicyMap
+from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._required import check_required, explain_modules
+from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe import load_recipe
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
-from jaxmp.cli._recipe_text import rule_text
+from jaxmp.cli._recipe_text import rule_lines
 from jaxmp.errors import JaxmpError, RuleError
 
 
@@ -40,14 +42,14 @@ def explain(
     policies = load_recipe(recipe).policies
     explain_policies, paths = _load_model(function)
     try:
-        policies.check_required(paths)
+        check_required(policies, paths)
     except RuleError as error:
-        _print(policies, policies.explain_modules(paths), json)
+        _print(policies, explain_modules(policies, paths), json)
         raise UnmatchedRuleError(str(error)) from None
     _print(policies, explain_policies(policies), json)
 
 
-def _load_model(name: str) -> tuple[Callable[[PolicyMap], Explanation], dict[str, Any]]:
+def _load_model(name: str) -> tuple[Callable[[PolicyMap], PolicyExplanation], dict[str, Any]]:
     """Calls the user's function, and returns a function that explains policies, and all paths."""
     make = load_function(
         name, "jaxmp explain my_package.model:make --recipe bf16", "model, example_input"
@@ -79,8 +81,8 @@ def _is_nnx(model: object) -> bool:
     return any(cls.__module__ == "flax.nnx.module" for cls in type(model).__mro__)
 
 
-def _print(policies: PolicyMap, explanation: Explanation, json: str | None) -> None:
-    if write_json(json, _as_json(explanation)):
+def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None) -> None:
+    if write_json(json, loads(explanation.to_json())):
         return
     output = console()
     table = make_table("path", "type", "policy", "rule")
@@ -89,23 +91,11 @@ def _print(policies: PolicyMap, explanation: Explanation, json: str | None) -> N
         path = escape(row.path or "(root)")
         table.add_row(path, escape(row.module_type), policy_lines(row.policy), number)
     output.print(table)
-    for line in explanation.summary:
-        output.print(escape(line))
+    output.print(escape(explanation.summary))
     used = {row.rule for row in explanation.rows}
     for index, rule in enumerate(policies.rules):
         label, style = (f"rule {index + 1}", "bold")
         if index not in used:
             label, style = f"{label}, unused", "yellow"
         output.print(escape(label, style))
-        output.print(Padding(escape(rule_text(rule)), (0, 0, 0, 2)))
-
-
-def _as_json(explanation: Explanation) -> dict[str, Any]:
-    fields = {f.name: getattr(explanation, f.name) for f in dataclasses.fields(explanation)}
-    rows = [{**vars(row), "policy": str(row.policy)} for row in explanation.rows]
-    return {
-        **fields,
-        "rows": rows,
-        "unused": list(map(str, explanation.unused)),
-        "masks": [mask._asdict() for mask in explanation.masks],
-    }
+        output.print(Padding(escape(rule_lines(rule)), (0, 0, 0, 2)))

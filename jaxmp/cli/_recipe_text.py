@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._policies._op_table import CATEGORIES, OpTable
-from jaxmp._policies._rules import PolicyMap, Rule, named_dtypes
+from jaxmp._policies._required import named_dtypes
+from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import Rule, rule_text
 from jaxmp._recipe import Recipe
 from jaxmp.cli._output import Rows
 from jaxmp.fp8._scaling import as_scaling
@@ -85,7 +85,7 @@ _ALWAYS_FP32 = [
 
 def recipe_sections(recipe: Recipe) -> Sections:
     """Returns the sections that `jaxmp show` prints."""
-    rules = [(str(n), rule_text(rule)) for n, rule in enumerate(recipe.policies.rules, start=1)]
+    rules = [(str(n), rule_lines(rule)) for n, rule in enumerate(recipe.policies.rules, start=1)]
     return [
         ("Policy (modules that no rule matches)", _policy_rows(recipe.policies)),
         ("Rules (only the first matching rule applies)", rules or [("none", "")]),
@@ -107,20 +107,10 @@ def op_sections(table: OpTable) -> Sections:
     ]
 
 
-def rule_text(rule: Rule) -> str:
-    """Returns the selector and fields of a rule, and its reason on a second line."""
-    below = " and all modules below them" if rule.subtree else ""
-    selector = [] if rule.path is None else [repr(rule.path)]
-    selector += [] if rule.module_type is None else [f"modules of type {rule.module_type}{below}"]
-    fields = ", ".join(f"{key} = {_field_text(key, value)}" for key, value in rule.fields.items())
-    required = "" if rule.required else " (may match nothing)"
-    return f"{', '.join(selector)}: {fields}{required}" + (f"\n{rule.why}" if rule.why else "")
-
-
-def _field_text(key: str, value: Any) -> str:
-    if key == "keep_inputs":
-        return ", ".join(map(str, value)) or "none"
-    return value.name if key.endswith("_dtype") else str(value).lower()
+def rule_lines(rule: Rule) -> str:
+    """Returns a rule as code, and its reason on a second line."""
+    code = rule_text(rule, with_reason=False)
+    return f"{code}\n{rule.why}" if rule.why else code
 
 
 def _policy_rows(policies: PolicyMap) -> Rows:
@@ -144,7 +134,7 @@ def _policy_rows(policies: PolicyMap) -> Rows:
         ("float64 arrays", "cast like all others" if policy.cast_float64 else "not cast"),
         (
             "inputs kept",
-            f"{_field_text('keep_inputs', policy.keep_inputs)}: arguments of modules that are not"
+            f"{', '.join(map(str, policy.keep_inputs)) or 'none'}: arguments of modules that are not"
             " cast",
         ),
     ]

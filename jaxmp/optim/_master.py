@@ -16,7 +16,7 @@ from jax import lax
 from jaxmp import _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import _storage
@@ -287,7 +287,7 @@ def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
             storage.append((path, ""))
             continue
         rule_names = _trees.rule_names(params, names)
-        dtype = leaf.dtype if policies is None else policies.storage_dtype(rule_names, leaf.dtype)
+        dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
         if form == "packed" and np.dtype(dtype) == np.float16:
             raise CompositionError(
                 f"master='packed' keeps the 16 bits that bfloat16 drops from FP32, but {path!r} is "
@@ -466,7 +466,7 @@ def warn_of_wide(params: Any, state: Any, fix: str, stacklevel: int) -> None:
         is_param = not collections or names[0] == _trees.PARAMS
         if is_param and _trees.is_castable(leaf):
             rule_names = _trees.rule_names(params, names)
-            dtypes = [np.dtype(policies.storage_dtype(rule_names, leaf.dtype)) for policies in maps]
+            dtypes = [np.dtype(storage_dtype(policies, rule_names)) for policies in maps]
             if all(bits(dtype) < bits(leaf.dtype) for dtype in dtypes):
                 wide.append((_trees.parameter_path(rule_names), leaf, dtypes[0]))
     if not wide:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._rules import PolicyMap
+from jaxmp._policies._resolve import PolicyMap, storage_dtype
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
@@ -97,7 +97,7 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
         inside = not collections or names[0] == _trees.PARAMS
         if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
             return leaf
-        dtype = policies.storage_dtype(_trees.rule_names(params, names), leaf.dtype)
+        dtype = storage_dtype(policies, _trees.rule_names(params, names))
         return to_storage(leaf, dtype, master if is_16bit(dtype) else "fp32")
 
     return _trees.map_with_path(cast_leaf, params)

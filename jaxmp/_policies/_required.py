@@ -1,0 +1,149 @@
+"""Checks of a policy map: dtypes of modules, and rules that must match something."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from jaxmp._core._dtypes import bits, short_name
+from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._inputs import methods_of, own_inputs
+from jaxmp._policies._patterns import ModuleType, module_type_names
+from jaxmp._policies._policy import Policy
+from jaxmp._policies._resolve import PolicyMap, lineage, typed_paths
+from jaxmp._policies._rules import Rule
+from jaxmp.errors import PolicyError, RuleError, nearest
+
+# ---------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------
+
+
+def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
+    """Yields (owner, field, dtype) for each dtype of the default policy and of the rules."""
+    owners: list[tuple[str, Policy | Rule]] = [("the default policy", policies.default)]
+    owners += [(repr(rule), rule) for rule in policies.rules]
+    for owner, holder in owners:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            dtype = getattr(holder, field)
+            if dtype is not None:
+                yield owner, field, dtype
+
+
+def check_module_dtypes(policies: PolicyMap) -> None:
+    """Checks that modules can store and compute in the dtypes of the policies.
+
+    Raises:
+      PolicyError: if a dtype has less than 16 bits.
+    """
+    for owner, field, dtype in named_dtypes(policies):
+        if bits(dtype) < 16:
+            raise PolicyError(
+                f"{field}={short_name(dtype)} in {owner}: modules store and compute in 16 bits or "
+                "more; FP8 is available for dots only (matmul=fp8). Use 16 bits here, such as "
+                "apply_policy(model, 'p=f32,c=bf16,o=f32')."
+            )
+
+
+def uses_fp8(policies: PolicyMap) -> bool:
+    """Returns True if the default policy or a rule sets `matmul = "fp8"`."""
+    return any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules))
+
+
+# ---------------------------------------------------------------------------
+# Rules of a model
+# ---------------------------------------------------------------------------
+
+
+def explain_modules(policies: PolicyMap, paths: Mapping[str, ModuleType]) -> PolicyExplanation:
+    """Explains all modules of a model, and the parameters that a `path:name` rule decides.
+
+    Args:
+      policies: the policies.
+      paths: module path -> class, and `path:name` -> None for every parameter.
+    """
+    explanation = policies.explain(paths)
+    rows = tuple(
+        row
+        for row in explanation.rows
+        if ":" not in row.path
+        or (row.rule is not None and policies.rules[row.rule].addresses_parameter)
+    )
+    return dataclasses.replace(explanation, rows=rows)
+
+
+def check_required(
+    policies: PolicyMap,
+    paths: Iterable[str] | Mapping[str, ModuleType],
+    rules: Iterable[Rule] | None = None,
+) -> None:
+    """Checks that each required rule matches one of `paths`.
+
+    Args:
+      policies: the policies.
+      paths: every module path and `path:name` of a model, or a mapping to classes.
+      rules: the rules to check; None: all rules of the map.
+
+    Raises:
+      RuleError: if a rule matches nothing, with the nearest paths or types; or if its `keep_inputs`
+        contains an argument that no matching module accepts.
+    """
+    types = typed_paths(paths)
+    for rule in policies.rules if rules is None else rules:
+        if rule.required and not any(
+            rule.matches(path, module_type)
+            for path, module_type in types.items()
+            if rule.addresses_parameter == (":" in path)
+        ):
+            raise _no_match_error(rule, types)
+        if rule.required and rule.keep_inputs:
+            _check_inputs(rule, types)
+
+
+def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
+    paths = sorted(path for path in types if rule.addresses_parameter == (":" in path))
+    names = sorted({name for item in types.values() for name in module_type_names(item)})
+    hints = []
+    if rule.path is not None:
+        close = nearest(rule.path.replace("**/", "").replace("/**", ""), paths) or paths[:5]
+        hints.append("nearest paths: " + (", ".join(map(repr, close)) or "none"))
+    if rule.module_type is not None:
+        close = nearest(rule.module_type, names) or names[:5]
+        hints.append("nearest types: " + (", ".join(close) or "none"))
+    return RuleError(
+        f"{rule!r} matched nothing in this model; {'; '.join(hints)}. "
+        "Correct the rule, or allow it to match nothing: "
+        f"{dataclasses.replace(rule, required=False)!r}."
+    )
+
+
+def _check_inputs(rule: Rule, types: Mapping[str, ModuleType]) -> None:
+    """Checks that each argument in `keep_inputs` exists in a module that the rule matches."""
+    classes = []
+    for path, module_type in types.items():
+        if rule.matches(path, module_type, lineage(path, types)[1]):
+            if not isinstance(module_type, type):
+                return
+            classes.append(module_type)
+    names = rule.keep_inputs or ()
+    accepted = {name for cls in classes for name in own_inputs(cls, names)}
+    for name in names:
+        if name not in accepted:
+            raise _unknown_input_error(rule, name, classes)
+
+
+def _unknown_input_error(rule: Rule, name: str | int, classes: list[type]) -> RuleError:
+    calls = {cls.__name__: methods_of(cls).get("__call__") for cls in classes}
+    arguments = {cls: (*call.positional, *call.keyword_only) for cls, call in calls.items() if call}
+    shown = "; ".join(f"{cls}({', '.join(names)})" for cls, names in list(arguments.items())[:5])
+    known = [other for names in arguments.values() for other in names]
+    close = (nearest(name, known) if isinstance(name, str) else []) or known
+    argument = f"position {name}" if isinstance(name, int) else repr(name)
+    fix = f" Write keep_inputs=[{close[0]!r}], or" if close else ""
+    return RuleError(
+        f"{rule!r}: keep_inputs contains {argument}, but no module that the rule matches has such "
+        f"an argument. Their calls are {shown or 'none'}.{fix or ' Remove it, or'} allow the rule "
+        "to match nothing: required=False."
+    )

@@ -1,0 +1,327 @@
+"""Resolution: the policy of each module, parameter and name scope, and the rule that decides it.
+
+`resolve_policy` is the only function that applies rules. Flax modules, autocast, the audit, FP8 and
+attention layers read the `ResolvedPolicy` that it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._core._dtypes import bits
+from jaxmp._policies._explanation import PolicyExplanation, PolicyRow
+from jaxmp._policies._inputs import own_inputs
+from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
+from jaxmp._policies._policy import Policy, with_keep_inputs, without_inputs
+from jaxmp._policies._rules import Rule, override, rule_text
+from jaxmp.errors import PolicyError, RuleError
+from jaxmp.fp8._scaling import Scaling, as_scaling
+
+# ---------------------------------------------------------------------------
+# Policy maps
+# ---------------------------------------------------------------------------
+
+# The function that converts the default of a `PolicyMap`. It reads recipe files, which contain
+# rules, so a higher module defines and registers it.
+_reader: list[Callable[[Any], PolicyMap]] = []
+
+
+def reads_policies(fn: Callable[[Any], PolicyMap]) -> Callable[[Any], PolicyMap]:
+    """Registers the function that converts the default of a `PolicyMap` to a `PolicyMap`."""
+    _reader[:] = [fn]
+    return fn
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, init=False)
+class PolicyMap:
+    """Default policy and ordered rules. Only the first matching rule applies.
+
+    Fields that this rule omits come from the default policy.
+
+    Args:
+      default: a recipe's name or file, a policy string, a `Policy`, or anything else that specifies
+        policies. A recipe name means the recipe, as in every `policies=` argument:
+        `PolicyMap("bf16", rules)` has the default policy of that recipe, and its rules after
+        `rules`. `PolicyMap("bfloat16")` sets all three dtypes.
+      rules: rules in order of precedence.
+      fp8: the FP8 scaling of modules with `matmul = "fp8"`, such as `fp8.CurrentScaling()`. None:
+        the scaling of the default, or `CurrentScaling()` if it has none.
+
+    Raises:
+      RuleError: if `rules` contains another object, or a rule has a window but no declared mask.
+      PolicyError: if the default is not valid, or `fp8` is not a scaling.
+
+    Example:
+      >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
+      >>> str(policies.resolve("head"))
+      'p=f32,c=f32,o=f32'
+      >>> str(policies.resolve("body/dense"))
+      'p=f32,c=bf16,o=f32'
+    """
+
+    default: Policy
+    rules: tuple[Rule, ...]
+    fp8: Scaling | None
+    # The policy of each rule.
+    _policies: tuple[Policy, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+    _resolved: dict[Any, ResolvedPolicy] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __init__(
+        self, default: Any, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
+    ) -> None:
+        if fp8 is not None and not isinstance(fp8, Scaling):
+            raise PolicyError(
+                f"fp8={fp8!r} is not an FP8 scaling. A PolicyMap requires an object, for example "
+                "PolicyMap('p=f32,c=bf16,o=f32,matmul=fp8', fp8=jaxmp.fp8.CurrentScaling()); a "
+                "recipe also accepts a name: recipe.replace(fp8='current')."
+            )
+        rules = _checked_rules(rules)
+        if not isinstance(default, Policy):
+            base = _reader[0](default)
+            rules += base.rules
+            default, fp8 = base.default, base.fp8 if fp8 is None else fp8
+        object.__setattr__(self, "default", default)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "fp8", fp8)
+        policies = tuple(_policy_of_rule(default, rule) for rule in rules)
+        object.__setattr__(self, "_policies", policies)
+        object.__setattr__(self, "_hash", hash((default, rules, fp8)))
+        object.__setattr__(self, "_resolved", {})
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[PolicyMap], tuple[Any, ...]]:
+        return PolicyMap, (self.default, self.rules, self.fp8)
+
+    def resolve(
+        self,
+        path: str | Iterable[str | int],
+        module_type: ModuleType = None,
+        ancestors: tuple[ModuleType, ...] = (),
+    ) -> Policy:
+        """Returns the policy of the module at `path`, or of the parameter `module/path:name`.
+
+        A parameter takes the policy of its module unless a `path:name` rule precedes. `keep_inputs`
+        of the result contains only arguments that methods of the class accept; without a class,
+        only those that the deciding rule names.
+
+        Args:
+          path: `/`-joined or a tuple of names; `''` is the root.
+          module_type: the module's class or class name; None: rules by type do not match.
+          ancestors: classes of the modules above it, for rules with `subtree`.
+        """
+        return resolve_policy(self, path, module_type, ancestors).policy
+
+    def explain(
+        self,
+        paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
+    ) -> PolicyExplanation:
+        """Lists the policy and the deciding rule of each path, and the unused rules.
+
+        Args:
+          paths: module paths, or a mapping from module path to the module's class.
+
+        Example:
+          >>> print(PolicyMap("p=f32,c=bf16", [Rule("head", "c=f32")]).explain(["body", "head"]))
+          1 of 2 paths follow a rule.
+          path  type  policy               rule     why
+          body        p=f32,c=bf16,o=bf16  default
+          head        p=f32,c=f32,o=bf16   1
+        """
+        types = typed_paths(paths)
+        rows = []
+        for path, module_type in types.items():
+            owner, ancestors = lineage(path, types)
+            resolved = resolve_policy(self, path, owner, ancestors)
+            rule = resolved.rule
+            row = PolicyRow(
+                path=path,
+                module_type=(module_type_names(module_type) or ("",))[0],
+                policy=resolved.policy,
+                rule=None if rule is None else self.rules.index(rule),
+                why="" if rule is None else rule.why,
+            )
+            rows.append(row)
+        deciding = {row.rule for row in rows}
+        unused = tuple(rule for index, rule in enumerate(self.rules) if index not in deciding)
+        return PolicyExplanation(rows=tuple(rows), unused=unused)
+
+    def unused(
+        self, paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType]
+    ) -> tuple[Rule, ...]:
+        """Returns the rules that decide for none of `paths`."""
+        return self.explain(paths).unused
+
+
+def _checked_rules(rules: Any) -> tuple[Rule, ...]:
+    rules = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise RuleError(
+                f"{rule!r} is not a Rule; for example PolicyMap('bf16', [Rule('head', 'c=f32')])."
+            )
+    return rules
+
+
+def _policy_of_rule(default: Policy, rule: Rule) -> Policy:
+    try:
+        return override(default, rule)
+    except PolicyError as error:
+        raise RuleError(f"{rule!r}: {error}") from None
+
+
+def typed_paths(
+    paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
+) -> dict[str, ModuleType]:
+    """Returns paths as a mapping from `/`-joined path to module class, or None."""
+    if isinstance(paths, Mapping):
+        return {path_string(path): module_type for path, module_type in paths.items()}
+    return dict.fromkeys(map(path_string, paths))
+
+
+def lineage(
+    path: str, types: Mapping[str, ModuleType]
+) -> tuple[ModuleType, tuple[ModuleType, ...]]:
+    """Returns the class of the module at `path`, or of its owner, and those of the modules above.
+
+    Args:
+      path: a module path, or `module/path:name`.
+      types: module path -> class.
+    """
+    owner = path.partition(":")[0]
+    names = owner.split("/") if owner else []
+    above = ("/".join(names[:length]) for length in range(len(names)))
+    return types.get(owner), tuple(types[p] for p in above if types.get(p) is not None)
+
+
+# ---------------------------------------------------------------------------
+# The resolver
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedPolicy:
+    """Policy of one module, parameter or name scope, and the rule that decides it.
+
+    Attributes:
+      policy: the policy.
+      rule: the deciding rule; None: no rule matches, and the default policy applies.
+      output_dtype: dtype in which the module passes its result on: the policy's `output_dtype` for
+        the root or if the deciding rule names it, otherwise the compute dtype.
+      wide_output: `output_dtype` if the deciding rule names one that is wider than the compute
+        dtype; then the module's dot emits it (`preferred_element_type`). Otherwise None.
+      scaling: scaling of the module's FP8 dots; None: its dots do not run in FP8.
+      path: the path that was resolved.
+    """
+
+    policy: Policy
+    rule: Rule | None
+    output_dtype: np.dtype
+    wide_output: np.dtype | None
+    scaling: Scaling | None
+    path: str
+
+    @property
+    def rule_names_output(self) -> bool:
+        """True if the deciding rule names an output dtype."""
+        return self.rule is not None and self.rule.output_dtype is not None
+
+    @property
+    def casts_output(self) -> bool:
+        """True for the root, and for modules whose deciding rule names an output dtype."""
+        return not self.path or self.rule_names_output
+
+    @property
+    def reason(self) -> str:
+        """The deciding rule, or the default policy, as text."""
+        if self.rule is None:
+            return f"default policy {without_inputs(self.policy)}"
+        return rule_text(self.rule)
+
+
+def resolve_policy(
+    policies: PolicyMap,
+    path: str | Iterable[str | int],
+    module_type: ModuleType = None,
+    ancestors: tuple[ModuleType, ...] = (),
+) -> ResolvedPolicy:
+    """Resolves the policy of a module, a parameter (`path:name`) or a name scope.
+
+    Args:
+      policies: the default policy and the rules.
+      path, module_type, ancestors: as in `PolicyMap.resolve`.
+    """
+    key = path, module_type, ancestors
+    resolved = policies._resolved.get(key)
+    if resolved is None:
+        resolved = policies._resolved[key] = _resolve(policies, path_string(path), *key[1:])
+    return resolved
+
+
+def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:
+    """Resolves the first of several candidate paths for which a rule decides.
+
+    If no rule matches any of them, the first path is resolved. The name scopes of a traced function
+    have two candidate paths, because they may start with the name of the root.
+    """
+    candidates = [resolve_policy(policies, path) for path in paths]
+    return next((each for each in candidates if each.rule is not None), candidates[0])
+
+
+def storage_dtype(policies: PolicyMap, names: tuple[str, ...]) -> np.dtype:
+    """Returns the dtype in which the policies store a parameter.
+
+    Args:
+      policies: the policies.
+      names: path of the parameter in its tree, such as `("block_0", "dense", "kernel")`.
+    """
+    path = f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
+    return resolve_policy(policies, path).policy.param_dtype
+
+
+def _resolve(
+    policies: PolicyMap, path: str, module_type: ModuleType, ancestors: tuple[ModuleType, ...]
+) -> ResolvedPolicy:
+    rule, policy = _first_match(policies, path, module_type, ancestors)
+    if policy.keep_inputs:
+        policy = _with_own_inputs(policy, rule, module_type)
+    names_output = rule is not None and rule.output_dtype is not None
+    is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
+    return ResolvedPolicy(
+        policy=policy,
+        rule=rule,
+        output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
+        wide_output=policy.output_dtype if is_wide else None,
+        scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
+        path=path,
+    )
+
+
+def _first_match(
+    policies: PolicyMap, path: str, module_type: ModuleType, ancestors: tuple[ModuleType, ...]
+) -> tuple[Rule | None, Policy]:
+    owner = path.partition(":")[0]
+    for rule, policy in zip(policies.rules, policies._policies, strict=True):
+        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
+            return rule, policy
+    return None, policies.default
+
+
+def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType) -> Policy:
+    """Returns a policy whose `keep_inputs` contains only arguments of the module's methods.
+
+    Without a class, these are the arguments that the deciding rule names.
+    """
+    if isinstance(module_type, type):
+        names = own_inputs(module_type, policy.keep_inputs)
+    else:
+        names = () if rule is None else rule.keep_inputs or ()
+    return with_keep_inputs(policy, names)
