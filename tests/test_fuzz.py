@@ -96,7 +96,7 @@ def test_rule_arguments(arguments):
         rule = Rule(**arguments)
     except (RuleError, PolicyError) as error:
         quoted = any(repr(value) in str(error) for value in arguments.values())
-        assert quoted or "needs a path" in str(error)
+        assert quoted or "requires a path" in str(error)
     else:
         assert PolicyMap("bf16", rule).rules == (rule,)
 

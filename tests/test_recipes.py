@@ -533,7 +533,7 @@ REFUSED = {
     "[policy]": ["specifies no precision"],
     'summary = "x"': ["specifies no precision"],
     # Rules.
-    'extends = "bf16"\n[[rules]]\nc = "f32"': ["line 2, column 3, rule 1", "needs a path"],
+    'extends = "bf16"\n[[rules]]\nc = "f32"': ["line 2, column 3, rule 1", "requires a path"],
     'extends = "bf16"\n[[rules]]\npath = "a"': ["rule 1: ", "sets no field"],
     'extends = "bf16"\n[[rules]]\nmodule_type = "A"\np = "bf16"': ["sets param_dtype by"],
     'extends = "bf16"\n[[rules]]\nc = "f32"\npath = "a//b"': ["line 4, column 1, rule 1, key"],
