@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from json import loads
 from typing import Annotated, Any
 
 import jax
@@ -82,7 +81,7 @@ def _is_nnx(model: object) -> bool:
 
 
 def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None) -> None:
-    if write_json(json, loads(explanation.to_json())):
+    if write_json(json, explanation.to_json()):
         return
     output = console()
     table = make_table("path", "type", "policy", "rule")

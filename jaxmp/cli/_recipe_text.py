@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._policies._op_table import CATEGORIES, OpTable
-from jaxmp._policies._required import named_dtypes
+from jaxmp._policies._required import named_dtypes, uses_fp8
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule, rule_text
 from jaxmp._recipe import Recipe
@@ -134,14 +134,14 @@ def _policy_rows(policies: PolicyMap) -> Rows:
         ("float64 arrays", "cast like all others" if policy.cast_float64 else "not cast"),
         (
             "inputs kept",
-            f"{', '.join(map(str, policy.keep_inputs)) or 'none'}: arguments of modules that are not"
-            " cast",
+            f"{', '.join(map(str, policy.keep_inputs)) or 'none'}: arguments of modules that are"
+            " not cast",
         ),
     ]
 
 
 def _fp8_rows(policies: PolicyMap) -> Rows:
-    if not policies.names_fp8:
+    if not uses_fp8(policies):
         return []
     scaling = as_scaling(policies.fp8).kind
     text = f"{scaling} scaling; a CPU emulates it: it rounds to FP8 and multiplies in a wider dtype"
