@@ -19,10 +19,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
+from jaxmp._attention._layer import Stated
 from jaxmp._audit._share import low_precision_share, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
-from jaxmp._flax._attention import Stated
 from jaxmp._flax._casts import cast_like, cast_tree, resolve_module
 from jaxmp._flax._linen_interceptor import (
     WHOLE,

@@ -19,12 +19,12 @@ from jax.core import Tracer
 from jaxmp import _gradients
 from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
+from jaxmp._attention._layer import Stated
 from jaxmp._audit._share import low_precision_share
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import short_name
 from jaxmp._core._trees import Path
 from jaxmp._flax import _nnx_subclass
-from jaxmp._flax._attention import Stated
 from jaxmp._flax._nnx_gradients import Gradient, Write, continued, undo
 from jaxmp._flax._nnx_subclass import AttentionFunction
 from jaxmp._flax._nnx_subclass import OverwriteWithGradient as OverwriteWithGradient

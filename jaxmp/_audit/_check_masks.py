@@ -13,13 +13,13 @@ from jaxmp._attention._declared import (
     declaration_of,
     structure_of,
 )
+from jaxmp._attention._layer import layer_attention
 from jaxmp._audit._checks import WARNING
 from jaxmp._audit._context import OpOccurrence, PendingFindings
 from jaxmp._core._compat import is_within
 from jaxmp._core._jaxprs import Path, is_literal
 from jaxmp._core._locations import module_of
 from jaxmp._core._static_values import Known
-from jaxmp._flax._attention import layer_attention
 
 
 class _Declared(NamedTuple):

@@ -18,12 +18,13 @@ from flax.core import Scope, apply, freeze
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from jaxmp._attention._layer import Stated, Weights, layer_attention, operands
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._core._compat import current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
+from jaxmp._flax._attention import policied_function
 from jaxmp._flax._casts import (
     LayerTraits,
     ModulePolicy,

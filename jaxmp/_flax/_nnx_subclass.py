@@ -18,12 +18,13 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
 
+from jaxmp._attention._layer import Stated, Weights, layer_attention, operands
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import Stated, Weights, layer_attention, operands, policied_function
+from jaxmp._flax._attention import policied_function
 from jaxmp._flax._casts import (
     LayerTraits,
     ModulePolicy,
