@@ -140,15 +140,8 @@ class Build:
         """Runs `gradient`; returns `(output, other state, gradients)`."""
         _, params = self.function(policies)
         lowered = self.gradient(policies).lower()
-        gradients, (out, state) = lowered.compile(FAST_TO_COMPILE)(params)
+        gradients, (out, state) = lowered.compile()(params)
         return out, state, gradients
-
-
-# Most of the time of these tests is compilation. Without optimizations it takes half as long;
-# without the fusion emitters, which later versions cannot disable, a quarter of that.
-FAST_TO_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    FAST_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 class LinenBuild(Build):

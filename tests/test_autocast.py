@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
 from jaxmp import OpError, PolicyError, PolicyMap, Rule, RuleError, autocast, full_precision
-from models import BUILDS, FAST_TO_COMPILE, MIXED, NNXBuild, fill
+from models import BUILDS, MIXED, NNXBuild, fill
 from programs import dtypes, equations, module_path, named, products, relative_error, trace
 
 BF16, F32 = "bfloat16", "float32"
@@ -673,7 +673,7 @@ def test_name_scopes_and_source_lines_survive():
 
 # Compile without changes of rounding: XLA for CPU may omit roundings to bfloat16 between fused
 # operations, and its YNN kernels (since JAX 0.11) round inside of a matmul.
-AS_WRITTEN = {**FAST_TO_COMPILE, "xla_allow_excess_precision": False}
+AS_WRITTEN: dict[str, bool | str] = {"xla_allow_excess_precision": False}
 if jax.__version_info__ >= (0, 11):
     AS_WRITTEN["xla_cpu_experimental_ynn_fusion_type"] = ""
 

@@ -49,17 +49,6 @@ def standard_promotion():
         yield
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles(request):
-    """Disables XLA optimizations except in slow tests, because small runs spend their time
-    compiling.
-    """
-    in_earnest = request.node.get_closest_marker("slow") is not None
-    jax.config.update("jax_disable_most_optimizations", not in_earnest)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def tiny_run(recipe: str, framework: str = "linen") -> train_lm.Run:
     return train_lm.train(recipe, framework, **TINY)

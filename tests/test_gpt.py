@@ -31,15 +31,6 @@ def standard_promotion():
         yield
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles(request):
-    """Disables XLA optimizations, because small runs spend their time compiling."""
-    in_earnest = request.node.get_closest_marker("slow") is not None
-    jax.config.update("jax_disable_most_optimizations", not in_earnest)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def params():
     """Returns the parameters of `TOY`, with biases other than 0 and scales other than 1."""

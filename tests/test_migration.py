@@ -19,15 +19,6 @@ from flax import nnx
 import jaxmp
 from programs import relative_error
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Disables XLA optimizations, which these tests do not require."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 GUIDE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 SETUP, INFERENCE = [text for language, text in BLOCKS if language == "python"]

@@ -26,14 +26,6 @@ MIXED = "p=f32,c=bf16,o=f32"
 BF16, F16, F32 = (("bfloat16",) * 2, ("float16",) * 2, ("float32",) * 2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Disables XLA optimizations, which these tests do not require."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def rngs():
     return nnx.Rngs(0)
 
