@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
-from jaxmp._autocast._equations import bind
 from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, Rules
 from jaxmp._autocast._values import Scope, Standing, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._replay import bind
 from jaxmp._core._trees import cast, is_castable
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
-from jaxmp._autocast._equations import as_recorded, asks_for_highest, bind, is_product
+from jaxmp._autocast._equations import asks_for_highest, is_product
 from jaxmp._autocast._fp32_consumers import ARITHMETIC, Readers
 from jaxmp._autocast._record import IN_RULE, Record
 from jaxmp._autocast._resolve import (
@@ -36,6 +36,7 @@ from jaxmp._autocast._values import (
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations, scope_names, sub_jaxprs
+from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._trees import cast
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy

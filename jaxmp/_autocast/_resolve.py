@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._autocast._equations import SCATTERS
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._core._replay import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required, uses_fp8
