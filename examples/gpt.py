@@ -1,4 +1,4 @@
-"""Trains GPT-2, from 124 million to 1.5 billion parameters, in the precision that you name.
+"""Trains GPT-2, from 124 million to 1.5 billion parameters, with any recipe.
 
     python examples/gpt.py
     python examples/gpt.py --recipe fp16 --framework nnx --steps 60
@@ -30,6 +30,8 @@ of the token table.
 
 import enum
 import functools
+import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,9 +45,6 @@ import typer
 from flax import nnx
 
 import jaxmp
-from byte_gpt import random_batch, standard_library_text
-from options import RecipeName
-from run_tools import Meter
 
 EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
@@ -307,8 +306,22 @@ def make_nnx_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: in
 # ---------------------------------------------------------------------------
 
 
+def read_standard_library() -> np.ndarray:
+    """Returns the bytes of the Python files at the top of the standard library."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+
+
+def random_batch(
+    text: np.ndarray, batch_size: int, length: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Returns int32 (B, T+1) windows of a text."""
+    starts = rng.integers(0, len(text) - length, batch_size)
+    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
 def read_tokens(file: Path, gpt: GPT) -> np.ndarray:
-    """Maps a file of 16-bit tokens into memory; refuses one that does not fit the model."""
+    """Maps a file of 16-bit tokens into memory; raises an error if it does not fit the model."""
     if file.stat().st_size < 4 * gpt.max_length:
         raise typer.BadParameter(f"{file} is shorter than two texts of {gpt.max_length} tokens.")
     text = np.memmap(file, np.uint16, "r")
@@ -319,6 +332,20 @@ def read_tokens(file: Path, gpt: GPT) -> np.ndarray:
             "Name a size with the vocabulary of GPT-2: --size gpt2"
         )
     return text
+
+
+def check_recipe(name: str) -> str:
+    """Returns the name of a recipe; any other text is an error of the command line."""
+    try:
+        jaxmp.load_recipe(name)
+    except jaxmp.JaxmpError as error:
+        raise typer.BadParameter(str(error)) from None
+    return name
+
+
+RecipeName = Annotated[
+    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
+]
 
 
 class Framework(enum.StrEnum):
@@ -337,7 +364,7 @@ def main(
     framework: Framework = Framework.linen,
     steps: int = 100,
     batch_size: int = 16,
-    lr: Annotated[float, typer.Option(help="Peak, after warm-up.")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[bool, typer.Option(help="Recompute each block: less memory.")] = False,
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
@@ -346,23 +373,25 @@ def main(
 ) -> list[float]:
     """Trains GPT-2 and returns the loss of each step."""
     gpt = SIZES[size].clone(remat=remat)
-    text = read_tokens(tokens, gpt) if tokens else standard_library_text().train
+    text = read_tokens(tokens, gpt) if tokens else read_standard_library()
     is_linen = framework == Framework.linen
     training = linen_training if is_linen else nnx_training
     init, train_step = training(recipe, gpt, make_optimizer(lr, steps), seed)
     model, state = (None, jax.jit(init)()) if is_linen else nnx.jit(init)()
-    losses = []
-    with Meter(recipe, 0, steps, batch_size * gpt.max_length) as meter:
-        for step in range(1, steps + 1):
-            batch_BS = random_batch(text, batch_size, gpt.max_length, seed, step)
-            if is_linen:
-                state, loss = train_step(state, batch_BS)
-            else:
-                loss = train_step(model, state, batch_BS)
-            losses.append(loss)
-            if step % 10 == 0 or step == steps:
-                jaxmp.check(state)  # raises if gradients still overflow at the smallest loss scale
-                meter.show(step, loss, state)
+    losses, rng, start = [], np.random.default_rng(seed), time.perf_counter()
+    for step in range(1, steps + 1):
+        batch_BS = random_batch(text, batch_size, gpt.max_length, rng)
+        if is_linen:
+            state, loss = train_step(state, batch_BS)
+        else:
+            loss = train_step(model, state, batch_BS)
+        losses.append(loss)
+        if step % 10 == 0 or step == steps:
+            jaxmp.check(state)  # raises if gradients overflow at the smallest loss scale
+            skipped = int(jaxmp.get_skip_stats(state).total)
+            print(f"step {step:>5}  loss {float(loss):.3f}  {skipped} steps skipped", flush=True)
+    tokens_per_second = steps * batch_size * gpt.max_length / (time.perf_counter() - start)
+    print(f"{tokens_per_second:,.0f} tokens/s, with compilation")
     return [float(loss) for loss in losses]
 
 

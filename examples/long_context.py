@@ -1,23 +1,24 @@
-"""Trains a byte-level GPT on longer and longer texts until memory ends, with flash and without.
+"""Trains a byte-level GPT on texts of increasing length until the memory is exhausted.
 
     python examples/long_context.py
     python examples/long_context.py --memory-limit 4 --seconds 60
     python examples/long_context.py --recipe fp32 --layers 4 --width 128 --longest 65536
     python examples/long_context.py --help
 
-One text of T bytes a step; T doubles. First with flash attention: "auto" on a GPU, which takes
-cuDNN's kernel, and "blockwise" elsewhere. Then with "xla", which holds the logits of all pairs. On
-a GPU memory ends when the device says so. Elsewhere --memory-limit says so: a step that needs more,
-as compiled, is never run. Prints a line for each length and draws memory and time over it, in
-long_context_out/long_context.png.
+Each step reads one text of T bytes, and T doubles. The first series uses flash attention: "auto" on
+a GPU, which chooses cuDNN's kernel, and "blockwise" on other devices. The second uses "xla", which
+stores the logits of all pairs. On a GPU a series ends at an out-of-memory error. On other devices
+it ends at --memory-limit: a step whose compiled program requires more is not run. Prints a line for
+each length and draws memory and time over the length in long_context_out/long_context.png.
 Install first: pip install "jaxmp[examples]".
 """
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +34,11 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 import jaxmp
 from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
-from options import RecipeName
-from pictures import BLACK, BLUE, VERMILION, save_png
-from train_lm import prepare
 
 GIB = 2**30
+
+# Palette of Okabe and Ito, which is legible with every kind of colour vision.
+BLACK, BLUE, VERMILION = "#000000", "#0072B2", "#D55E00"
 
 # ---------------------------------------------------------------------------
 # Model
@@ -45,7 +46,7 @@ GIB = 2**30
 
 
 class Block(nn.Module):
-    """`byte_gpt.Block`, told that its attention is causal where that one reads a mask of T x T."""
+    """`byte_gpt.Block` with `is_causal=True` instead of an array of T x T as the mask."""
 
     heads: int
     attention: str  # an implementation of jaxmp.dot_product_attention
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 
 class LongGPT(GPT):
-    """`byte_gpt.GPT` of such blocks: the same parameters, of the same names."""
+    """`byte_gpt.GPT` with these blocks, and with the same parameter names."""
 
     attention: str = "auto"
 
@@ -88,46 +89,68 @@ class LongGPT(GPT):
 # ---------------------------------------------------------------------------
 
 
-class MemoryEnds(Exception):
-    """A step does not fit."""
+class OutOfMemoryError(Exception):
+    """A step that does not fit into the memory of the device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One length with one kind of attention. What did not happen is None."""
+    """Measurements of one length with one implementation; None: not measured."""
 
     length: int
     temporary: int | None  # bytes, of the compiled step
-    needed: int | None  # likewise with parameters and optimizer state
+    needed: int | None  # temporary bytes, parameters and optimizer state
     seconds: float | None = None  # of a step
     loss: float | None = None  # of the last step
 
 
 @contextlib.contextmanager
-def memory_ends() -> Iterator[None]:
-    """Raises `MemoryEnds` where XLA says that the device has none left."""
+def convert_memory_errors() -> Iterator[None]:
+    """Raises `OutOfMemoryError` if XLA reports that the memory is exhausted."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise MemoryEnds from error
+        raise OutOfMemoryError from error
+
+
+def prepare(recipe: str, model: LongGPT) -> tuple[jaxmp.TrainState, Callable[..., Any]]:
+    """Returns the initial state and the jitted train step."""
+    loaded = jaxmp.load_recipe(recipe)
+    wrapped = loaded.wrap(model)
+    tx = loaded.optimizer(optax.adamw(1e-3))
+    tokens_BT = jnp.zeros((1, model.max_length), jnp.int32)
+    params = jax.jit(wrapped.init)(jax.random.key(0), tokens_BT)
+    state = jaxmp.TrainState.create(apply_fn=wrapped.apply, params=params, tx=tx)
+
+    def loss_fn(params: Any, tokens_BS: jax.Array) -> jax.Array:
+        logits_BTV = wrapped.apply(params, tokens_BS[:, :-1]).astype(jnp.float32)
+        labels_BT = tokens_BS[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: jaxmp.TrainState, tokens_BS: jax.Array) -> Any:
+        loss, grads = state.value_and_grad(loss_fn)(tokens_BS)
+        return state.apply_gradients(grads=grads), loss
+
+    return state, train_step
 
 
 class Training:
-    """A train step compiled for one text of `model.max_length` bytes."""
+    """Train step that is compiled for one text of `model.max_length` bytes."""
 
     def __init__(self, recipe: str, model: LongGPT) -> None:
-        """Compiles it; raises `MemoryEnds` where the device has no room even for that."""
+        """Compiles the step; raises `OutOfMemoryError` if that exhausts the memory."""
         self._length = model.max_length
-        with memory_ends():
-            self._state, step, _ = prepare(recipe, model, optax.adamw(1e-3))
+        with convert_memory_errors():
+            self._state, step = prepare(recipe, model)
             jitted: Any = step
             tokens_BS = jax.ShapeDtypeStruct((1, self._length + 1), jnp.int32)
             self._step = jitted.lower(self._state, tokens_BS).compile()
 
     def point(self) -> Point:
-        """What the compiled step needs."""
+        """Returns the memory that the compiled step requires."""
         memory = self._step.memory_analysis()
         # The step writes its new state over the old one.
         both = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -135,9 +158,9 @@ class Training:
         return Point(self._length, temporary, temporary + both - memory.alias_size_in_bytes)
 
     def run(self, text: np.ndarray, steps: int) -> tuple[float, float]:
-        """Median seconds of a step, the first left out, and the last loss; or `MemoryEnds`."""
+        """Returns the median seconds of a step, without the first one, and the last loss."""
         seconds, loss = [], jnp.float32(jnp.nan)
-        with memory_ends():
+        with convert_memory_errors():
             for step in range(steps + 1):
                 tokens_BS = jnp.asarray(random_batch(text, 1, self._length, 0, step))
                 since = time.perf_counter()
@@ -148,16 +171,16 @@ class Training:
 
 
 # ---------------------------------------------------------------------------
-# Longer and longer
+# Increasing lengths
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The lengths at which a step fits, and the first one at which it does not."""
+    """Lengths at which a step fits, and the first length at which it does not."""
 
     fit: list[Point]
-    too_long: Point | None  # None: --longest came first
+    too_long: Point | None  # None: the series ended at --longest
 
 
 def lengthen(
@@ -169,15 +192,15 @@ def lengthen(
     seconds: float,
     limit: float | None,
 ) -> Lengths:
-    """Doubles the length, from that of `model`, until memory ends or `longest` is passed.
+    """Doubles the length until the memory is exhausted or the length exceeds `longest`.
 
     Args:
-      recipe: the precision.
-      model: of which only the length changes.
-      longest: bytes of text.
-      steps: of training at each length.
-      seconds: a length whose steps would take longer is compiled and not run.
-      limit: bytes that a step may need; None: all that the device has.
+      recipe: name of a recipe.
+      model: model with the first length; the others differ only in the length.
+      longest: maximum bytes of text.
+      steps: number of train steps at each length.
+      seconds: a length whose steps would take longer is compiled but not run.
+      limit: maximum bytes of a step; None: the memory of the device.
     """
     text = standard_library_text().train
     fit, expected = [], 0.0
@@ -192,20 +215,20 @@ def lengthen(
                 step_seconds, loss = training.run(text, steps)
                 point = dataclasses.replace(point, seconds=step_seconds, loss=loss)
                 expected = (steps + 1) * step_seconds
-        except MemoryEnds:
+        except OutOfMemoryError:
             return Lengths(fit, point)
         fit.append(point)
         print(f"{model.attention:>9}  {describe(point)}", flush=True)
-        # The work of attention grows with the square of the length.
+        # The FLOPs of attention grow with the square of the length.
         expected *= 4
         model = model.clone(max_length=2 * model.max_length)
     return Lengths(fit, None)
 
 
 def describe(point: Point) -> str:
-    """A line of figures."""
+    """Formats the measurements of one length."""
     if point.needed is None or point.temporary is None:
-        return f"T {point.length:>8,}  not compiled: the device's memory ended"
+        return f"T {point.length:>8,}  not compiled: out of memory"
     line = f"T {point.length:>8,}  {point.needed / GIB:8.3f} GiB"
     line += f" ({point.temporary / GIB:.3f} temporary)"
     if point.seconds is None:
@@ -220,12 +243,12 @@ def describe(point: Point) -> str:
 STYLES = {
     "auto": dict(color=BLUE, marker="o", label="flash attention: auto"),
     "blockwise": dict(color=BLUE, marker="o", label="flash attention: blockwise"),
-    "xla": dict(color=VERMILION, marker="^", label="logits of all pairs: xla"),
+    "xla": dict(color=VERMILION, marker="^", label="all logits in memory: xla"),
 }
 
 
 def draw(runs: dict[str, Lengths], limit: float | None, title: str, path: Path) -> Path:
-    """Writes memory and seconds of a step over its length as a PNG."""
+    """Draws memory and time of a step over its length, and saves them as a PNG."""
     figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
     memory, times = figure.subplots(1, 2)
     for name, run in runs.items():
@@ -234,7 +257,7 @@ def draw(runs: dict[str, Lengths], limit: float | None, title: str, path: Path) 
         times.plot([p.length for p in ran], [p.seconds for p in ran], **STYLES[name])
     if limit is not None:
         memory.axhline(limit / GIB, color=BLACK, linestyle="--", linewidth=1, label="memory limit")
-    memory.set_title("Memory of a train step, as compiled (hollow: not run)", fontsize=11)
+    memory.set_title("Memory of a compiled train step (hollow: not run)", fontsize=11)
     memory.set(ylabel="GiB (log scale)")
     times.set_title("Time of a train step", fontsize=11)
     times.set(ylabel="seconds (log scale)")
@@ -244,18 +267,20 @@ def draw(runs: dict[str, Lengths], limit: float | None, title: str, path: Path) 
         axes.set(yscale="log", xlabel="T, bytes of text in a step")
         axes.set_xlim(min(lengths) / 1.4, max(lengths) * 1.4)
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-        axes.xaxis.set_major_formatter(lambda length, _: short(round(length)))
+        axes.xaxis.set_major_formatter(lambda length, _: format_length(round(length)))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, loc="lower right")
     figure.suptitle(title, fontsize=13)
-    return save_png(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
 
 
 def draw_memory(axes: Axes, run: Lengths, style: dict[str, Any]) -> None:
-    """A filled marker where steps were run, a hollow one where not, a cross where none fits."""
+    """Draws a filled marker for a length that ran, a hollow one otherwise, and a final cross."""
     points = [point for point in (*run.fit, run.too_long) if point and point.needed]
     lengths = [point.length for point in points]
     sizes = [(point.needed or 0) / GIB for point in points]
@@ -270,8 +295,8 @@ def draw_memory(axes: Axes, run: Lengths, style: dict[str, Any]) -> None:
     axes.plot([], [], **style)
 
 
-def short(length: int) -> str:
-    """A length as it stands on an axis: 512, 16k."""
+def format_length(length: int) -> str:
+    """Formats a length for an axis: 512, 16k."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
@@ -280,17 +305,31 @@ def short(length: int) -> str:
 # ---------------------------------------------------------------------------
 
 
+def check_recipe(name: str) -> str:
+    """Returns the name of a recipe; any other text is an error of the command line."""
+    try:
+        jaxmp.load_recipe(name)
+    except jaxmp.JaxmpError as error:
+        raise typer.BadParameter(str(error)) from None
+    return name
+
+
+RecipeName = Annotated[
+    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
+]
+
+
 def main(
     recipe: RecipeName = "bf16",
     first: Annotated[int, typer.Option(help="Bytes of the first text.")] = 1024,
-    longest: Annotated[int, typer.Option(help="Stop here if memory has not ended.")] = 2**20,
+    longest: Annotated[int, typer.Option(help="Maximum bytes of a text.")] = 2**20,
     steps: Annotated[int, typer.Option(min=1, help="Train steps at each length.")] = 2,
     seconds: Annotated[
-        float, typer.Option(help="Lengths whose steps take longer are compiled and not run.")
+        float, typer.Option(help="Lengths whose steps take longer are compiled but not run.")
     ] = 15.0,
     memory_limit: Annotated[
         float | None,
-        typer.Option(help="GiB that a step may need. Without it: 0.5, or all that a GPU has."),
+        typer.Option(help="Maximum GiB of a step. Default: 0.5, or the memory of the GPU."),
     ] = None,
     layers: int = 2,
     width: int = 64,
@@ -299,30 +338,32 @@ def main(
         "long_context_out"
     ),
 ) -> dict[str, Lengths]:
-    """Trains a byte-level GPT on longer and longer texts until memory ends."""
+    """Trains a byte-level GPT on texts of increasing length until the memory is exhausted."""
     device = jax.devices()[0]
     if memory_limit is None and device.platform == "cpu":
         memory_limit = 0.5
     limit = None if memory_limit is None else memory_limit * GIB
-    where = device.device_kind if limit is None else f"{device.device_kind}, {memory_limit:g} GiB"
+    hardware = (
+        device.device_kind if limit is None else f"{device.device_kind}, {memory_limit:g} GiB"
+    )
     runs = {}
     for attention in ("auto" if device.platform == "gpu" else "blockwise", "xla"):
         model = LongGPT(layers, width, heads, first, attention)
         runs[attention] = lengthen(
             recipe, model, longest=longest, steps=steps, seconds=seconds, limit=limit
         )
-        print(f"{attention:>9}  {why_it_ended(runs[attention], limit)}", flush=True)
-    title = f"{layers} layers of width {width} in {recipe} on one {where}"
+        print(f"{attention:>9}  {describe_end(runs[attention], limit)}", flush=True)
+    title = f"{layers} layers of width {width} with {recipe} on one {hardware}"
     print(f"Picture: {draw(runs, limit, title, out / 'long_context.png')}")
     return runs
 
 
-def why_it_ended(run: Lengths, limit: float | None) -> str:
-    """The last line of a run."""
+def describe_end(run: Lengths, limit: float | None) -> str:
+    """Formats the reason for which a series ended."""
     if run.too_long is None:
-        return "memory did not end: --longest came first"
-    why = "memory ended" if limit is None else f"memory ended at {limit / GIB:g} GiB"
-    return f"{why}: {describe(run.too_long)}"
+        return "ended at --longest"
+    reason = "out of memory" if limit is None else f"over the limit of {limit / GIB:g} GiB"
+    return f"{reason}: {describe(run.too_long)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on the sources of Python's standard library, in the precision you name.
+"""Trains a byte-level GPT on the source code of Python's standard library, with any recipe.
 
     python examples/train_lm.py --recipe bf16
     python examples/train_lm.py --recipe bf16 --framework nnx
@@ -8,7 +8,7 @@
     python examples/train_lm.py --help
     jaxmp audit examples/train_lm.py:make_step --recipe bf16
 
-With --checkpoint-dir, a run that was stopped goes on where it was: run the same command again.
+With --checkpoint-dir, the same command resumes a run that was stopped.
 Install first: pip install "jaxmp[examples]".
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,16 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import typer
 from flax import nnx
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
-from options import RecipeName
-from run_tools import Checkpoints, Meter
 
 # ---------------------------------------------------------------------------
-# Linen: the five lines, the same for every precision
+# Linen: the same five lines for every recipe
 # ---------------------------------------------------------------------------
 
 
@@ -45,9 +46,10 @@ def prepare(
     seed: int = 0,
     microbatches: int = 1,
 ) -> tuple[jaxmp.TrainState, Callable[..., Any], Callable[..., jax.Array]]:
-    """Returns the first state, the jitted train step and the jitted loss of (params, tokens).
+    """Returns the initial state, the jitted train step and the jitted loss of (params, tokens).
 
-    What is trained is all that `init` returns: with the parameters, in some recipes, FP8's state.
+    The state contains everything that `init` returns: the parameters and, in some recipes, FP8
+    state.
     """
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(model)
@@ -67,25 +69,25 @@ def prepare(
 
 
 def make_step(recipe: str = "bf16") -> tuple[Any, ...]:
-    """The train step and its arguments, for `jaxmp audit`; of the batch the shape will do."""
+    """Returns the train step and its arguments, for `jaxmp audit`. The batch is a shape."""
     state, train_step, _ = prepare(recipe, GPT(), optax.adamw(3e-3))
     return train_step, state, jax.ShapeDtypeStruct((16, GPT.max_length + 1), jnp.int32)
 
 
 def first_variables(model: GPT, seed: int) -> Any:
-    """What training starts from; under every recipe with the same parameters."""
+    """Returns the initial variables; every recipe starts from the same parameters."""
     tokens = jnp.zeros((1, model.max_length), jnp.int32)
     return jax.jit(model.init)(jax.random.key(seed), tokens)
 
 
 def cross_entropy(logits_BTV: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-    """Mean loss of predicting each token but the first; S is T + 1."""
+    """Returns the mean loss over all tokens except the first; S is T + 1."""
     logits_BTV = logits_BTV.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BS[:, 1:]).mean()
 
 
 # ---------------------------------------------------------------------------
-# NNX: the same recipe, the same numbers to start from
+# NNX: the same recipe and the same initial parameters
 # ---------------------------------------------------------------------------
 
 
@@ -97,7 +99,7 @@ def prepare_nnx(
     seed: int = 0,
     microbatches: int = 1,
 ) -> tuple[NnxGPT, jaxmp.nnx.Optimizer, Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Returns the model, its optimizer, and step and loss as functions of them, not compiled."""
+    """Returns the model, its optimizer, and the train step and loss, which are not compiled."""
     model = in_nnx(model, first_variables(model, seed)["params"])
 
     recipe = jaxmp.load_recipe(recipe)
@@ -118,37 +120,37 @@ def prepare_nnx(
 
 
 # ---------------------------------------------------------------------------
-# What the loop asks of either
+# One interface for both frameworks
 # ---------------------------------------------------------------------------
 
 
 class LinenTraining:
-    """A train state that is replaced at every step."""
+    """Training of a Linen model, whose train state is replaced at every step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `prepare`."""
         self.state, self._step, self._loss = prepare(*args, **kwargs)
 
     def step(self, tokens_BS: np.ndarray) -> jax.Array:
-        """Trains on a batch; returns its loss."""
+        """Trains on a batch, and returns its loss."""
         self.state, loss = self._step(self.state, tokens_BS)
         return loss
 
     def loss(self, tokens_BS: np.ndarray) -> jax.Array:
-        """The loss of a batch that is not trained on."""
+        """Returns the loss of a batch without training on it."""
         return self._loss(self.state.params, tokens_BS)
 
     def arrays(self) -> Any:
-        """All that a checkpoint must hold."""
+        """Returns the arrays of a checkpoint."""
         return self.state
 
     def restore(self, arrays: Any) -> None:
-        """Goes on from a checkpoint."""
+        """Restores the arrays of a checkpoint."""
         self.state = arrays
 
 
 class NnxTraining:
-    """A model and an optimizer whose compiled step keeps their arrays until asked for them."""
+    """Training of an NNX model, whose compiled step stores the arrays between calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `prepare_nnx`."""
@@ -158,28 +160,28 @@ class NnxTraining:
 
     @property
     def state(self) -> jaxmp.nnx.Optimizer:
-        """The optimizer: masters, loss scale and skip counters are in it."""
+        """Optimizer with masters, loss scale and skip counters."""
         return self.step.write_back()[1]
 
     def loss(self, tokens_BS: np.ndarray) -> jax.Array:
-        """The loss of a batch that is not trained on."""
+        """Returns the loss of a batch without training on it."""
         return self._loss(self.step.write_back()[0], tokens_BS)
 
     def arrays(self) -> Any:
-        """All that a checkpoint must hold."""
+        """Returns the arrays of a checkpoint."""
         names = ("model", "optimizer")
         nodes = dict(zip(names, self.step.write_back(), strict=True))
         return {name: nnx.as_pure(nnx.state(node)) for name, node in nodes.items()}
 
     def restore(self, arrays: Any) -> None:
-        """Goes on from a checkpoint."""
+        """Restores the arrays of a checkpoint."""
         for node, values in zip(self._nodes, arrays.values(), strict=True):
             nnx.update(node, values)
         self.step.read_back()
 
 
 class Framework(enum.StrEnum):
-    """What the model is written in."""
+    """Library in which the model is written."""
 
     linen = "linen"
     nnx = "nnx"
@@ -188,16 +190,123 @@ class Framework(enum.StrEnum):
 TRAININGS = {"linen": LinenTraining, "nnx": NnxTraining}
 
 # ---------------------------------------------------------------------------
-# The loop around them
+# Progress and checkpoints
 # ---------------------------------------------------------------------------
+
+
+class Meter:
+    """Progress bar with loss, tokens per second, loss scale and number of skipped steps."""
+
+    def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
+        """Starts after step `first` of `steps`."""
+        fields = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
+        fields += ("scale {task.fields[scale]:g}", "skipped {task.fields[skipped]}")
+        columns = (BarColumn(bar_width=8), MofNCompleteColumn(), *map(TextColumn, fields))
+        self._progress = Progress(TextColumn(f"{name:<11}"), *columns)
+        values = dict(loss=float("nan"), speed=0.0, scale=1.0, skipped=0)
+        self._task = self._progress.add_task(
+            name, total=steps, completed=first, visible=first < steps, **values
+        )
+        self._tokens_per_step = tokens_per_step
+        self.restart_clock(first)
+
+    def __enter__(self) -> "Meter":
+        """Shows the bar."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Stops; the last values remain on the screen."""
+        self._progress.stop()
+
+    def restart_clock(self, step: int) -> None:
+        """Excludes the time since the last `show`, such as that of an evaluation."""
+        self._since, self._since_step = time.perf_counter(), step
+
+    def show(self, step: int, loss: jax.Array, state: Any) -> None:
+        """Waits for a step to end, and shows its loss and the state after it."""
+        # Warns once if 10 or more consecutive steps were skipped.
+        stats = jaxmp.get_skip_stats(state)
+        in_a_row = f" ({stats.consecutive} in a row)" if stats.consecutive > 1 else ""
+        values = dict(
+            loss=float(loss),
+            scale=float(jaxmp.get_loss_scale(state).scale_value),
+            skipped=f"{stats.total}{in_a_row}",
+        )
+        tokens = (step - self._since_step) * self._tokens_per_step
+        values["speed"] = tokens / (time.perf_counter() - self._since)
+        self._progress.update(self._task, completed=step, **values)
+        self.restart_clock(step)
+
+
+class Checkpoints:
+    """Latest state of a run on disk: parameters, masters, moments, loss scale, skip counters."""
+
+    def __init__(self, directory: Path, recipe: str, **options: Any) -> None:
+        """Opens `directory`; raises an error if it was written with other options."""
+        recipe = jaxmp.load_recipe(recipe).to_toml()
+        self._made_with = {"recipe": recipe} | {name: str(v) for name, v in options.items()}
+        latest = ocp.CheckpointManagerOptions(max_to_keep=1)
+        self._manager = ocp.CheckpointManager(directory.resolve(), options=latest)
+        if (step := self._manager.latest_step()) is not None:
+            made_with = ocp.args.Composite(made_with=ocp.args.JsonRestore())
+            self._check(self._manager.restore(step, args=made_with)["made_with"])
+
+    def save(self, step: int, arrays: Any) -> None:
+        """Writes the arrays of a run after `step`."""
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), made_with=ocp.args.JsonSave(self._made_with)
+        )
+        self._manager.save(step, args=args)
+
+    def restore_latest(self, training: Any) -> int:
+        """Restores the latest checkpoint, and returns its step; 0 if there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return 0
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(training.arrays()))
+        training.restore(self._manager.restore(step, args=args)["arrays"])
+        return step
+
+    def _check(self, made_with: dict[str, str]) -> None:
+        for name, value in self._made_with.items():
+            if made_with.get(name) != value:
+                raise typer.BadParameter(
+                    f"{self._manager.directory} was written with another {name}:\n"
+                    f"{made_with.get(name)}\n"
+                    "Resume with the same options, or name another --checkpoint-dir."
+                )
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._manager.close()
+
+
+# ---------------------------------------------------------------------------
+# Command
+# ---------------------------------------------------------------------------
+
+
+def check_recipe(name: str) -> str:
+    """Returns the name of a recipe; any other text is an error of the command line."""
+    try:
+        jaxmp.load_recipe(name)
+    except jaxmp.JaxmpError as error:
+        raise typer.BadParameter(str(error)) from None
+    return name
+
+
+RecipeName = Annotated[
+    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run left behind: its last state, and the losses on the way."""
+    """Result of a run: the final state, and the losses."""
 
     state: Any  # the TrainState, or NNX's Optimizer
-    arrays: Any  # what a checkpoint holds
+    arrays: Any  # those of a checkpoint
     train_losses: dict[int, float]  # step -> loss of that step's batch
     held_out_losses: dict[int, float]  # step -> mean loss of the held-out batches after it
 
@@ -211,21 +320,27 @@ def train(
     layers: int = 3,
     width: int = 128,
     heads: int = 4,
-    lr: Annotated[float, typer.Option(help="Peak, after warm-up and before cosine decay.")] = 3e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: int = 0,
-    microbatches: Annotated[int, typer.Option(help="Parts of a batch, added in FP32.")] = 1,
-    eval_every: Annotated[int, typer.Option(help="Steps between held-out losses.")] = 50,
+    microbatches: Annotated[
+        int, typer.Option(help="Parts of a batch; gradients are summed in FP32.")
+    ] = 1,
+    eval_every: Annotated[
+        int, typer.Option(help="Steps between evaluations on held-out text.")
+    ] = 50,
     eval_batches: int = 16,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Save here, and resume.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save checkpoints in and resume from.")
+    ] = None,
 ) -> Run:
-    """Trains a byte-level GPT on the sources of Python's standard library."""
-    # With other `steps` a run may go on: it follows the new schedule from there.
+    """Trains a byte-level GPT on the source code of Python's standard library."""
+    # A run may resume with a different number of steps, and then follows the new schedule.
     fixed = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width, heads=heads)
     fixed |= dict(lr=lr, seed=seed, framework=framework)
     checkpoints = checkpoint_dir and Checkpoints(checkpoint_dir, recipe, **fixed)
     text = standard_library_text()
     held_out = even_batches(text.held_out, eval_batches, batch_size, seq_len)
-    print(f"{recipe}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
+    print(f"{recipe}: {len(text.train):,} bytes of training text, {len(text.held_out):,} held out")
 
     model = GPT(layers=layers, width=width, heads=heads, max_length=seq_len)
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, steps // 10), steps)
@@ -236,9 +351,9 @@ def train(
     if checkpoints:
         first = checkpoints.restore_latest(training)
         if first >= steps:
-            print(f"{checkpoint_dir} holds step {first} of {steps}: there is nothing left to do")
+            print(f"{checkpoint_dir} contains step {first} of {steps}: the run is complete")
     train_losses, held_out_losses = {}, {}
-    # Stopped by an error, or by Ctrl-C, a run still ends the writing that it began.
+    # A checkpoint that is being written is completed even after an error or Ctrl-C.
     written = contextlib.closing(checkpoints) if checkpoints else contextlib.nullcontext()
     with written, Meter(recipe, first, steps, batch_size * seq_len) as meter:
         for step in range(first + 1, steps + 1):
@@ -246,7 +361,7 @@ def train(
             train_losses[step] = loss
             if step % 10 == 0 or step == steps:
                 state = training.state
-                jaxmp.check(state)  # raises if the loss scale sits at its floor and still overflows
+                jaxmp.check(state)  # raises if gradients overflow at the smallest loss scale
                 meter.show(step, loss, state)
             if step % eval_every == 0 or step == steps:
                 held_out_losses[step] = float(np.mean([training.loss(b) for b in held_out]))

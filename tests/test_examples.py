@@ -32,7 +32,7 @@ import gpu_smoke
 import jaxmp
 import train_lm
 import vision_digits
-from digits import Digits, handwritten_digits, shuffled_batches
+from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(steps=6, seq_len=16, batch_size=4, layers=1, width=32, eval_every=3, eval_batches=2)
@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, 
         train_lm.train("fp16_params", framework, checkpoint_dir=tmp_path, **TINY, lr=1e-3)
     capsys.readouterr()
     finished = train_lm.train("fp16_params", framework, checkpoint_dir=tmp_path, **TINY)
-    assert "holds step 6 of 6: there is nothing left to do" in capsys.readouterr().out
+    assert "contains step 6 of 6: the run is complete" in capsys.readouterr().out
     assert_same_bits(finished.arrays, straight.arrays)
 
 
@@ -276,13 +276,13 @@ def tiny_vision_run(recipe: str) -> vision_digits.Run:
 
 
 def test_a_quarter_of_each_digit_is_held_out():
-    found = handwritten_digits()
-    assert found.train_images.shape == (1347, 8, 8, 1)
-    assert found.train_images.min() == 0 and found.train_images.max() == 1
-    shares = np.bincount(found.test_labels) / np.bincount(found.train_labels)
+    digits = handwritten_digits()
+    assert digits.train_images.shape == (1347, 8, 8, 1)
+    assert digits.train_images.min() == 0 and digits.train_images.max() == 1
+    shares = np.bincount(digits.test_labels) / np.bincount(digits.train_labels)
     np.testing.assert_allclose(shares, 1 / 3, atol=0.02)
-    train = {image.tobytes() for image in found.train_images}
-    assert not any(image.tobytes() in train for image in found.test_images)
+    train = {image.tobytes() for image in digits.train_images}
+    assert not any(image.tobytes() in train for image in digits.test_images)
 
 
 def moved(image, down, right):
@@ -299,10 +299,10 @@ def test_an_epoch_moves_each_image_by_a_pixel_at_most():
         for down, right in moves
     }
     (batch,) = shuffled_batches(images, np.arange(100), 100, np.random.default_rng(0))
-    found = [sources[image.tobytes()] for image in batch["image"]]
-    assert [index for index, _ in found] == batch["label"].tolist()
+    pairs = [sources[image.tobytes()] for image in batch["image"]]
+    assert [index for index, _ in pairs] == batch["label"].tolist()
     assert sorted(batch["label"]) == list(range(100))
-    assert {move for _, move in found} == set(moves)
+    assert {move for _, move in pairs} == set(moves)
 
 
 @pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
@@ -318,9 +318,9 @@ def test_vision_learns_and_skips_what_overflows(recipe):
 
 
 def test_vision_prints_a_table_draws_and_fails_below_its_goal(tmp_path, capsys, monkeypatch):
-    found = few_digits(128)
+    digits = few_digits(128)
     good = dataclasses.replace(tiny_vision_run("bf16"), accuracies=[50.0, 98.0])
-    monkeypatch.setattr(vision_digits, "handwritten_digits", lambda: found)
+    monkeypatch.setattr(vision_digits, "handwritten_digits", lambda: digits)
     pretend = lambda name, **sizes: dataclasses.replace(good, recipe=name)
     monkeypatch.setattr(vision_digits, "train", pretend)
     vision_digits.main(every=True, out=tmp_path)
@@ -353,7 +353,7 @@ CALM, WILD = 2.0**8, 2.0**100  # the first fits a gradient into float16, the sec
 
 @functools.cache
 def first_players() -> gan.Players:
-    return gan.players("fp16", width=4)
+    return gan.make_players("fp16", width=4)
 
 
 gan_step = nnx.jit(gan.train_step)
@@ -376,8 +376,8 @@ def one_gan_step(*scales: float) -> gan.Players:
     both = gan.Players(*nnx.clone(tuple(first_players())))
     for optimizer, scale in zip(both[2:], scales, strict=True):
         set_loss_scale(optimizer, scale)
-    found = few_digits(16)
-    batches = gan.batches(found.train_images, found.train_labels, 16, np.random.default_rng(0))
+    digits = few_digits(16)
+    batches = gan.batches(digits.train_images, digits.train_labels, 16, np.random.default_rng(0))
     report = gan_step(*both, next(batches))
     np.testing.assert_array_equal(report.applied, [scale == CALM for scale in scales])
     np.testing.assert_array_equal(
@@ -412,8 +412,8 @@ def test_gan_draws_each_digit_and_its_two_scales(tmp_path, capsys):
 
 
 def test_the_reader_of_drawn_digits_can_read():
-    found = handwritten_digits()
-    rows = np.stack([2 * found.test_images[found.test_labels == d][:20] - 1 for d in range(10)])
+    digits = handwritten_digits()
+    rows = np.stack([2 * digits.test_images[digits.test_labels == d][:20] - 1 for d in range(10)])
     images = rows[..., 0].swapaxes(0, 1)
     assert gan.legible_percent(images) > 95
     assert gan.legible_percent(np.roll(images, 1, axis=1)) < 5

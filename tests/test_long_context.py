@@ -17,7 +17,7 @@ import attention_gpu
 import attention_memory
 import byte_gpt
 import long_context
-from long_context import GIB, LongGPT, MemoryEnds, Point
+from long_context import GIB, LongGPT, OutOfMemoryError, Point
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16, heads=2)
@@ -81,7 +81,7 @@ class Recorded:
     def run(self, text, steps):
         self.ran.append(self.length)
         if self.length == 64:
-            raise MemoryEnds
+            raise OutOfMemoryError
         return 1.0, 2.0
 
 
@@ -101,10 +101,10 @@ def test_lines_and_picture_of_two_kinds_of_attention(monkeypatch, tmp_path, caps
     assert runs["blockwise"].too_long is None
     assert Recorded.ran == [8, 8]  # three steps of four seconds are more than 11 at T = 16
     printed = capsys.readouterr().out
-    assert "blockwise  memory did not end: --longest came first" in printed
+    assert "blockwise  ended at --longest" in printed
     runs = long_context.main(**options, longest=99)
     assert runs["xla"].too_long == Point(32, 32, 32)
-    assert "xla  memory ended at 1.86265e-08 GiB: T       32" in capsys.readouterr().out
+    assert "xla  over the limit of 1.86265e-08 GiB: T       32" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["long_context.png"]
     assert imread(tmp_path / "long_context.png").shape[:2] == (506, 1210)
 
@@ -113,7 +113,7 @@ def test_a_device_without_memory_ends_it(monkeypatch):
     found = lengthen(monkeypatch)
     assert [point.length for point in found.fit] == [8, 16, 32]
     assert found.too_long == Point(64, 64, 64)
-    assert long_context.why_it_ended(found, None).startswith("memory ended: T       64")
+    assert long_context.describe_end(found, None).startswith("out of memory: T       64")
 
 
 def test_what_is_over_the_limit_or_would_take_too_long_is_not_run(monkeypatch):
@@ -126,9 +126,12 @@ def test_what_is_over_the_limit_or_would_take_too_long_is_not_run(monkeypatch):
 
 
 def test_only_the_end_of_memory_is_the_end_of_memory():
-    with pytest.raises(MemoryEnds), long_context.memory_ends():
+    with pytest.raises(OutOfMemoryError), long_context.convert_memory_errors():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), long_context.memory_ends():
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        long_context.convert_memory_errors(),
+    ):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
