@@ -152,15 +152,18 @@ class Recipe:
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        return optim.mixed_precision(
+        tx = optim.mixed_precision(
             inner,
             policies=self.policies,
             loss_scale=self.loss_scale,
             master=self.master,
             skip=self.skip,
-            accumulate_dtype=self.accumulate_dtype,
-            reduce_dtype=self.reduce_dtype,
             axis_name=axis_name,
+        )
+        if self.accumulate_dtype == self.reduce_dtype == "float32":
+            return tx
+        return optim.gradient_dtypes(
+            tx, accumulate_dtype=self.accumulate_dtype, reduce_dtype=self.reduce_dtype
         )
 
     def cast_params(self, params: PyTree) -> PyTree:

@@ -20,6 +20,7 @@ from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip
 from jaxmp.optim._apply import apply_update
+from jaxmp.optim._gradient_dtypes import GradientDtypesState
 
 
 class TrainState(struct.PyTreeNode):
@@ -280,7 +281,7 @@ def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -
     serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState):
+for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState, GradientDtypesState):
     _leaves = tuple(f.name for f in dataclasses.fields(_cls) if not f.metadata.get("static"))
     _register(_cls, _leaves, dataclasses.replace)
 for _cls in (NoLossScale, StaticLossScale, DynamicLossScale):

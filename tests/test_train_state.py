@@ -215,6 +215,25 @@ def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
     assert float(state.value_and_grad(fn, microbatches=512)(x)[1]["w"]) == 0.5
 
 
+def test_the_dtypes_of_gradients_do_not_change_the_update():
+    """A recipe records them around its optimizer, whose parameters are still assigned."""
+    results = []
+    for dtype in ("float32", "float64"):
+        recipe = jaxmp.load_recipe("bf16_params").replace(reduce_dtype=dtype)
+        params = {"w": jnp.full(3, 1 + 2.0**-12)}
+        state = jaxmp.TrainState.create(
+            apply_fn=None, params=params, tx=recipe.optimizer(optax.sgd(2.0**-12))
+        )
+        results.append(state.apply_gradients(grads={"w": jnp.ones(3)}))
+    plain, recorded = results
+    assert isinstance(recorded.opt_state, jaxmp.optim.GradientDtypesState)
+    for one, other in zip(
+        jax.tree.leaves(plain.opt_state), jax.tree.leaves(recorded.opt_state), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert jaxmp.get_master_params(recorded)["w"].tolist() == [1, 1, 1]
+
+
 def test_unknown_and_reshaped_mutables_are_refused():
     state, _ = setup("fp32")
     grads = jax.tree.map(jnp.zeros_like, state.params)

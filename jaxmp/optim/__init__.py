@@ -1,5 +1,7 @@
 """Optax transformations: masters, loss scale, skipped steps, stochastic rounding."""
 
+from jaxmp.optim._gradient_dtypes import GradientDtypesState as GradientDtypesState
+from jaxmp.optim._gradient_dtypes import gradient_dtypes as gradient_dtypes
 from jaxmp.optim._master import MasterParamsState as MasterParamsState
 from jaxmp.optim._master import master_params as master_params
 from jaxmp.optim._mixed_precision import mixed_precision as mixed_precision

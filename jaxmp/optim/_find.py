@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -20,8 +21,9 @@ from jaxmp.errors import (
     ScaleCollapsedError,
     SkippedStepsWarning,
 )
-from jaxmp.optim._master import MasterParamsState, expand, master_states
-from jaxmp.optim._skip import Settings, SkipNonfiniteState, SkipStats, as_axes
+from jaxmp.optim._gradient_dtypes import GradientDtypesState
+from jaxmp.optim._master import MasterParamsState, master_states, unpack_masters
+from jaxmp.optim._skip import SkipNonfiniteState, SkipSettings, SkipStats, as_axes
 
 _LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)
 
@@ -55,15 +57,15 @@ def gradient_options(opt_state: Any, options: dict[str, Any]) -> dict[str, Any]:
     settings = [node.settings for _, node in find(opt_state, SkipNonfiniteState)]
     decided: dict[str, Any] = {}
     if settings:
-        decided["accumulate_dtype"] = settings[0].accumulate_dtype
-        decided["reduce_dtype"] = settings[0].reduce_dtype
         decided["axis_name"] = _the_axes(settings, options)
+    for _, node in find(opt_state, GradientDtypesState)[:1]:
+        decided.update(dataclasses.asdict(node.dtypes))
     if "loss_scale" not in options:
         decided["loss_scale"] = shared_loss_scale(opt_state)
     return {**decided, **options}
 
 
-def _the_axes(settings: list[Settings], options: dict[str, Any]) -> tuple[Any, ...]:
+def _the_axes(settings: list[SkipSettings], options: dict[str, Any]) -> tuple[Any, ...]:
     axes = settings[0].axis_name
     for other in settings[1:]:
         if other.axis_name != axes:
@@ -236,7 +238,7 @@ def _refuse_partial(node: MasterParamsState) -> None:
             "stored in FP32 and are their own master; the optimizer state holds no second copy. "
             "Pass the train state: jaxmp.get_master_params(train_state)."
         )
-    if layout.form == "packed":
+    if layout.master == "packed":
         raise JaxmpError(
             "Packed masters are the 16-bit parameters and their remainders together; this state "
             "holds the remainders only. Pass the train state: jaxmp.get_master_params(train_state)."
@@ -245,7 +247,7 @@ def _refuse_partial(node: MasterParamsState) -> None:
 
 def _replace_by_masters(params: Any, opt_state: Any) -> Any:
     masters: dict[str, Any] = {}
-    for node in master_states(expand(opt_state, params)):
+    for node in master_states(unpack_masters(opt_state, params)):
         held = iter(jax.tree.leaves(node.masters))
         for index, (path, _) in enumerate(node.layout.storage):
             if node.layout.has_master(index):
@@ -424,6 +426,7 @@ def check_composition(opt_state: Any) -> None:
 
 # Wrappers that hand on what they are given, for the parameters that are theirs.
 _TRANSPARENT = (
+    GradientDtypesState,
     optax.MaskedState,
     optax.PartitionState,
     optax.InjectHyperparamsState,

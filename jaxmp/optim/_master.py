@@ -1,10 +1,11 @@
-"""FP32 masters of the parameters that are stored in 16 bits."""
+"""FP32 masters of parameters that are stored in 16 bits."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import jax
@@ -14,57 +15,50 @@ import optax
 from jax import lax
 
 from jaxmp import _overwritten
-from jaxmp._core import _trees
+from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import _storage
 
 FLOAT16 = np.dtype(np.float16)
-FORMS = ("auto", "fp32", "packed", "none")
+MASTER_MODES = ("auto", "fp32", "packed", "none")
+
+
+# ---------------------------------------------------------------------------
+# State
+# ---------------------------------------------------------------------------
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How each parameter is stored: static data inside the optimizer state."""
+    """Storage of each parameter, as static data inside the optimizer state."""
 
-    # The policies that decided it; None where every leaf keeps the dtype it came with.
+    # Policies that determine the storage dtypes; None: each leaf keeps its dtype.
     policies: PolicyMap | None
     # "fp32", "packed" or "none".
-    form: str
-    # (path, name of the dtype it is stored in or "" where the policies leave it alone).
+    master: str
+    # (path, name of the storage dtype), in flattening order; the name is "" if no policy applies.
     storage: tuple[tuple[str, str], ...]
-    # What `expand` has put beside the parameters: "" at rest, "masters", or "all" of them in FP32.
-    expanded: str = ""
 
     def dtype(self, index: int) -> np.dtype | None:
-        """Storage dtype of leaf `index`; None for a leaf that is no policy's business."""
+        """Returns the storage dtype of leaf `index`; None if no policy applies to it."""
         name = self.storage[index][1]
         return canonical_dtype(name) if name else None
 
-    @property
-    def held(self) -> list[int]:
-        """Indices of the parameters that have something held beside them."""
-        rows = range(len(self.storage))
-        return [i for i in rows if self.expanded == "all" or self.has_master(i)]
-
-    @property
-    def can_overflow(self) -> bool:
-        """Whether a step can be skipped because a float16 parameter cannot hold its new value."""
-        return any(self.dtype(i) == FLOAT16 for i in self.held)
-
     def has_master(self, index: int) -> bool:
-        """Whether leaf `index` is stored in 16 bits and has a master."""
+        """Returns True if leaf `index` is stored in 16 bits and has a master."""
         dtype = self.dtype(index)
-        return self.form != "none" and dtype is not None and is_16bit(dtype)
+        return self.master != "none" and dtype is not None and is_16bit(dtype)
 
     @property
     def key(self) -> str:
-        """Name under which the masters appear in tree paths: see `MasterParamsState`."""
+        """Name of the masters in tree paths; see `MasterParamsState`."""
         has_any = any(self.has_master(i) for i in range(len(self.storage)))
-        return f"{self.form}_masters" if has_any else "no_masters"
+        return f"{self.master}_masters" if has_any else "no_masters"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -72,24 +66,24 @@ class Layout:
 class MasterParamsState:
     """State of `master_params`.
 
-    In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, by their
-    layout. A checkpoint written by any library that stores paths therefore cannot be restored into
-    a state of another layout: orbax would otherwise cast packed remainders to FP32 masters.
+    In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, according
+    to their layout. Libraries that store paths therefore cannot restore a checkpoint into a state
+    of another layout; orbax would otherwise cast packed remainders to FP32 masters.
 
     Attributes:
-      masters: a tree like the parameters: float32 masters, or int16 remainders when packed, and
-        `optax.MaskedNode()` where a parameter has none.
-      overflow: int32 scalar; index in `layout.storage` of the first parameter whose new master was
-        too large for its storage dtype in the last update; -1: none.
-      fits: bool scalar; whether no float16 parameter was among those.
-      inner_state: the state of the inner transformation, which sees FP32 throughout.
-      layout: how each parameter is stored (static).
+      masters: a tree like the parameters: float32 masters, or int16 remainders if they are packed,
+        and `optax.MaskedNode()` for parameters without a master.
+      overflow: int32 scalar: index in `layout.storage` of the first parameter whose new master was
+        too large for its storage dtype in the last update; -1 if there is none.
+      fits: bool scalar; True if no float16 parameter overflowed in the last update.
+      inner_state: the state of the inner transformation, in FP32 throughout.
+      layout: the storage of each parameter (static).
     """
 
-    masters: Any
-    overflow: Any
-    fits: Any
-    inner_state: Any
+    masters: PyTree
+    overflow: jax.Array
+    fits: jax.Array
+    inner_state: PyTree
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
@@ -109,41 +103,85 @@ class MasterParamsState:
     def _children(self) -> tuple[Any, ...]:
         return self.masters, self.overflow, self.fits, self.inner_state
 
+    def has_value(self, index: int) -> bool:
+        """Returns True if `masters` has a value for parameter `index`."""
+        return self.layout.has_master(index)
+
+    def values(self) -> Iterator[tuple[int, str, Any]]:
+        """Yields the index, path and value of each parameter that has a value in `masters`."""
+        indices = filter(self.has_value, range(len(self.layout.storage)))
+        for index, value in zip(indices, jax.tree.leaves(self.masters), strict=True):
+            yield index, self.layout.storage[index][0], value
+
+    @property
+    def can_overflow(self) -> bool:
+        """True if a float16 parameter may be unable to represent its new value."""
+        indices = filter(self.has_value, range(len(self.layout.storage)))
+        return any(self.layout.dtype(index) == FLOAT16 for index in indices)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class UnpackedMasters(MasterParamsState):
+    """`MasterParamsState` during one update: all masters are float32.
+
+    The transformation leaves the new masters in this state. `assign` then casts them to the
+    parameters, and restores a `MasterParamsState`.
+    """
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class UnpackedParameters(UnpackedMasters):
+    """`UnpackedMasters` with values for all parameters, including those without a master.
+
+    The update then writes all parameters in one pass, and the emitted updates are not needed.
+    """
+
+    def has_value(self, index: int) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------------
+# Transformation
+# ---------------------------------------------------------------------------
+
 
 def master_params(
-    inner: optax.GradientTransformation, *, policies: Any = None, master: str = "auto"
+    inner: optax.GradientTransformation,
+    *,
+    policies: _load.RecipeLike | None = None,
+    master: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates FP32 masters of 16-bit parameters; the parameters follow them.
+    """Updates FP32 masters of 16-bit parameters, which are cast from them.
 
-    The inner transformation sees FP32 parameters and FP32 gradients only, so its moments are FP32
-    and small updates are not lost (Micikevicius et al. 2018, section 3.1, arXiv:1710.03740).
-    Parameters that are stored in FP32 have no second copy.
+    The inner transformation receives only FP32 parameters and FP32 gradients, so that its moments
+    are FP32 and small updates are not lost (Micikevicius et al. 2018, section 3.1,
+    arXiv:1710.03740). Parameters that are stored in FP32 have no second copy.
 
-    A master too large for its parameter's dtype is noted in the state, and `jaxmp.check` names it.
-    In float16 that happens at 65520, and `skip_nonfinite` skips the step. In bfloat16, whose range
-    is FP32's own, it happens in the last 0.4 % before FP32 overflows too; there the master
-    saturates instead, because deciding first and writing after would read the whole optimizer
-    state twice.
+    A master that is too large for the dtype of its parameter is recorded in the state, and
+    `jaxmp.check` names it. In float16 this happens at 65520, and `skip_nonfinite` skips the step.
+    In bfloat16, whose range is that of FP32, it happens in the last 0.4 % before FP32 overflows;
+    the master then saturates, because deciding before writing would read the whole optimizer state
+    twice.
 
-    `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`: equal bit
-    for bit after every step. In a plain optax loop the emitted update is the best additive one:
-    `optax.apply_updates` gives `cast(master)` too unless a parameter shrinks by more than 2**16 in
-    one step, and then the next step mends it, because each update starts from the parameter that
-    is there.
+    `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`, which is
+    exact after every step. In a plain optax loop the emitted update is the best additive one:
+    `optax.apply_updates` also gives `cast(master)`, unless a parameter shrinks by more than a
+    factor of 2**16 in one step. The next step corrects this, because each update is computed from
+    the current parameter.
 
     Args:
       inner: any optax transformation.
-      policies: anything that names policies; their `param_dtype` says how each parameter is stored.
-        None: each leaf is stored as it comes.
-      master: "fp32" ("auto" means that): a float32 master for each 16-bit parameter; "packed": the
-        16 bits that bfloat16 drops, 4 bytes a parameter in all, ties rounding away from zero;
-        "none": no masters, the inner transformation still computes in FP32.
+      policies: policies or a recipe, whose `param_dtype` determines the storage dtype of each
+        parameter. None: each leaf keeps its dtype.
+      master: "fp32" (also "auto"): a float32 master for each 16-bit parameter; "packed": the 16
+        bits that bfloat16 drops, which makes 4 bytes per parameter in total and rounds ties away
+        from zero; "none": no masters, but the inner transformation still computes in FP32.
 
     Returns:
-      An optax transformation; `init` takes the FP32 parameters (or 16-bit ones).
+      An optax transformation; `init` accepts FP32 parameters, or 16-bit ones.
 
     Raises:
-      CompositionError: for an unknown `master`, for "packed" with float16 parameters, and at
+      CompositionError: for an unknown `master`, for "packed" with float16 parameters, and in
         `update` for parameters that are not in their storage dtype.
 
     Example:
@@ -153,38 +191,40 @@ def master_params(
       >>> state.masters["w"].dtype
       dtype('float32')
     """
-    if master not in FORMS:
+    if master not in MASTER_MODES:
         raise CompositionError(
-            f"Unknown master={master!r}. Allowed: {', '.join(map(repr, FORMS))}; "
+            f"Unknown master={master!r}. Allowed: {', '.join(map(repr, MASTER_MODES))}; "
             "for example master='auto'."
         )
-    form = "fp32" if master == "auto" else master
+    master = "fp32" if master == "auto" else master
     policy_map = None if policies is None else _load.as_policy_map(policies)
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: PyTree) -> PyTree:
         check_parameters(params)
-        layout = _layout(params, policy_map, form)
+        layout = _make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
-            _initial(leaf, form) if layout.has_master(i) else optax.MaskedNode()
+            _make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
         )
         full = _trees.cast_floating(params, FLOAT32)
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
+        none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
+        state = MasterParamsState(masters, none, fits, inner_state, layout)
         overflows = {
-            i: _fit(read_master(None, held), layout.dtype(i))[1]
-            for i, held in zip(layout.held, jax.tree.leaves(masters), strict=True)
-            if held.dtype == FLOAT32
+            index: _saturate(value, layout.dtype(index))[1]
+            for index, _, value in state.values()
+            if value.dtype == FLOAT32
         }
-        return MasterParamsState(masters, _first(overflows), jnp.array(True), inner_state, layout)
+        return dataclasses.replace(state, overflow=_first_index(overflows))
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise CompositionError(
-                "master_params needs the parameters: tx.update(grads, state, params)."
+                "master_params requires the parameters: tx.update(grads, state, params)."
             )
         params_flat, treedef = jax.tree.flatten(params)
         _check_storage(params_flat, state.layout)
@@ -197,41 +237,45 @@ def master_params(
             **extra_args,
         )
         deltas = treedef.flatten_up_to(deltas)
+        is_unpacked = isinstance(state, UnpackedMasters)
         steps = [
-            _step(p, m, full, delta, bool(state.layout.expanded))
+            _step(p, m, full, delta, is_unpacked)
             for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
         ]
         overflows = {i: over for i, (_, _, over) in enumerate(steps) if over is not None}
-        new_state = MasterParamsState(
-            treedef.unflatten(new for _, new, _ in steps),
-            _first(overflows),
-            _first({i: o for i, o in overflows.items() if state.layout.dtype(i) == FLOAT16}) < 0,
-            inner_state,
-            state.layout,
+        of_float16 = {i: o for i, o in overflows.items() if state.layout.dtype(i) == FLOAT16}
+        new_state = dataclasses.replace(
+            state,
+            masters=treedef.unflatten(new for _, new, _ in steps),
+            overflow=_first_index(overflows),
+            fits=_first_index(of_float16) < 0,
+            inner_state=inner_state,
         )
         return treedef.unflatten(delta for delta, _, _ in steps), new_state
 
-    def _step(param: Any, held: Any, full: Any, delta: Any, expanded: bool) -> tuple[Any, Any, Any]:
-        """The emitted update, what is held beside the parameter, and whether it overflowed."""
-        if isinstance(held, optax.MaskedNode):
-            return delta, held, None
+    def _step(
+        param: Any, stored: Any, full: Any, delta: Any, is_unpacked: bool
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Returns the emitted update, the new entry of `masters`, and True if it overflowed."""
+        if isinstance(stored, optax.MaskedNode):
+            return delta, stored, None
         new, over = add_update(full, delta), None
         if is_16bit(param.dtype):
-            new, over = _fit(new, param.dtype)
-        if expanded:
+            new, over = _saturate(new, param.dtype)
+        if is_unpacked:
             return delta, new, over
-        target = _storage.to_storage(new, param.dtype, form)
+        target = _storage.to_storage(new, param.dtype, master)
         emitted = target.astype(FLOAT32) - param.astype(FLOAT32)
-        if held.dtype != jnp.int16:
+        if stored.dtype != jnp.int16:
             return emitted, new, over
-        landed = (param.astype(FLOAT32) + emitted).astype(param.dtype)
-        return emitted, _storage.remainder_to(new, landed), over
+        assigned = (param.astype(FLOAT32) + emitted).astype(param.dtype)
+        return emitted, _storage.remainder_to(new, assigned), over
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def add_update(param: Any, update: Any) -> Any:
-    """`optax.apply_updates` for one leaf; for 16-bit parameters the sum is taken in FP32."""
+    """Adds an update as `optax.apply_updates` does, and to 16-bit parameters in FP32."""
     if param is None or update.dtype == jax.dtypes.float0:
         return param
     if _trees.is_castable(param) and param.dtype != FLOAT32:
@@ -239,46 +283,45 @@ def add_update(param: Any, update: Any) -> Any:
     return param + update.astype(param.dtype)
 
 
-def check_parameters(params: Any) -> None:
-    """Refuses variables whose state would be clipped, decayed and averaged as parameters are.
+def check_parameters(params: PyTree) -> None:
+    """Checks that the parameters contain no FP8 state, which an optimizer must not change.
 
     Raises:
-      CompositionError: saying what to give instead.
+      CompositionError: with the call that passes only parameters.
     """
     name = _overwritten.OVERWRITE
     if _overwritten.split(params)[1] is not None:
         raise CompositionError(
-            f"The optimizer was given variables with the collection {name!r}, the state of FP8 "
-            "scaling, which is no parameter: its gradient is its next value. Use "
-            "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it; or in a loop of "
-            "your own tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
-            f"variables['params']), and carry grads[{name!r}] over into the next variables."
+            f"The parameters contain the collection {name!r}, the state of FP8 scaling. It is not "
+            "a parameter: its gradient is its next value. Use "
+            "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it. In your own loop, "
+            "call tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
+            f"variables['params']), and take the next {name!r} from grads[{name!r}]."
         )
 
 
-def _initial(leaf: Any, form: str) -> jax.Array:
-    full = jnp.array(leaf, dtype=FLOAT32, copy=True)
-    return _storage.pack(full)[1] if form == "packed" else full
+def _make_master(param: Any, master: str) -> jax.Array:
+    full = jnp.array(param, dtype=FLOAT32, copy=True)
+    return _storage.pack(full)[1] if master == "packed" else full
 
 
-def read_master(param: Any, held: Any) -> Any:
-    """The FP32 value of a parameter, given what the state holds beside it."""
-    if isinstance(held, optax.MaskedNode):
+def read_master(param: Any, stored: Any) -> Any:
+    """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`."""
+    if isinstance(stored, optax.MaskedNode):
         return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
-    return _storage.unpack(param, held) if held.dtype == jnp.int16 else held
+    return _storage.unpack(param, stored) if stored.dtype == jnp.int16 else stored
 
 
-def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
+def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
     collections = _trees.has_collections(params)
     storage: list[tuple[str, str]] = []
     seen: set[str] = set()
     for names, leaf in _trees.leaves_with_path(params):
-        inside = _trees.strip_collection(names) if collections else names
-        path = _trees.parameter_path(inside)
+        path = _path_of(names, collections)
         if path in seen:
             raise CompositionError(
-                f"Two parameters have the path {path!r}, because one has a '/' in its name; "
-                "rules and masters could not tell them apart. Rename one of them."
+                f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
+                "and masters cannot distinguish them. Rename one of them."
             )
         seen.add(path)
         cast_float64 = policies is not None and policies.default.cast_float64
@@ -288,14 +331,14 @@ def _layout(params: Any, policies: PolicyMap | None, form: str) -> Layout:
             continue
         rule_names = _trees.rule_names(params, names)
         dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
-        if form == "packed" and np.dtype(dtype) == np.float16:
+        if master == "packed" and np.dtype(dtype) == np.float16:
             raise CompositionError(
-                f"master='packed' keeps the 16 bits that bfloat16 drops from FP32, but {path!r} is "
-                "stored in float16, whose exponent differs. Use master='fp32', or store it in "
+                f"master='packed' stores the 16 bits that bfloat16 drops from FP32, but {path!r} "
+                "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
         storage.append((path, short_name(dtype)))
-    return Layout(policies, form, tuple(storage))
+    return Layout(policies, master, tuple(storage))
 
 
 def _check_storage(params: list[Any], layout: Layout) -> None:
@@ -305,32 +348,36 @@ def _check_storage(params: list[Any], layout: Layout) -> None:
             raise CompositionError(
                 f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
-                " (TrainState.create does it for you), and apply updates with "
-                "optax.apply_updates(params, updates), which keeps dtypes; params + updates, as "
-                "equinox.apply_updates computes it, would be float32."
+                " (TrainState.create does this automatically), and apply updates with "
+                "optax.apply_updates(params, updates), which keeps dtypes; params + updates, as in "
+                "equinox.apply_updates, would be float32."
             )
 
 
-def _fit(master: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The master, saturated where bfloat16 could not hold it, and whether any was too large."""
+def _saturate(master: jax.Array, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
+    """Clamps a master to the range of bfloat16; also returns True if it exceeds that of `dtype`."""
     threshold = _storage.OVERFLOW_THRESHOLD[np.dtype(dtype)]
-    over = ~jnp.all(lax.abs(master) < threshold)  # a NaN is not below it either
+    over = ~jnp.all(lax.abs(master) < threshold)  # A NaN is not below the threshold either.
     if dtype == FLOAT16:
         return master, over
     largest = np.nextafter(threshold, np.float32(0))
     return lax.clamp(-largest, master, largest), over
 
 
-def _first(flags: dict[int, jax.Array]) -> jax.Array:
-    """The smallest index whose flag holds; -1: none."""
+def _first_index(flags: dict[int, jax.Array]) -> jax.Array:
+    """Returns the smallest index whose flag is True; -1 if there is none."""
     first = jnp.array(-1, jnp.int32)
     for index in sorted(flags, reverse=True):
         first = lax.select(flags[index], jnp.full_like(first, index), first)
     return first
 
 
+def _path_of(names: _trees.Path, collections: bool) -> str:
+    return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
+
+
 # ---------------------------------------------------------------------------
-# Assignment: params = cast(master)
+# Masters inside of any optimizer state
 # ---------------------------------------------------------------------------
 
 
@@ -338,101 +385,135 @@ def _is_master_state(node: Any) -> bool:
     return isinstance(node, MasterParamsState)
 
 
-def map_master_states(fn: Any, state: Any) -> Any:
-    """Applies `fn` to each MasterParamsState in `state`, under any nesting."""
+def map_master_states(
+    fn: Callable[[MasterParamsState], MasterParamsState], state: PyTree
+) -> PyTree:
+    """Applies `fn` to each MasterParamsState in `state`, at any nesting."""
     return jax.tree.map(
         lambda node: fn(node) if _is_master_state(node) else node, state, is_leaf=_is_master_state
     )
 
 
-def master_states(state: Any) -> list[MasterParamsState]:
-    """Every MasterParamsState in `state`, in flattening order."""
+def master_states(state: PyTree) -> list[MasterParamsState]:
+    """Returns every MasterParamsState in `state`, in flattening order."""
     leaves = jax.tree.leaves(state, is_leaf=_is_master_state)
     return [leaf for leaf in leaves if _is_master_state(leaf)]
 
 
-def _by_path(params: Any) -> dict[str, Any]:
-    collections = _trees.has_collections(params)
-    return {
-        _trees.parameter_path(_trees.strip_collection(names) if collections else names): leaf
-        for names, leaf in _trees.leaves_with_path(params)
-    }
+def can_overflow(state: PyTree) -> bool:
+    """Returns True if a step can fail because a float16 parameter cannot hold its new value."""
+    return any(node.can_overflow for node in master_states(state))
 
 
-def _held(state: MasterParamsState) -> list[tuple[int, str, Any]]:
-    """(index, path, what is held) of each parameter that has something held beside it."""
-    held, leaves = state.layout.held, jax.tree.leaves(state.masters)
-    return [(i, state.layout.storage[i][0], x) for i, x in zip(held, leaves, strict=True)]
+def all_fit(state: PyTree) -> jax.Array:
+    """Returns True if every float16 parameter can represent its new master."""
+    return functools.reduce(lax.bitwise_and, (node.fits for node in master_states(state)))
 
 
-def expand(state: Any, params: Any, *, everything: bool = False) -> Any:
-    """Puts FP32 masters into the state for the length of one update; `assign` takes them out.
+def overflow_leaf(state: PyTree) -> jax.Array:
+    """Returns the index of the first overflowing master among all masters; -1 if there is none."""
+    first, offset = jnp.array(-1, jnp.int32), 0
+    for node in master_states(state):
+        index = jnp.where(node.overflow >= 0, node.overflow + offset, -1)
+        first = lax.select(first >= 0, first, index)
+        offset += len(node.layout.storage)
+    return first
+
+
+def agree_on_overflow(state: PyTree, axes: tuple[Any, ...]) -> PyTree:
+    """Combines the overflow flags over devices, which may have different parts of parameters."""
+    if not axes:
+        return state
+
+    def agree(node: MasterParamsState) -> MasterParamsState:
+        return dataclasses.replace(
+            node,
+            overflow=_compat.largest(node.overflow, axes),
+            fits=_compat.agree(node.fits, axes),
+        )
+
+    return map_master_states(agree, state)
+
+
+# ---------------------------------------------------------------------------
+# Assignment: params = cast(master)
+# ---------------------------------------------------------------------------
+
+
+def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
+    """Replaces each `MasterParamsState` by `UnpackedMasters`; `assign` undoes this.
 
     Args:
-      state: an optimizer state at rest: packed remainders, FP32 masters.
+      state: an optimizer state.
       params: the parameters.
-      everything: put the other parameters there too, so that the update writes them in the same
-        pass; for a `MasterParamsState` that sees `params` themselves.
     """
-    stored = _by_path(params)
+    collections = _trees.has_collections(params)
+    stored = {_path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
 
-    def expand_masters(node: MasterParamsState) -> MasterParamsState:
-        full = [read_master(stored[path], held) for _, path, held in _held(node)]
-        return dataclasses.replace(
-            node,
-            masters=jax.tree.structure(node.masters).unflatten(full),
-            layout=dataclasses.replace(node.layout, expanded="masters"),
-        )
+    def unpack(node: MasterParamsState) -> MasterParamsState:
+        full = [read_master(stored[path], value) for _, path, value in node.values()]
+        masters = jax.tree.structure(node.masters).unflatten(full)
+        return UnpackedMasters(masters, node.overflow, node.fits, node.inner_state, node.layout)
 
-    def expand_all(node: MasterParamsState) -> MasterParamsState:
+    return map_master_states(unpack, state)
+
+
+def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
+    """Replaces each `MasterParamsState` by `UnpackedParameters`; `assign` undoes this.
+
+    Args:
+      state: an optimizer state, whose masters are those of `params` themselves.
+      params: the parameters.
+    """
+
+    def unpack(node: MasterParamsState) -> MasterParamsState:
         leaves, treedef = jax.tree.flatten(params)
-        held = treedef.flatten_up_to(node.masters)
-        full = [read_master(param, master) for param, master in zip(leaves, held, strict=True)]
-        return dataclasses.replace(
-            node,
-            masters=treedef.unflatten(full),
-            layout=dataclasses.replace(node.layout, expanded="all"),
-        )
+        stored = treedef.flatten_up_to(node.masters)
+        full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
+        masters = treedef.unflatten(full)
+        return UnpackedParameters(masters, node.overflow, node.fits, node.inner_state, node.layout)
 
-    return map_master_states(expand_all if everything else expand_masters, state)
+    return map_master_states(unpack, state)
 
 
-def assign(params: Any, state: Any) -> tuple[Any, Any]:
-    """Undoes `expand` after the update: parameters cast from FP32, and the state at rest."""
+def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Casts parameters from unpacked masters after an update, and packs the masters again.
+
+    Args:
+      params: the parameters; those without a value in `state` are returned unchanged.
+      state: an optimizer state that `unpack_masters` or `unpack_parameters` returned, updated.
+
+    Returns:
+      The new parameters, and the optimizer state with `MasterParamsState`.
+    """
     written: dict[str, Any] = {}
 
-    def assign_one(node: MasterParamsState) -> MasterParamsState:
-        rest = []
-        for i, path, full in _held(node):
-            dtype = node.layout.dtype(i)
-            if not node.layout.has_master(i):
+    def pack(node: MasterParamsState) -> MasterParamsState:
+        masters = []
+        for index, path, full in node.values():
+            dtype = node.layout.dtype(index)
+            if not node.layout.has_master(index):
                 written[path] = full if dtype is None else _trees.cast(full, dtype)
-                full = optax.MaskedNode()
-            elif node.layout.form == "packed":
-                written[path], full = _storage.pack(full)
+                masters.append(optax.MaskedNode())
+            elif node.layout.master == "packed":
+                written[path], remainder = _storage.pack(full)
+                masters.append(remainder)
             else:
                 written[path] = _trees.cast(full, dtype)
-            rest.append(full)
-        return dataclasses.replace(
-            node,
-            masters=jax.tree.structure(node.masters).unflatten(rest),
-            layout=dataclasses.replace(node.layout, expanded=""),
-        )
+                masters.append(full)
+        tree = jax.tree.structure(node.masters).unflatten(masters)
+        return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
 
-    state = map_master_states(assign_one, state)
+    state = map_master_states(pack, state)
     collections = _trees.has_collections(params)
-
-    def write(names: _trees.Path, leaf: Any) -> Any:
-        inside = _trees.strip_collection(names) if collections else names
-        return written.get(_trees.parameter_path(inside), leaf)
-
+    write = lambda names, leaf: written.get(_path_of(names, collections), leaf)
     return _trees.map_with_path(write, params), state
 
 
-def store(params: Any, state: Any) -> Any:
-    """Casts freshly initialised parameters to the storage dtypes that `state` records."""
-    wanted = {
-        path: (node.layout.dtype(i), node.layout.form)
+def store(params: PyTree, state: PyTree) -> PyTree:
+    """Casts newly initialized parameters to the storage dtypes that `state` records."""
+    storage = {
+        path: (node.layout.dtype(i), node.layout.master)
         for node in master_states(state)
         for i, (path, name) in enumerate(node.layout.storage)
         if name
@@ -440,9 +521,8 @@ def store(params: Any, state: Any) -> Any:
     collections = _trees.has_collections(params)
 
     def cast_leaf(names: _trees.Path, leaf: Any) -> Any:
-        inside = _trees.strip_collection(names) if collections else names
-        dtype, form = wanted.get(_trees.parameter_path(inside), (None, "fp32"))
-        return leaf if dtype is None else _storage.to_storage(leaf, dtype, form)
+        dtype, master = storage.get(_path_of(names, collections), (None, "fp32"))
+        return leaf if dtype is None else _storage.to_storage(leaf, dtype, master)
 
     return _trees.map_with_path(cast_leaf, params)
 

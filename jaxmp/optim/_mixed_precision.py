@@ -6,6 +6,8 @@ from typing import Any
 
 import optax
 
+from jaxmp._loss_scale import LossScaleLike
+from jaxmp._recipe_files._load import RecipeLike
 from jaxmp.optim._master import master_params
 from jaxmp.optim._skip import skip_nonfinite
 
@@ -13,37 +15,37 @@ from jaxmp.optim._skip import skip_nonfinite
 def mixed_precision(
     inner: optax.GradientTransformation,
     *,
-    policies: Any,
-    loss_scale: Any = None,
+    policies: RecipeLike,
+    loss_scale: LossScaleLike = None,
     master: str = "auto",
     skip: str = "auto",
     axis_name: Any = None,
-    accumulate_dtype: Any = "float32",
-    reduce_dtype: Any = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer fit for mixed precision: `skip_nonfinite(master_params(inner))`.
+    """Adds masters, loss scale and skipped steps: `skip_nonfinite(master_params(inner))`.
 
-    Everything that depends on the raw gradient goes inside: clipping, weight decay, schedules,
-    `optax.MultiSteps`. `update` takes unscaled gradients, as `jaxmp.value_and_grad` returns them.
+    Everything that depends on the raw gradient belongs inside: clipping, weight decay, schedules,
+    `optax.MultiSteps`. `update` receives unscaled gradients, as `jaxmp.value_and_grad` returns
+    them.
+
+    Each of the two transformations also works alone. Together, `skip_nonfinite` also skips a step
+    after which, according to the state of `master_params`, a float16 parameter could not represent
+    its master.
 
     Args:
       inner: any optax transformation.
-      policies: anything that names policies: their `param_dtype` says which parameters are stored
-        in 16 bits and so have a master.
-      loss_scale: the loss scale to keep in the state and adjust. None: none.
+      policies: policies or a recipe, whose `param_dtype` determines which parameters are stored in
+        16 bits and therefore have a master.
+      loss_scale: the loss scale to keep in the state and adjust. None: no scaling.
       master: see `master_params`.
       skip: see `skip_nonfinite`.
-      axis_name: mapped axis over which all devices agree to skip, and over which the
-        `value_and_grad` of a train state averages loss and gradients.
-      accumulate_dtype: what `TrainState.value_and_grad` accumulates microbatches in.
-      reduce_dtype: what it averages gradients across devices in.
+      axis_name: see `skip_nonfinite`.
 
     Returns:
       An optax transformation.
 
     Raises:
-      CompositionError: see `master_params` and `skip_nonfinite`; from `init`, if it is given the
-        state of FP8 scaling with the parameters.
+      CompositionError: as in `master_params` and `skip_nonfinite`; from `init`, if the parameters
+        contain the state of FP8 scaling.
       PolicyError: for an unknown policy or dtype.
 
     Example:
@@ -53,11 +55,5 @@ def mixed_precision(
       ...     loss_scale=jaxmp.DynamicLossScale(),
       ... )
     """
-    return skip_nonfinite(
-        master_params(inner, policies=policies, master=master),
-        loss_scale=loss_scale,
-        skip=skip,
-        axis_name=axis_name,
-        accumulate_dtype=accumulate_dtype,
-        reduce_dtype=reduce_dtype,
-    )
+    masters = master_params(inner, policies=policies, master=master)
+    return skip_nonfinite(masters, loss_scale=loss_scale, skip=skip, axis_name=axis_name)

@@ -1,9 +1,10 @@
-"""Skipping the steps whose gradients are not finite, with the loss scale in the state."""
+"""Skips steps with non-finite gradients, and keeps the loss scale in the optimizer state."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,48 +13,57 @@ import optax
 from jax import lax
 
 from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32, sum_dtype
-from jaxmp._loss_scale import DynamicLossScale, as_loss_scale
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import (
-    MasterParamsState,
+    UnpackedParameters,
+    agree_on_overflow,
+    all_fit,
+    can_overflow,
     check_parameters,
-    map_master_states,
-    master_states,
+    overflow_leaf,
 )
 
 SKIP_MODES = ("auto", "select", "cond", "none")
 
 
+# ---------------------------------------------------------------------------
+# State
+# ---------------------------------------------------------------------------
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SkipStats:
-    """What the guard has seen; every field a scalar array.
+    """Counters of skipped steps; every field is a scalar array.
 
     Attributes:
-      total: int32, steps skipped so far.
-      consecutive: int32, steps skipped since the last applied one.
-      at_floor: int32, of those, the steps that overflowed with the dynamic loss scale at its floor.
-      last_finite: bool, whether the last step was applied; True before the first.
-      overflow_leaf: int32, the first parameter whose master was too large for its storage dtype in
-        the last step, as an index into the layout of the masters; -1: none.
-      nonfinite_leaf: int32, the first parameter whose gradient was not finite in the last step, as
-        an index into the gradients; -1: none, or not known.
+      total: int32, number of skipped steps.
+      consecutive: int32, number of steps skipped since the last applied one.
+      at_floor: int32, number of these steps that overflowed with the dynamic loss scale at its
+        minimum.
+      last_finite: bool, True if the last step was applied; True before the first step.
+      overflow_leaf: int32, index of the first parameter whose master was too large for its storage
+        dtype in the last step, in the layout of the masters; -1 if there is none.
+      nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
+        step, in the gradients; -1 if there is none, or if it is unknown.
     """
 
-    total: Any
-    consecutive: Any
-    at_floor: Any
-    last_finite: Any
-    overflow_leaf: Any
-    nonfinite_leaf: Any
+    total: jax.Array
+    consecutive: jax.Array
+    at_floor: jax.Array
+    last_finite: jax.Array
+    overflow_leaf: jax.Array
+    nonfinite_leaf: jax.Array
 
     @classmethod
-    def zero(cls, inner_state: Any = ()) -> SkipStats:
-        """The counters before the first step."""
+    def zero(cls, inner_state: PyTree = ()) -> SkipStats:
+        """Returns the counters before the first step."""
         zero = lambda: jnp.zeros((), jnp.int32)
-        overflow_leaf, none = _overflow_leaf(inner_state), jnp.array(-1, jnp.int32)
-        return cls(zero(), zero(), zero(), jnp.array(True), overflow_leaf, none)
+        first, none = overflow_leaf(inner_state), jnp.array(-1, jnp.int32)
+        return cls(zero(), zero(), zero(), jnp.array(True), first, none)
 
     def after(
         self,
@@ -62,7 +72,7 @@ class SkipStats:
         overflow_leaf: jax.Array,
         nonfinite_leaf: jax.Array,
     ) -> SkipStats:
-        """The counters after one more step."""
+        """Returns the counters after another step."""
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
         return SkipStats(
@@ -79,20 +89,17 @@ class SkipStats:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a train state must know of its optimizer; static.
+class SkipSettings:
+    """Static settings of `skip_nonfinite` that a train state reads.
 
     Attributes:
-      guarded: steps with non-finite gradients are skipped.
-      axis_name: mapped axes over which `value_and_grad` averages and all devices agree to skip.
-      accumulate_dtype: name of the dtype in which microbatches are accumulated.
-      reduce_dtype: name of the dtype in which gradients are averaged across devices.
+      guarded: True if steps with non-finite gradients are skipped.
+      axis_name: mapped axes over which `value_and_grad` averages, and along which all devices skip
+        the same steps.
     """
 
     guarded: bool
     axis_name: tuple[Any, ...]
-    accumulate_dtype: str
-    reduce_dtype: str
 
 
 @jax.tree_util.register_dataclass
@@ -104,50 +111,53 @@ class SkipNonfiniteState:
       loss_scale: the loss scale (a pytree); read it with `jaxmp.get_loss_scale`.
       stats: the counters; read them with `jaxmp.get_skip_stats`.
       inner_state: the state of the inner transformation.
-      settings: what `TrainState` must know (static).
+      settings: the settings that a train state reads (static).
     """
 
-    loss_scale: Any
+    loss_scale: LossScale
     stats: SkipStats
-    inner_state: Any
-    settings: Settings = dataclasses.field(metadata={"static": True})
+    inner_state: PyTree
+    settings: SkipSettings = dataclasses.field(metadata={"static": True})
+
+
+# ---------------------------------------------------------------------------
+# Transformation
+# ---------------------------------------------------------------------------
 
 
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike = None,
     skip: str = "auto",
     axis_name: Any = None,
-    accumulate_dtype: Any = "float32",
-    reduce_dtype: Any = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Applies the inner transformation only to finite gradients, and adjusts the loss scale.
 
-    A step with a non-finite gradient emits zero updates and leaves the inner state as it was: no
-    moment, no schedule count, no average moves. Only the loss scale and the counters do. A master
-    that its float16 parameter cannot hold counts as such a step too (see `master_params`).
+    A step with a non-finite gradient emits zero updates and does not change the inner state: no
+    moment, schedule count or average. Only the loss scale and the counters change. A step after
+    which a float16 parameter cannot represent its master also counts as such a step; see
+    `master_params`, whose state records it.
 
     Args:
       inner: any optax transformation.
-      loss_scale: what scaled the loss; adjusted after each step. None: none. The gradients given to
-        `update` are unscaled already (`jaxmp.value_and_grad` does that).
-      skip: "select" computes the update and discards it, element by element; "cond" branches around
-        it; "auto" is "cond" when compiling for CPU, where select multiplies the program's size,
-        and "select" otherwise, where it fuses with the update at no cost in memory traffic; "none"
-        is no guard at all.
-      axis_name: mapped axis (or axes) of `pmap`, `vmap` or `shard_map`. All devices along it agree
-        to skip, and the `value_and_grad` of a train state averages loss and gradients over it.
-        `init` works outside the mapped function too.
-      accumulate_dtype: what `TrainState.value_and_grad` accumulates microbatches in.
-      reduce_dtype: what it averages gradients across devices in.
+      loss_scale: the loss scale of the gradients, which is adjusted after each step. None: no
+        scaling. `update` receives gradients that are already unscaled, as `jaxmp.value_and_grad`
+        returns them.
+      skip: "select" computes the update and discards it element by element; "cond" branches; "auto"
+        is "cond" when compiling for CPU, where select multiplies the size of the program, and
+        otherwise "select", which is fused with the update and causes no additional memory traffic;
+        "none" disables skipping.
+      axis_name: mapped axis (or axes) of `pmap`, `vmap` or `shard_map`. All devices along it skip
+        the same steps, and the `value_and_grad` of a train state averages loss and gradients over
+        it. `init` also works outside of the mapped function.
 
     Returns:
       An optax transformation with a `SkipNonfiniteState`.
 
     Raises:
-      CompositionError: for an unknown `skip`, and for "none" with a dynamic loss scale, which
-        could never learn of an overflow.
+      CompositionError: for an unknown `skip`, and for "none" with a dynamic loss scale, which would
+        not be informed of overflows.
 
     Example:
       >>> tx = skip_nonfinite(optax.sgd(0.5))
@@ -160,32 +170,32 @@ def skip_nonfinite(
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     axes = as_axes(axis_name)
-    settings = Settings(
-        skip != "none", axes, sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name
-    )
+    settings = SkipSettings(skip != "none", axes)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: PyTree) -> PyTree:
         check_parameters(params)
-        inner_state = _agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
+        inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         return SkipNonfiniteState(
             initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
-        # While the state itself holds every new parameter, nobody reads the updates.
-        updates_are_read = not _holds_parameters(state.inner_state)
-        alike = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
+        # If the state itself contains all new parameters, the emitted updates are not used.
+        updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
+        same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
-        def do_update() -> tuple[Any, Any]:
+        def do_update() -> tuple[PyTree, PyTree]:
             emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-            inner_state = _agree_on_overflow(inner_state, axes)
+            inner_state = agree_on_overflow(inner_state, axes)
             if not updates_are_read:
                 return (), inner_state
-            return jax.tree.map(_like, grads, emitted) if alike else emitted, inner_state
+            if same_structure:
+                emitted = jax.tree.map(_cast_like, grads, emitted)
+            return emitted, inner_state
 
         if skip == "none":
             emitted, inner_state = do_update()
@@ -197,22 +207,21 @@ def skip_nonfinite(
         finite = lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
         # Gradients of another structure than the parameters have other indices.
         nonfinite_leaf = state.stats.nonfinite_leaf
-        if alike:
+        if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
-        guarded = _cond_update if _resolve(skip) == "cond" else _select_update
-        # A skipped step emits zeros that have the structure of the updates. Gradients have it too,
-        # except under wrappers such as `optax.lookahead`, which has two copies of the parameters.
-        wanted: Any = grads if updates_are_read else ()
-        if updates_are_read and not alike:
-            wanted = jax.eval_shape(do_update)[0]
-        applied, emitted, inner_state, overflow_leaf = guarded(
-            finite, do_update, wanted, state.inner_state
+        guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
+        # A skipped step emits zeros in the structure of the updates. This is the structure of the
+        # gradients, except under wrappers such as `optax.lookahead`, which has two copies of the
+        # parameters.
+        like: PyTree = grads if updates_are_read else ()
+        if updates_are_read and not same_structure:
+            like = jax.eval_shape(do_update)[0]
+        applied, emitted, inner_state, overflow = guarded_update(
+            finite, do_update, like, state.inner_state
         )
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
-            stats=state.stats.after(
-                applied, state.loss_scale.at_floor, overflow_leaf, nonfinite_leaf
-            ),
+            stats=state.stats.after(applied, state.loss_scale.at_floor, overflow, nonfinite_leaf),
             inner_state=inner_state,
             settings=state.settings,
         )
@@ -220,7 +229,7 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_mode(skip: str, loss_scale: Any) -> None:
+def _check_mode(skip: str, loss_scale: LossScale) -> None:
     if skip not in SKIP_MODES:
         raise CompositionError(
             f"Unknown skip={skip!r}. Allowed: {', '.join(map(repr, SKIP_MODES))}; "
@@ -228,13 +237,13 @@ def _check_mode(skip: str, loss_scale: Any) -> None:
         )
     if skip == "none" and isinstance(loss_scale, DynamicLossScale):
         raise CompositionError(
-            "skip='none' with a dynamic loss scale: without the guard an overflow is neither "
-            "skipped nor seen by the scale. Use skip='auto', or a StaticLossScale."
+            "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
+            "the scale. Use skip='auto', or a StaticLossScale."
         )
 
 
 def as_axes(axis_name: Any) -> tuple[Any, ...]:
-    """The mapped axes that an `axis_name` argument names."""
+    """Converts an `axis_name` argument to a tuple of mapped axes."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -246,80 +255,51 @@ def _resolve(skip: str) -> str:
     return "cond" if _compat.target() == "cpu" else "select"
 
 
-def _holds_parameters(inner_state: Any) -> bool:
-    return isinstance(inner_state, MasterParamsState) and inner_state.layout.expanded == "all"
-
-
-def _like(grad: Any, update: Any) -> Any:
-    """An update in its gradient's dtype, so that a skipped step's zeros have the same type."""
+def _cast_like(grad: Any, update: Any) -> Any:
+    """Casts an update to the dtype of its gradient, which the zeros of a skipped step have."""
     return update if update.dtype == grad.dtype else update.astype(grad.dtype)
 
 
-def _overflow_leaf(inner_state: Any) -> jax.Array:
-    """Index of the first overflowing master among all masters in `inner_state`; -1: none."""
-    found, offset = jnp.array(-1, jnp.int32), 0
-    for state in master_states(inner_state):
-        here = jnp.where(state.overflow >= 0, state.overflow + offset, -1)
-        found = lax.select(found >= 0, found, here)
-        offset += len(state.layout.storage)
-    return found
-
-
-def _can_overflow(inner_state: Any) -> bool:
-    return any(state.layout.can_overflow for state in master_states(inner_state))
-
-
-def _agree_on_overflow(inner_state: Any, axes: tuple[Any, ...]) -> Any:
-    """Each device may hold other parts of the parameters; all skip if one part overflows."""
-    if not axes:
-        return inner_state
-
-    def agree(state: MasterParamsState) -> MasterParamsState:
-        return dataclasses.replace(
-            state,
-            overflow=_compat.largest(state.overflow, axes),
-            fits=_compat.agree(state.fits, axes),
-        )
-
-    return map_master_states(agree, inner_state)
-
-
-def _fit(inner_state: Any) -> jax.Array:
-    """Whether every float16 parameter holds its new master."""
-    return functools.reduce(lax.bitwise_and, (s.fits for s in master_states(inner_state)))
-
+# ---------------------------------------------------------------------------
+# Guarded updates
+# ---------------------------------------------------------------------------
 
 # (applied, emitted updates, inner state, overflow leaf)
-_Outcome = tuple[jax.Array, Any, Any, jax.Array]
+_Outcome = tuple[jax.Array, PyTree, PyTree, jax.Array]
+_Update = Callable[[], tuple[PyTree, PyTree]]
 
 
-def _select_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: Any) -> _Outcome:
+def _select_update(
+    finite: jax.Array, do_update: _Update, like: PyTree, old_state: PyTree
+) -> _Outcome:
     emitted, new_state = do_update()
-    applied = lax.bitwise_and(finite, _fit(new_state)) if _can_overflow(old_state) else finite
+    applied = lax.bitwise_and(finite, all_fit(new_state)) if can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
-    overflow_leaf = lax.select(finite, _overflow_leaf(new_state), jnp.array(-1, jnp.int32))
-    emitted = _trees.select(applied, emitted, _zeros_like(wanted))
-    # Keys that the inner transformation keeps stay, as they do behind a branch.
-    kept = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
-    return applied, emitted, kept, overflow_leaf
+    overflow = lax.select(finite, overflow_leaf(new_state), jnp.array(-1, jnp.int32))
+    emitted = _trees.select(applied, emitted, _zeros_like(like))
+    # PRNG keys of the inner transformation are restored, as they are by a branch.
+    state = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
+    return applied, emitted, state, overflow
 
 
-def _cond_update(finite: jax.Array, do_update: Any, wanted: Any, old_state: Any) -> _Outcome:
-    def reject_update(overflow_leaf: jax.Array) -> _Outcome:
-        return jnp.array(False), _zeros_like(wanted), old_state, overflow_leaf
+def _cond_update(
+    finite: jax.Array, do_update: _Update, like: PyTree, old_state: PyTree
+) -> _Outcome:
+    def reject_update(overflow: jax.Array) -> _Outcome:
+        return jnp.array(False), _zeros_like(like), old_state, overflow
 
     def try_update() -> _Outcome:
         emitted, new_state = do_update()
-        overflow_leaf = _overflow_leaf(new_state)
-        accepted = jnp.array(True), emitted, new_state, overflow_leaf
-        if not _can_overflow(old_state):
+        overflow = overflow_leaf(new_state)
+        accepted = jnp.array(True), emitted, new_state, overflow
+        if not can_overflow(old_state):
             return accepted
-        return lax.cond(_fit(new_state), lambda: accepted, lambda: reject_update(overflow_leaf))
+        return lax.cond(all_fit(new_state), lambda: accepted, lambda: reject_update(overflow))
 
     return lax.cond(finite, try_update, lambda: reject_update(jnp.array(-1, jnp.int32)))
 
 
-def _zeros_like(tree: Any) -> Any:
+def _zeros_like(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, tree)
