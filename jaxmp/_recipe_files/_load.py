@@ -222,7 +222,7 @@ def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _
       path: its path.
       chain: real paths of the files that extend this one.
     """
-    document = _toml.read(file, path)
+    document = _toml.parse(file, _toml.read_text(file, path))
     chain = (*chain, os.path.realpath(str(path)))
     if chain[-1] in chain[:-1]:
         raise RecipeError(

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxmp._core._dtypes import bits, canonical_dtype
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._policies._inputs import canonical_inputs
@@ -48,6 +46,8 @@ class Field(NamedTuple):
     names: Mapping[str, Any] = {}
     # Inclusive bounds of a number; NaN is outside.
     bounds: tuple[float, float] = (-math.inf, math.inf)
+    # True for strings without line breaks and control characters.
+    is_line: bool = False
     # Converts the TOML value. A ValueError, such as a JaxmpError, means that it is not allowed.
     convert: Callable[[Any], Any] | None = None
 
@@ -61,7 +61,8 @@ class Field(NamedTuple):
             return self.names[value]
         low, high = self.bounds
         is_outside = isinstance(value, (int, float)) and not low <= value <= high
-        if type(value) not in self.types or is_outside:
+        is_long = self.is_line and isinstance(value, str) and not value.isprintable()
+        if type(value) not in self.types or is_outside or is_long:
             hint = did_you_mean(value, self.names) if isinstance(value, str) else ""
             raise RecipeError(
                 f"{_toml.describe(value)} is not allowed.{hint} Allowed: {self.allowed}."
@@ -75,46 +76,20 @@ def _choice(*options: str, example: str = "") -> Field:
     return Field(allowed, _toml.quoted(example or options[0]), (), names)
 
 
-def _module_dtype(name: str) -> np.dtype:
-    """Returns the canonical dtype in which a module may store, compute or return values.
-
-    Raises:
-      RecipeError: for formats with fewer than 16 bits.
-    """
-    canonical = canonical_dtype(name)
-    if bits(canonical) < 16:
-        raise RecipeError(
-            f"{canonical.name} is too narrow for a module: values need a scale, without which a "
-            'cast overflows. Use bfloat16 or float16; matmul = "fp8" makes linear layers multiply '
-            "in FP8, with scales."
-        )
-    return canonical
-
-
-def _sum_dtype(name: str) -> str:
+def _dtype_name(name: str) -> str:
     dtype = canonical_dtype(name)
     if bits(dtype) < 16:
-        raise RecipeError(f"{dtype.name} is too narrow for sums of gradients. Use float32.")
+        raise RecipeError(
+            f"{dtype.name} is too narrow: values overflow without a scale. Use float32, bfloat16 "
+            'or float16; matmul = "fp8" makes linear layers multiply in FP8, with scales.'
+        )
     return dtype.name
-
-
-def _line(text: str) -> str:
-    if not text.isprintable():
-        raise RecipeError(f"{_toml.describe(text)} is not a string of one line.")
-    return text
 
 
 def _name(text: str) -> str:
     if not text.strip():
         raise RecipeError(f"{_toml.describe(text)} is not allowed. Allowed: a name of one line.")
-    return _line(text)
-
-
-def _inputs(value: list[Any]) -> tuple[str | int, ...]:
-    try:
-        return canonical_inputs(value)
-    except ValueError as error:
-        raise RecipeError(f"keep_inputs = {_toml.describe(value)}: {error}.") from None
+    return text
 
 
 def _window(value: int | list[Any]) -> tuple[int, int]:
@@ -139,8 +114,7 @@ _NUMBER = Field(
     convert=float,
 )
 _COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
-_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_module_dtype)
-_SUM_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_sum_dtype)
+_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_dtype_name)
 _FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (str, list))
 
 # ---------------------------------------------------------------------------
@@ -149,8 +123,8 @@ _FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (st
 
 # Keys at the top of a file.
 TOP = {
-    "name": Field("a name of one line", '"my_recipe"', convert=_name),
-    "summary": Field("a string of one line", '"BF16 with an FP32 head"', convert=_line),
+    "name": Field("a name of one line", '"my_recipe"', is_line=True, convert=_name),
+    "summary": Field("a string of one line", '"BF16 with an FP32 head"', is_line=True),
     "extends": Field("the name of a recipe, or the path of a file", '"bf16"'),
 }
 
@@ -162,7 +136,10 @@ _POLICY = {
     "respect_explicit": _BOOLEAN,
     "cast_float64": _BOOLEAN,
     "keep_inputs": Field(
-        "a list of argument names and positions", '["t", "positions"]', (list,), convert=_inputs
+        "a list of argument names and positions",
+        '["t", "positions"]',
+        (list,),
+        convert=canonical_inputs,
     ),
 }
 
@@ -232,7 +209,7 @@ TABLES = {
         "calibrate": _BOOLEAN,
         "rounding": _choice("up", "down"),
     },
-    "gradients": {"accumulate_dtype": _SUM_DTYPE, "reduce_dtype": _SUM_DTYPE},
+    "gradients": {"accumulate_dtype": _DTYPE, "reduce_dtype": _DTYPE},
     "ops": {name: _category(op) for name, op in OPS.items()},
 }
 
@@ -347,8 +324,9 @@ def _read_table(
         try:
             read = fields[name].read(value)
         except ValueError as error:
+            message = str(error).removesuffix(".")
             raise RecipeError(
-                f"{document.locate(*table, key)}: {error} Write, for example:\n"
+                f"{document.locate(*table, key)}: {message}. Write, for example:\n"
                 + fix_line(kind, name)
             ) from None
         settings[name] = Setting(read, document, (*table, key))

@@ -65,22 +65,16 @@ def _key_label(key: Key) -> str:
     return f", key {'.'.join(names)!r}" if names else ""
 
 
-def read(file: str, path: Traversable) -> Document:
-    """Reads one TOML file.
+def parse(file: str, text: str) -> Document:
+    """Parses the text of a TOML file.
 
     Args:
       file: its name for messages.
-      path: its path; only regular files are read.
+      text: its text.
 
     Raises:
-      RecipeError: if the file does not exist, is not UTF-8 or is not valid TOML. For the latter
-        two, the message contains line and column.
+      RecipeError: if it is not valid TOML; the message contains line and column.
     """
-    return parse(file, _read_text(file, path))
-
-
-def parse(file: str, text: str) -> Document:
-    """Parses the text of a TOML file; see `read`."""
     text = text.replace("\r\n", "\n")
     try:
         return Document(file, tomllib.loads(text), text)
@@ -92,7 +86,16 @@ def parse(file: str, text: str) -> Document:
         raise RecipeError(f"{file!r}: {error}.") from None
 
 
-def _read_text(file: str, path: Traversable) -> str:
+def read_text(file: str, path: Traversable) -> str:
+    """Reads the text of a TOML file.
+
+    Args:
+      file: its name for messages.
+      path: its path; only regular files are read.
+
+    Raises:
+      RecipeError: if the file does not exist, or is not UTF-8.
+    """
     try:
         if path.is_dir():
             raise RecipeError(
