@@ -201,6 +201,14 @@ def test_the_five_lines_hold_every_recipe():
     assert " if " not in inspect.getsource(train_lm.prepare_nnx)
 
 
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_a_script_needs_at_most_one_other_file(script):
+    imports = re.findall(r"^(?:from|import) (\w+)", script.read_text("utf-8"), re.MULTILINE)
+    assert len({name for name in imports if script.with_name(f"{name}.py").is_file()}) <= 1
+
+
 @pytest.mark.parametrize("module", [train_lm, gpt, demo, gpu_smoke, vision_digits, gan, five_lines])
 def test_commands_in_docstrings_name_options_that_exist(module):
     app = typer.Typer()
