@@ -1,5 +1,6 @@
 """Imports, contents of the wheel, texts of the repository, and the commands of make and CI."""
 
+import ast
 import os
 import re
 import shutil
@@ -60,6 +61,100 @@ def test_a_missing_package_names_an_extra_that_exists():
     message = run_python(absent + attempt)
     extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
+
+
+THIRD_PARTY = {"jax", "jaxlib", "flax", "optax", "orbax"}
+# Underscored names of the standard library, and those that jaxmp sets on classes of users.
+OWN_NAME = re.compile(r"_replace|_asdict|_fields|_make|_exit|_jaxmp_\w+")
+
+
+def is_private(path: str) -> bool:
+    """Returns True if a part of a dotted name has one leading underscore."""
+    return any(re.match(r"_(?!_)", part) for part in path.split("."))
+
+
+def defined_names(trees: list[ast.Module]) -> set[str]:
+    """Returns all names that modules define or set."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                names.add(node.attr)
+            case ast.Import() | ast.ImportFrom():
+                names.update(each.asname or each.name for each in node.names)
+    return names
+
+
+def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
+    """Returns the private names of other packages that a module imports or reads.
+
+    `own` contains the underscored names that jaxmp defines. Any other one belongs to an object of
+    JAX or Flax.
+    """
+    uses = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                uses += [each.name for each in node.names]
+            case ast.ImportFrom(module=str(module)):
+                uses += [f"{module}.{each.name}" for each in node.names]
+            case ast.Attribute() if is_private(node.attr) and node.attr not in own:
+                uses += [f"jax.{node.attr}"] * (OWN_NAME.fullmatch(node.attr) is None)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+", text):
+                uses.append(text)
+    return [use for use in uses if use.split(".")[0] in THIRD_PARTY and is_private(use)]
+
+
+def package_trees() -> dict[str, ast.Module]:
+    files = (ROOT / "jaxmp").rglob("*.py")
+    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text("utf-8")) for file in files}
+
+
+def test_private_names_of_jax_and_flax_are_used_in_one_module():
+    trees = package_trees()
+    own = {name for name in defined_names(list(trees.values())) if is_private(name)}
+    own |= {part for name in trees for part in re.split(r"[/.]", name)}
+    uses = {name: private_uses(tree, own) for name, tree in trees.items()}
+    assert uses.pop("jaxmp/_core/_compat.py")
+    assert {name: found for name, found in uses.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.core",
+        "from jax._src import core",
+        "from flax.nnx import _graph",
+        "import jax\njax._src.core.trace_state_clean()",
+        "import flax.linen as nn\nnn.module._context.call_info_stack",
+        "module._state.in_setup = True",
+        "importlib.import_module('jax._src.core')",
+    ],
+)
+def test_the_test_of_private_names_can_fail(source):
+    assert private_uses(ast.parse(source), {"_state_of"})
+
+
+def test_import_works_without_private_modules_of_jax():
+    """Private modules that another version of JAX may move."""
+    names = ("core", "pjit", "mesh", "interpreters.partial_eval", "cudnn.fused_attention_stablehlo")
+    code = f"""
+import importlib, jax
+load = importlib.import_module
+moved = {["jax._src." + name for name in names]!r}
+def load_or_fail(name, *args):
+    if name in moved:
+        raise ImportError(name)
+    return load(name, *args)
+importlib.import_module = load_or_fail
+import jaxmp, jax.numpy as jnp
+print(jax.jit(jaxmp.autocast(lambda x: x @ x, "bf16"))(jnp.ones((2, 2))).dtype)
+"""
+    assert run_python(code) == "float32\n"
 
 
 # ---------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Every branch on a JAX or Flax version, every private import, and the compile target."""
+"""All branches on versions of JAX and Flax, all private imports, and the compile target.
+
+Private modules of JAX are loaded by `_load`, so that `import jaxmp` works if one of them moves.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,36 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, pjit
-from jax._src import mesh as mesh_lib
-from jax._src.cudnn import fused_attention_stablehlo
-from jax._src.interpreters import ad, batching, partial_eval
 from jax.core import Tracer
 from jax.experimental import topologies
 
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, JaxmpError
+
+
+def _load(name: str) -> Any:
+    """Imports a private module of JAX; returns None if this version does not have it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+_core, _pjit, _mesh = map(_load, ("jax._src.core", "jax._src.pjit", "jax._src.mesh"))
+
+
+# ---------------------------------------------------------------------------
+# Context of a trace
+# ---------------------------------------------------------------------------
 
 
 class Context(NamedTuple):
-    """What traced code may depend on besides its arguments; part of the jit cache key."""
+    """Values other than arguments on which a trace depends; part of the jit cache key."""
 
-    # The policies that are being applied, with the path they are rooted at; None outside.
+    # The active policies, with the path of their root; None if none are active.
     policies: Hashable = None
-    # "cpu", "gpu" or "tpu": what is compiled for. None: the default backend.
+    # Compile target: "cpu", "gpu" or "tpu". None: the default backend.
     target: str | None = None
-    # Compute capability of the GPU that is compiled for, such as (9, 0). None: of the one here.
+    # Compute capability of the target GPU, such as (9, 0). None: that of the local GPU.
     capability: tuple[int, int] | None = None
 
 
@@ -40,35 +55,37 @@ _context = jax.make_user_context(default_value=Context())
 
 
 def current_context() -> Context:
-    """The active context."""
+    """Returns the active context."""
     return _context.value
 
 
 @contextlib.contextmanager
 def context(**changes: Any) -> Iterator[None]:
-    """Runs a block, and whatever it traces, under a changed context."""
+    """Changes the context of a block, and of all that it traces."""
     with _context(_context.value._replace(**changes)):
         yield
 
 
 def target() -> str:
-    """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
+    """Returns the type of the compile target: "cpu", "gpu" or "tpu"."""
     backend = current_context().target or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
 
 
 def current_mesh() -> Any:
     """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`; it may be empty."""
-    mesh = mesh_lib.get_concrete_mesh()
-    return mesh_lib.thread_resources.env.physical_mesh if mesh.empty else mesh
+    if _mesh is None:
+        return jax.sharding.get_mesh()
+    mesh = _mesh.get_concrete_mesh()
+    return _mesh.thread_resources.env.physical_mesh if mesh.empty else mesh
 
 
 def described_gpus(description: str, count: int) -> list[Any]:
-    """Devices of an NVIDIA GPU that need not be there: XLA compiles for them and runs nothing.
+    """Returns devices of an NVIDIA GPU for cross-compilation; no such GPU is required.
 
     Args:
-      description: the card in XLA's text form.
-      count: how many, on one host.
+      description: the GPU in XLA's text form.
+      count: number of devices, on one host.
     """
 
     def describe() -> list[Any]:
@@ -80,20 +97,20 @@ def described_gpus(description: str, count: int) -> list[Any]:
         try:
             return describe()
         except NotImplementedError:
-            # The plugin refused to start, earlier in this process, over a library that only
-            # running needs.
-            plugins = [f"jax_plugins.xla_{cuda}" for cuda in ("cuda13", "cuda12")]
-            found = [name for name in plugins if importlib.util.find_spec(name)]
-            importlib.import_module(found[0]).initialize()
+            # Earlier in this process, the plugin failed to start because a library was missing
+            # that only execution requires.
+            names = [f"jax_plugins.xla_{cuda}" for cuda in ("cuda13", "cuda12")]
+            plugin = next(name for name in names if importlib.util.find_spec(name))
+            importlib.import_module(plugin).initialize()
             return describe()
 
 
 @contextlib.contextmanager
 def unchecked_cuda() -> Iterator[None]:
-    """A block in which JAX's CUDA plugin may start without the libraries that only running needs.
+    """Lets JAX's CUDA plugin start in a block without the libraries that only execution requires.
 
-    JAX asks for cuFFT, cuPTI and cuSPARSE, which have no part in compiling, and prints a traceback
-    where they are missing.
+    JAX checks for cuFFT, cuPTI and cuSPARSE, which compilation does not use, and prints a traceback
+    if they are missing.
     """
     name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(name)
@@ -108,16 +125,16 @@ def unchecked_cuda() -> Iterator[None]:
 
 
 def cudnn_version() -> int | None:
-    """The version of cuDNN that JAX would lower attention for, such as 91200; None: none here."""
+    """Returns the cuDNN version for which JAX lowers attention, such as 91200; None without it."""
     try:
-        return fused_attention_stablehlo.check_cudnn_version()
+        return _load("jax._src.cudnn.fused_attention_stablehlo").check_cudnn_version()
     except Exception:
-        # RuntimeError without the CUDA plugin; whatever a broken installation raises.
+        # RuntimeError without the CUDA plugin; any error if the installation is broken.
         return None
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """That of the GPU here, such as (9, 0); None without one, where JAX assumes the least."""
+    """Returns the compute capability of the local GPU, such as (9, 0); None without a GPU."""
     try:
         (gpu, *_) = jax.local_devices(backend="gpu")
         major, _, minor = gpu.compute_capability.partition(".")
@@ -127,22 +144,27 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def target_capability() -> tuple[int, int] | None:
-    """That of the GPU that is compiled for, which need not be here; None if it is not known."""
+    """Returns the compute capability of the target GPU; None if it is unknown."""
     return current_context().capability or compute_capability()
 
 
+# ---------------------------------------------------------------------------
+# Mapped axes
+# ---------------------------------------------------------------------------
+
+
 def varying_axes(tree: Any) -> frozenset[Any]:
-    """Mesh axes of an enclosing `shard_map` over which some leaf of `tree` differs."""
+    """Returns the axes of an enclosing `shard_map` over which a leaf of `tree` varies."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
 
 
 def vary(tree: Any, axes: Any) -> Any:
-    """Marks leaves as differing over mesh `axes`, so that nothing is reduced over them unasked.
+    """Casts leaves to device-varying over mesh `axes`, so that JAX does not reduce their gradients.
 
-    Inside `shard_map` the gradient of a replicated value is summed over the mesh in whatever dtype
-    the forward pass used it; a value marked as varying keeps its own gradient. Axes that are not
-    mesh axes (those of `vmap` and `pmap`) need no mark.
+    Inside `shard_map`, JAX sums the gradient of a replicated value over the mesh, in the dtype in
+    which the forward pass used it. The gradient of a device-varying value is not summed. Axes of
+    `vmap` and `pmap` are not mesh axes and are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes) if mesh is not None else set()
@@ -155,7 +177,7 @@ def vary(tree: Any, axes: Any) -> Any:
 
 
 def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of `axes` that an enclosing `vmap`, `pmap` or `shard_map` maps over."""
+    """Returns those `axes` over which an enclosing `vmap`, `pmap` or `shard_map` maps."""
 
     def is_bound(axis: Any) -> bool:
         try:
@@ -168,34 +190,39 @@ def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_axes(axes: tuple[Any, ...]) -> None:
-    """Refuses to average over axes outside the function that maps over them.
+    """Checks that an enclosing function maps over each of `axes`.
 
     Raises:
-      CompositionError: naming the axis, and the calls that bind it.
+      CompositionError: with the axis, and a call that binds it.
     """
     bound = bound_axes(axes)
     for axis in axes:
         if axis not in bound:
             raise CompositionError(
                 f"axis_name={axis!r}: no enclosing function maps over an axis of that name. Map "
-                f"the step, such as jax.pmap(train_step, axis_name={axis!r}); or, where jax.jit "
+                f"the step, for example jax.pmap(train_step, axis_name={axis!r}). If jax.jit "
                 "shards the batch, leave axis_name out, also of recipe.optimizer."
             )
 
 
 def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Whether the bool scalar `flag` holds on every device along `axes`."""
+    """Returns True if the bool scalar `flag` is True on every device along `axes`."""
     return jax.lax.pmin(vary(flag.astype("int32"), axes), axes).astype(bool)
 
 
 def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """The maximum of an integer scalar over all devices along `axes`."""
+    """Returns the maximum of an integer scalar over all devices along `axes`."""
     return jax.lax.pmax(vary(value, axes), axes)
 
 
 def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """The minimum of an integer scalar over all devices along `axes`."""
+    """Returns the minimum of an integer scalar over all devices along `axes`."""
     return jax.lax.pmin(vary(value, axes), axes)
+
+
+# ---------------------------------------------------------------------------
+# Arrays and Flax objects
+# ---------------------------------------------------------------------------
 
 
 def is_on_host(leaf: Any) -> bool:
@@ -209,16 +236,32 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def plain_array(leaf: Any) -> Any:
-    """The array inside a Flax NNX Variable; any other leaf as it is."""
+    """Returns the array of a Flax NNX Variable; any other leaf is returned unchanged."""
     return leaf.get_value() if hasattr(leaf, "get_value") else leaf
 
 
 def can_update(variable: Any) -> bool:
-    """Whether a Flax NNX Variable belongs to the function that is being traced now."""
+    """Returns True if a Flax NNX Variable belongs to the function that is being traced now."""
     return variable._can_update
 
 
-# The code that runs while JAX calls a `custom_vjp` function, and its two rules.
+def einsum_bias_shape(module: Any, equation: str, inputs: Any, kernel: Any) -> Any:
+    """Returns the shapes in which a Flax Linen `Einsum` stores and adds its bias."""
+    return module._get_bias_shape(equation, inputs, kernel)
+
+
+def declares_pytree(cls: type, base: type) -> bool | None:
+    """Returns the `pytree` option of a Flax NNX module class; None if it is that of `base`."""
+    option = getattr(cls, "_pytree__is_pytree", True)
+    return None if option == getattr(base, "_pytree__is_pytree", True) else option
+
+
+# ---------------------------------------------------------------------------
+# Jaxprs
+# ---------------------------------------------------------------------------
+
+
+# Code of the frame in which JAX calls a `custom_vjp` function and its two rules.
 _CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
 
 
@@ -239,25 +282,25 @@ def is_in_custom_vjp(source_info: Any) -> bool:
 
 
 def jaxpr_body(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """`(jaxpr with equations, its constants)` of an open or a closed jaxpr."""
+    """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
 def jaxpr_like(new: Any, old: Any) -> Any:
-    """A traced jaxpr in the form, open or closed, of the one whose place it takes."""
+    """Converts a closed jaxpr to the form, open or closed, of the jaxpr that it replaces."""
     # JAX 0.12 has one class for both.
     if type(old) is type(new):
         return new
     if new.consts:
-        raise ValueError("a jaxpr with constants cannot take the place of an open one")
+        raise ValueError("a jaxpr with constants cannot replace an open jaxpr")
     return new.jaxpr
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """How many operands of a `scan` equation are constants, and how many are its carry."""
+    """Returns the number of constants and the number of carried operands of a `scan` equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    # JAX 0.12: a tree of (constants, carry, scanned over).
+    # JAX 0.12: a tree of constants, carry and scanned operands.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
@@ -266,33 +309,32 @@ def scan_counts(params: Any) -> tuple[int, int]:
 # Tracers
 # ---------------------------------------------------------------------------
 
-# Tracers of derivatives and of `vmap`, and the attribute with the value that they stand for.
+# Tracers of derivatives and of `vmap`, and the attribute with the value that they wrap.
 _WRAPPERS: list[tuple[type, str]] = [
     (getattr(module, name), attribute)
     for module, name, attribute in (
-        (ad, "JVPTracer", "primal"),
-        (ad, "LinearizeTracer", "primal"),
-        (batching, "BatchTracer", "val"),
+        (_load("jax._src.interpreters.ad"), "JVPTracer", "primal"),
+        (_load("jax._src.interpreters.ad"), "LinearizeTracer", "primal"),
+        (_load("jax._src.interpreters.batching"), "BatchTracer", "val"),
     )
     if hasattr(module, name)
 ]
-_RECORDED: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
+_RECORDED: Any = getattr(_load("jax._src.interpreters.partial_eval"), "DynamicJaxprTracer", ())
 
 
 def underlying(value: Any) -> Any:
-    """The array, or the tracer of a jaxpr, in which a value is kept below `grad` and `vmap`."""
+    """Returns the array or jaxpr tracer that the tracers of `grad` and `vmap` wrap."""
     while True:
-        kind = type(value)
-        attribute = next((name for cls, name in _WRAPPERS if issubclass(kind, cls)), None)
+        attribute = next((name for cls, name in _WRAPPERS if isinstance(value, cls)), None)
         if attribute is None or not hasattr(value, attribute):
             return value
         value = getattr(value, attribute)
 
 
 def is_moved(tracer: Any, sources: list[Any], names: frozenset[str]) -> bool:
-    """Whether a tracer may come from `sources` by nothing but equations of these names.
+    """Returns True if a tracer may result from `sources` by equations of only these names.
 
-    True also where this JAX does not tell.
+    Also returns True if this version of JAX does not record the equations.
     """
     known, pending, seen = set(map(id, sources)), [tracer], set()
     while pending:
@@ -315,14 +357,19 @@ def is_moved(tracer: Any, sources: list[Any], names: frozenset[str]) -> bool:
 # ---------------------------------------------------------------------------
 
 
-class JitCall(NamedTuple):
-    """A call of a jitted function from code that JAX does not trace.
+def _is_untraced() -> bool:
+    """Returns True outside of JAX's transformations."""
+    return _core is None or _core.trace_state_clean()
 
-    function: the jitted function; for `jax.pmap` and `flax.nnx.jit` what these returned.
-    args, kwargs: its arguments, static ones included.
+
+class JitCall(NamedTuple):
+    """Call of a jitted function from code that JAX does not trace.
+
+    function: the jitted function, or the result of `jax.pmap` or `flax.nnx.jit`.
+    args, kwargs: its arguments, including static ones.
     name: the name of the user's function.
-    source: the user's function, or None if it is not known.
-    jaxpr: what JAX traced, closed.
+    source: the user's function; None if it is unknown.
+    jaxpr: the closed jaxpr.
     """
 
     function: Any
@@ -334,7 +381,7 @@ class JitCall(NamedTuple):
 
 
 class _Wrappers(threading.local):
-    """The call of `jax.pmap` or `flax.nnx.jit` that a thread is in; these call `jax.jit`."""
+    """Current call of `jax.pmap` or `flax.nnx.jit` in a thread; these call `jax.jit`."""
 
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -344,20 +391,31 @@ _wrappers = _Wrappers()
 
 @contextlib.contextmanager
 def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
-    """Calls a function each time that untraced code calls or lowers a jitted function.
+    """Calls a function whenever untraced code calls or lowers a jitted function.
 
-    JAX's fast path skips calls of compiled functions with the shapes of an earlier call.
+    Later calls of a compiled function with the same shapes take JAX's fast path and are not
+    reported.
 
     Args:
-      on_call: is called when the function was traced, before it is compiled. If it returns True,
-        the function is neither compiled nor run, and its results are zeros.
+      on_call: function that is called after the jitted function was traced and before it is
+        compiled. If it returns True, the function is neither compiled nor run, and its results are
+        zeros.
+
+    Raises:
+      JaxmpError: if this version of JAX has no hooks for calls of jitted functions.
     """
+    pjit = _pjit
+    if pjit is None or not hasattr(pjit, "_infer_params"):
+        raise JaxmpError(
+            f"jaxmp cannot observe the calls of jitted functions of JAX {jax.__version__}. Audit "
+            "the training step itself: jaxmp.audit(train_step, state, batch)."
+        )
     infer, run, pmap = pjit._infer_params, pjit._run_python_pjit, jax.pmap
     skipped: dict[int, Any] = {}
 
     def infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
         inferred = infer(fun, info, args, kwargs)
-        if core.trace_state_clean():
+        if _is_untraced():
             params = inferred[0].params
             jaxpr = params["jaxpr"]
             call = _wrappers.call
@@ -367,13 +425,13 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
             source = _source(call[0] if call[0] is not None else fun)
             name = getattr(source, "__name__", params["name"])
             if on_call(JitCall(*call, name, source, jaxpr)) and not _has_keys(jaxpr):
-                # The jaxpr is stored beside its id, so that the id stays its own.
+                # Storing the jaxpr keeps its id valid.
                 skipped[id(jaxpr)] = jaxpr
         return inferred
 
     def run_pjit(params: Any, flat: Any, *rest: Any) -> Any:
         jaxpr = params.params["jaxpr"]
-        if id(jaxpr) not in skipped or not core.trace_state_clean():
+        if id(jaxpr) not in skipped or not _is_untraced():
             return run(params, flat, *rest)
         shardings = params.params["out_shardings"]
         pairs = zip(jaxpr.out_avals, shardings, strict=True)
@@ -399,7 +457,7 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
 
 
 def watch_nnx() -> None:
-    """Makes `watch_jit` report the arguments of `flax.nnx.jit` as the caller passes them."""
+    """Makes `watch_jit` report the arguments of `flax.nnx.jit` in the form that callers pass."""
     module = importlib.import_module("flax.nnx.transforms.compilation")
     for name in ("JitWrapped", "SimpleJitWrapped"):
         cls = getattr(module, name, None)
@@ -419,7 +477,7 @@ def _watched(call: Any) -> Any:
 @contextlib.contextmanager
 def _within(function: Any, args: Any, kwargs: Any) -> Iterator[None]:
     before = _wrappers.call
-    if core.trace_state_clean():
+    if _is_untraced():
         _wrappers.call = function, args, kwargs
     try:
         yield
@@ -428,7 +486,7 @@ def _within(function: Any, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _source(function: Any) -> Any:
-    """The Python function inside of wrappers; None if there is none with code of its own."""
+    """Returns the Python function inside of wrappers; None if there is none."""
     for _ in range(16):
         inner = next(
             (
@@ -442,7 +500,7 @@ def _source(function: Any) -> Any:
             break
         function = inner
     code = getattr(function, "__code__", None)
-    # The code of a wrapper that took over the name of another function is no user's.
+    # The code of a wrapper with the name of another function does not belong to the user.
     return function if code is not None and code.co_name == function.__name__ else None
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmp._attention._layer import Stated, Weights, layer_attention, operands
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
-from jaxmp._core._compat import current_context
+from jaxmp._core._compat import current_context, einsum_bias_shape
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
@@ -351,7 +351,7 @@ def _fp8_einsum(module: Any, module_policy: ModulePolicy, path: Path) -> Callabl
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
         bias, shown = None, None
         if module.use_bias:
-            shape, shown = module._get_bias_shape(equation, inputs, kernel)
+            shape, shown = einsum_bias_shape(module, equation, inputs, kernel)
             bias = module.param("bias", module.bias_init, shape, module.param_dtype)
         inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
         preferred = module.preferred_element_type

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmp._attention._layer import Stated, Weights, layer_attention, operands
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
-from jaxmp._core._compat import context, current_context
+from jaxmp._core._compat import context, current_context, declares_pytree
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast, cast_floating, is_castable
 from jaxmp._core._wide_dot import wide_product
@@ -616,8 +616,8 @@ def _make_class(cls: Any) -> type:
         "__setattr__": _make_setattr(cls.__setattr__),
         "_jaxmp_class": cls,
     }
-    is_pytree = cls._pytree__is_pytree
-    options = {} if is_pytree == nnx.Module._pytree__is_pytree else {"pytree": is_pytree}
+    pytree = declares_pytree(cls, nnx.Module)
+    options = {} if pytree is None else {"pytree": pytree}
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), members, **options)
 
