@@ -50,6 +50,7 @@ from jaxmp._recipe_files._load import RecipeLike as RecipeLike
 from jaxmp.errors import AttentionError as AttentionError
 from jaxmp.errors import AuditError as AuditError
 from jaxmp.errors import AuditFailedError as AuditFailedError
+from jaxmp.errors import CheckpointError as CheckpointError
 from jaxmp.errors import CompositionError as CompositionError
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.errors import LossScaleError as LossScaleError
@@ -69,6 +70,7 @@ from jaxmp.optim._find import get_master_params as get_master_params
 from jaxmp.optim._find import get_skip_stats as get_skip_stats
 
 if TYPE_CHECKING:
+    from jaxmp import checkpoint as checkpoint
     from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp._train_state import TrainState as TrainState
@@ -77,6 +79,7 @@ __version__ = "0.1.0"
 
 # Name -> module, package it needs, what for, the extra that installs it.
 _LAZY = {
+    "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),

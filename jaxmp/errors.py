@@ -60,6 +60,10 @@ class MasterOverflowError(JaxmpError):
     """A finite FP32 master does not fit the 16-bit dtype that its parameter is stored in."""
 
 
+class CheckpointError(JaxmpError):
+    """A checkpoint is damaged, differs from the state to restore, or cannot be written."""
+
+
 class MissingDependencyError(JaxmpError, ImportError):
     """An optional package is needed and is not installed."""
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import jaxmp
 from jaxmp.cli._audit import audit
+from jaxmp.cli._checkpoint import checkpoint
 from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._recipes import recipes
@@ -29,6 +30,7 @@ app.command()(recipes)
 app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

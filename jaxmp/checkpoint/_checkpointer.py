@@ -1,0 +1,703 @@
+"""Checkpointer: saves and restores training states without changing their precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxmp import __version__
+from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
+from jaxmp._core._trees import Path
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale import NoLossScale
+from jaxmp._policies._resolve import storage_dtype
+from jaxmp._recipe import Recipe, load_recipe
+from jaxmp._recipe_files._load import RecipeLike
+from jaxmp.checkpoint import _foreign
+from jaxmp.checkpoint._checksum import finish_checksums, start_checksums
+from jaxmp.checkpoint._convert import (
+    is_written,
+    read_leaves,
+    run_plan,
+    split,
+    stored_shape,
+    to_stored,
+)
+from jaxmp.checkpoint._description import Description, FlatState, Leaf, flatten_state
+from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
+from jaxmp.checkpoint._manifest import (
+    Manifest,
+    check_files,
+    has_manifest,
+    parse_recipe,
+    read_manifest,
+)
+from jaxmp.checkpoint._migrate import abstract_state, describe_under
+from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration
+from jaxmp.errors import CheckpointError
+
+# Rows that an error message lists.
+_LISTED = 5
+_DELETED = "deleted_steps"
+# Bytes that `verify` reads at once.
+_BATCH_BYTES = 2**30
+
+Migrate = bool | Literal["lossy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """Contents of a checkpoint, without the values of its leaves.
+
+    Attributes:
+      step: the step.
+      path: the directory.
+      recipe_toml: the recipe under which the state was trained, as the text of a TOML file.
+      master_layout: "none", "fp32", "packed" or, where several optimizers differ, "mixed".
+      leaves: the arrays: `path`, `dtype`, `shape` and `role`.
+      metrics: what `save` was given.
+      extra: what `save` was given, such as the position in the data.
+      jaxmp_version: version of jaxmp that wrote it.
+      jax_version: version of JAX that wrote it.
+      data_bytes: size of the data files.
+    """
+
+    step: int
+    path: str
+    recipe_toml: str
+    master_layout: str
+    leaves: tuple[Leaf, ...]
+    metrics: Mapping[str, float]
+    extra: Any
+    jaxmp_version: str
+    jax_version: str
+    data_bytes: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe under which the state was trained."""
+        return parse_recipe(self.recipe_toml)
+
+    def __str__(self) -> str:
+        metrics = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
+        rows = {
+            "step": self.step,
+            "recipe": self.recipe.name,
+            "masters": self.master_layout,
+            "leaves": f"{len(self.leaves)} ({self.data_bytes / 1e6:,.1f} MB)",
+            "metrics": metrics or "none",
+            "extra": json.dumps(self.extra),
+            "written by": f"jaxmp {self.jaxmp_version}, JAX {self.jax_version}",
+        }
+        return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
+
+
+class Checkpointer:
+    """Saves and restores training states, in one directory, without changing their precision.
+
+    A state is a `jaxmp.TrainState`, NNX modules and optimizers, or any pytree of arrays, PRNG keys
+    and numbers; for NNX pass a tuple or a dict of them, such as `(model, optimizer)`. Orbax writes
+    the arrays. A manifest beside them records the recipe, and for each leaf its path, dtype, shape
+    and checksum. `restore` compares it with the given state before it reads any array.
+
+    Every process of a distributed job makes one and calls the same methods.
+
+    Args:
+      directory: directory of the run; each step has a subdirectory. It is created by `save`.
+      keep: number of latest steps to keep; older ones are deleted after a newer one is complete.
+        None: all.
+      best_metric: name of a metric; the best step by it is kept too.
+      best_mode: "min" or "max": whether small or large values of the metric are better.
+
+    Raises:
+      CheckpointError: for an argument that is not allowed.
+
+    Example:
+      >>> params = {"w": jnp.ones(3)}
+      >>> recipe = jaxmp.load_recipe("bf16_params")
+      >>> tx = recipe.optimizer(optax.adam(1e-3))
+      >>> state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+      >>> with Checkpointer("checkpoints", keep=2) as checkpointer:
+      ...     checkpointer.save(100, state, recipe=recipe, extra={"epoch": 3})
+      ...     checkpointer.wait()
+      ...     state = checkpointer.restore(state, recipe=recipe)
+      ...     checkpointer.describe(100).extra
+      {'epoch': 3}
+    """
+
+    def __init__(
+        self,
+        directory: str | epath.PathLike,
+        *,
+        keep: int | None = None,
+        best_metric: str | None = None,
+        best_mode: str = "min",
+    ) -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise CheckpointError(
+                f"keep={keep!r} is not a number of steps. Give a positive integer, such as keep=3, "
+                "or None to keep all steps."
+            )
+        if best_mode not in ("min", "max"):
+            raise CheckpointError(f"best_mode={best_mode!r}. Allowed: 'min' and 'max'.")
+        path = epath.Path(directory).expanduser()
+        self._directory = path if path.is_absolute() else epath.Path(os.getcwd()) / path
+        self._keep, self._best_metric, self._best_mode = keep, best_metric, best_mode
+        self._manager: ocp.CheckpointManager | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> str:
+        """The directory of the run."""
+        return str(self._directory)
+
+    # ---------------------------------------------------------------- Saving
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        recipe: RecipeLike,
+        metrics: Mapping[str, float] | None = None,
+        extra: Any = None,
+    ) -> None:
+        """Writes a state; returns as soon as its arrays are copied, and writes in the background.
+
+        The arrays may be donated or changed afterwards. An error of the background work is raised
+        by the next call of `save`, `wait` or `close`.
+
+        Args:
+          step: number of the step, 0 or more.
+          state: the state.
+          recipe: the recipe under which it was trained, as in `jaxmp.load_recipe`.
+          metrics: names and numbers, such as `{"loss": 2.5}`.
+          extra: any other data that JSON can represent, such as the position in the data.
+
+        Raises:
+          CheckpointError: if the step exists, the state was not made with this recipe, or an
+            argument cannot be written.
+        """
+        recipe = load_recipe(recipe)
+        flat = flatten_state(state)
+        _check_recipe(flat.description, recipe, "The state")
+        if any(isinstance(value, jax.ShapeDtypeStruct) for value in flat.values):
+            raise CheckpointError("save was given an abstract state, which has no values.")
+        self._save(_as_step(step), flat, recipe, _as_metrics(metrics), _as_json(extra))
+
+    def _save(
+        self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: Any
+    ) -> None:
+        manager = self._open_for_writing()
+        self.wait()
+        if step in manager.all_steps():
+            raise CheckpointError(
+                f"Step {step} exists in {self._directory}. Checkpoints are never overwritten; save "
+                f"under another step, or delete it: shutil.rmtree({str(self._step_path(step))!r})."
+            )
+        leaves = flat.description.leaves
+        stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
+        parts = start_checksums(stored)
+        manifest = Manifest(
+            step=step,
+            recipe_toml=recipe.to_toml(),
+            description=flat.description,
+            checksums={},
+            files={},
+            metrics=metrics,
+            extra=extra,
+            jaxmp_version=__version__,
+            jax_version=jax.__version__,
+        )
+        args = SaveState(
+            leaves={
+                split(leaf.path): value
+                for leaf, value in zip(leaves, stored, strict=True)
+                if is_written(leaf)
+            },
+            manifest=manifest,
+            sums=dict(zip((leaf.path for leaf in leaves), parts, strict=True)),
+            # Processes must agree on sums here: only the first of them writes the manifest.
+            checksums=finish_checksums(parts) if jax.process_count() > 1 else None,
+        )
+        if not args.leaves:
+            raise CheckpointError("The state contains no array.")
+        self._metrics[step] = manifest.metrics
+        manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
+
+    def wait(self) -> None:
+        """Waits until everything that was saved is on disk."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+            self._purge()
+
+    def close(self) -> None:
+        """Waits until everything is on disk and releases all resources."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+            self._purge()
+
+    # ---------------------------------------------------------------- Restoring
+
+    def restore(
+        self,
+        state_like: PyTree,
+        *,
+        step: int | None = None,
+        recipe: RecipeLike | None = None,
+        migrate: Migrate = False,
+        verify: bool = True,
+    ) -> PyTree:
+        """Reads a state.
+
+        Args:
+          state_like: a state of the same structure: the first state of a run, or its shapes
+            (`jax.eval_shape`, `jax.ShapeDtypeStruct`). Each leaf is placed with the sharding that
+            its leaf here has. NNX objects are updated in place.
+          step: the step; None: the latest.
+          recipe: the recipe of `state_like`. If the checkpoint was written under another one, a
+            migration is necessary.
+          migrate: True: convert a checkpoint of another recipe, or one that jaxmp did not write,
+            and print the plan first. "lossy": also if that loses information, such as masters.
+          verify: compare the checksums of all data files, and of all leaves that are read. False
+            reads faster, and does not notice damage.
+
+        Returns:
+          A state like `state_like`; the same objects for NNX.
+
+        Raises:
+          CheckpointError: naming the first leaf or file that is missing, damaged or different.
+
+        Example:
+          `state = checkpointer.restore(state, recipe="bf16_params")`
+        """
+        if migrate not in (False, True, "lossy"):
+            raise CheckpointError(f"migrate={migrate!r}. Allowed: False, True and 'lossy'.")
+        wanted = None if recipe is None else load_recipe(recipe)
+        flat = flatten_state(state_like)
+        if wanted is not None:
+            _check_recipe(flat.description, wanted, "state_like")
+        self.wait()
+        step = self._find_step(step)
+        directory = self._step_path(step) / ITEM if step is not None else self._directory
+        if step is None or not has_manifest(directory):
+            return self._restore_foreign(flat, step, wanted, migrate)
+        manifest = read_manifest(directory)
+        if verify:
+            self._verify_files(directory, manifest, step)
+        plan = self._plan(flat.description, manifest, wanted, migrate)
+        values = run_plan(
+            plan,
+            manifest.description.by_path,
+            flat.description.by_path,
+            flat.values,
+            lambda targets: self._read(directory, targets),
+            manifest.checksums if verify else None,
+        )
+        return flat.rebuild(values)
+
+    def verify(
+        self, step: int | None = None, *, on_bytes: Callable[[int], None] | None = None
+    ) -> CheckpointInfo:
+        """Reads a checkpoint in full and compares all checksums.
+
+        Args:
+          step: the step; None: the latest.
+          on_bytes: called with each number of bytes that were read; the data is read twice, as
+            files and as leaves.
+
+        Returns:
+          What `describe` returns.
+
+        Raises:
+          CheckpointError: naming the first leaf or file that is missing or damaged.
+        """
+        directory, manifest = self._manifest(step)
+        check_files(directory, manifest, on_bytes)
+        total = sum(size for size, _ in manifest.files.values())
+        batches = _batches(manifest.description.leaves)
+        for batch in batches:
+            read_leaves(
+                [(leaf, None) for leaf in batch],
+                lambda targets: self._read(directory, targets),
+                manifest.checksums,
+            )
+            if on_bytes is not None:
+                on_bytes(total // len(batches))
+        return _info(directory.parent, manifest)
+
+    def migrate(
+        self,
+        out: str | epath.PathLike,
+        recipe: RecipeLike,
+        *,
+        step: int | None = None,
+        lossy: bool = False,
+    ) -> CheckpointInfo:
+        """Writes a checkpoint as it would be under another recipe, and prints the plan first.
+
+        Args:
+          out: directory for the new checkpoint.
+          recipe: the recipe.
+          step: the step; None: the latest.
+          lossy: also if that loses information.
+
+        Returns:
+          Description of the new checkpoint.
+
+        Raises:
+          CheckpointError: if the checkpoint is damaged, or the model is needed for the migration.
+        """
+        wanted = load_recipe(recipe)
+        directory, manifest = self._manifest(step)
+        check_files(directory, manifest)
+        target = abstract_state(describe_under(wanted, manifest.description))
+        plan = self._plan(target.description, manifest, wanted, "lossy" if lossy else True)
+        values = run_plan(
+            plan,
+            manifest.description.by_path,
+            target.description.by_path,
+            target.values,
+            lambda targets: self._read(directory, targets),
+            manifest.checksums,
+        )
+        with Checkpointer(out) as new:
+            flat = dataclasses.replace(target, values=values)
+            new._save(manifest.step, flat, wanted, dict(manifest.metrics), manifest.extra)
+            new.wait()
+            return new.describe(manifest.step)
+
+    def describe(self, step: int | None = None) -> CheckpointInfo:
+        """Returns what a checkpoint contains, without reading its arrays.
+
+        Args:
+          step: the step; None: the latest.
+
+        Raises:
+          CheckpointError: if there is no such step, or jaxmp did not write it.
+        """
+        directory, manifest = self._manifest(step)
+        return _info(directory.parent, manifest)
+
+    # ---------------------------------------------------------------- Steps
+
+    def all_steps(self) -> list[int]:
+        """Returns the complete steps in ascending order."""
+        if not self._directory.exists():
+            return []
+        # Orbax renames a directory to its final name when it is complete. Object stores cannot
+        # rename, so there it writes a file at the end.
+        is_store = "://" in str(self._directory)
+        paths = [path for path in self._directory.iterdir() if re.fullmatch(r"\d+", path.name)]
+        return sorted(
+            int(path.name)
+            for path in paths
+            if not is_store or (path / "commit_success.txt").exists()
+        )
+
+    def latest_step(self) -> int | None:
+        """Returns the latest complete step; None: there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Returns the complete step with the best metric; None: no step has it.
+
+        Raises:
+          CheckpointError: if the checkpointer was made without `best_metric`.
+        """
+        if self._best_metric is None:
+            raise CheckpointError(
+                "best_step needs the name of a metric: Checkpointer(directory, best_metric='loss')."
+            )
+        return self._best(self.all_steps())
+
+    def _best(self, steps: Iterable[int]) -> int | None:
+        sign = 1 if self._best_mode == "min" else -1
+        name = str(self._best_metric)
+        values = {step: self._metrics_of(step).get(name, math.nan) for step in steps}
+        scores = {step: sign * value for step, value in values.items() if not math.isnan(value)}
+        return min(scores, key=lambda step: (scores[step], -step), default=None)
+
+    def _metrics_of(self, step: int) -> Mapping[str, float]:
+        if step not in self._metrics:
+            directory = self._step_path(step) / ITEM
+            try:
+                self._metrics[step] = read_manifest(directory).metrics
+            except (CheckpointError, OSError):
+                self._metrics[step] = {}
+        return self._metrics[step]
+
+    # ---------------------------------------------------------------- Details
+
+    def _step_path(self, step: int) -> epath.Path:
+        return self._directory / str(step)
+
+    def _find_step(self, step: int | None) -> int | None:
+        """Returns the step to read; None for a checkpoint in the directory that has no step."""
+        steps = self.all_steps()
+        if step is not None and step in steps:
+            return step
+        if step is None and steps:
+            return steps[-1]
+        if _foreign.find(self._directory, step) is not None:
+            return None if step is None else step
+        there = f"It has the steps {', '.join(map(str, steps))}." if steps else "It has no step."
+        which = "a checkpoint" if step is None else f"step {step}"
+        raise CheckpointError(f"{self._directory} does not contain {which}. {there}")
+
+    def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
+        self.wait()
+        found = self._find_step(step)
+        directory = self._directory if found is None else self._step_path(found) / ITEM
+        if not has_manifest(directory):
+            raise CheckpointError(
+                f"{directory if found is None else directory.parent} has no manifest, so jaxmp did "
+                "not write it. Restore it with restore(state, migrate=True), and save it again."
+            )
+        return directory, read_manifest(directory)
+
+    def _open_for_writing(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            handler = StateHandler()
+            registry.add(ITEM, SaveState, handler)
+            registry.add(ITEM, RestoreState, handler)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_KeepSteps(self),
+                    # Of saves that a kill has ended. There is one writer.
+                    cleanup_tmp_directories=True,
+                    lightweight_initialize=True,
+                    # A kill must not leave a step that is deleted in part.
+                    todelete_subdir=_DELETED,
+                ),
+                handler_registry=registry,
+            )
+        return self._manager
+
+    def _purge(self) -> None:
+        """Deletes the steps that orbax has moved out of the way."""
+        if jax.process_index() == 0 and (self._directory / _DELETED).exists():
+            (self._directory / _DELETED).rmtree()
+
+    def _verify_files(self, directory: epath.Path, manifest: Manifest, step: int) -> None:
+        try:
+            check_files(directory, manifest)
+        except CheckpointError as error:
+            earlier = [other for other in self.all_steps() if other < step]
+            hint = f" The step before it: restore(state, step={earlier[-1]})." if earlier else ""
+            raise CheckpointError(f"{error}{hint}") from None
+
+    def _read(
+        self, directory: epath.Path, targets: dict[Path, jax.ShapeDtypeStruct]
+    ) -> dict[Path, Any]:
+        with ocp.Checkpointer(StateHandler()) as checkpointer:
+            try:
+                return checkpointer.restore(directory, args=RestoreState(targets))
+            except (ValueError, KeyError, OSError) as error:
+                raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
+
+    def _plan(
+        self, target: Description, manifest: Manifest, wanted: Recipe | None, migrate: Migrate
+    ) -> Plan:
+        """Returns the plan of a restore, and prints the plan of a migration."""
+        source = manifest.description
+        rows = differences(source, target)
+        if not rows and (wanted is None or _same_recipe(manifest.recipe_toml, wanted)):
+            return plan_copy(target)
+        before = f"under the recipe {manifest.recipe.name!r}"
+        after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
+        head = f"Step {manifest.step} was written {before} (master layout: {source.layout})"
+        tail = f"{after} (master layout: {target.layout})"
+        if not migrate:
+            lines = rows[:_LISTED]
+            if len(rows) > _LISTED:
+                lines.append(f"... and {len(rows) - _LISTED} more leaves")
+            listed = "".join(f"\n  {line}" for line in lines) or " Their leaves are the same."
+            raise CheckpointError(
+                f"{head}, and the state to restore has {tail}.{listed}\n"
+                "Convert it deliberately: restore(state, recipe=recipe, migrate=True)."
+            )
+        plan = plan_migration(source, target, _first_scale(wanted))
+        _announce(f"{head}; migration to {tail}:", plan, migrate)
+        return plan
+
+    def _restore_foreign(
+        self, flat: FlatState, step: int | None, wanted: Recipe | None, migrate: Migrate
+    ) -> PyTree:
+        location = _foreign.find(self._directory, step)
+        if location is None:
+            raise CheckpointError(
+                f"{self._step_path(step) if step is not None else self._directory} is not a "
+                "checkpoint of jaxmp, orbax or Flax."
+            )
+        if not migrate:
+            raise CheckpointError(
+                f"{location.path} has no manifest, so jaxmp did not write it: its recipe and its "
+                "checksums are unknown. Check the plan of a migration: "
+                "restore(state, migrate=True)."
+            )
+        stored = _foreign.read(location, flat.description)
+        plan = plan_migration(stored.description, flat.description, _first_scale(wanted))
+        _announce(
+            f"{location.path} was written by {location.writer}, without checksums; migration to "
+            f"the given state (master layout: {flat.description.layout}):",
+            plan,
+            migrate,
+        )
+        values = run_plan(
+            plan,
+            stored.description.by_path,
+            flat.description.by_path,
+            flat.values,
+            stored.read,
+            None,
+        )
+        return flat.rebuild(values)
+
+
+def _batches(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+    """Divides leaves into parts that fit into memory."""
+    batches: list[list[Leaf]] = [[]]
+    size = 0
+    for leaf in leaves:
+        shape = stored_shape(leaf)
+        size += math.prod(shape.shape) * np.dtype(shape.dtype).itemsize
+        if size > _BATCH_BYTES and batches[-1]:
+            batches.append([])
+            size = 0
+        batches[-1].append(leaf)
+    return batches
+
+
+class _KeepSteps:
+    """Policy of orbax that keeps the latest steps and the best one."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Returns for each checkpoint whether it is kept."""
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        keep = self._checkpointer._keep
+        if keep is None:
+            return [True] * len(steps)
+        kept = set(sorted(steps)[-keep:])
+        if self._checkpointer._best_metric is not None:
+            kept.add(self._checkpointer._best(steps))
+        return [step in kept for step in steps]
+
+
+def _announce(head: str, plan: Plan, migrate: Migrate) -> None:
+    if jax.process_index() == 0:
+        print(f"{head}\n{plan}", flush=True)
+    if plan.losses and migrate != "lossy":
+        raise CheckpointError(
+            f"This migration loses information: {'; '.join(plan.losses)}. If that is intended: "
+            "restore(state, recipe=recipe, migrate='lossy'), or --lossy on the command line."
+        )
+
+
+def _info(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=manifest.step,
+        path=str(path),
+        recipe_toml=manifest.recipe_toml,
+        master_layout=manifest.description.layout,
+        leaves=manifest.description.leaves,
+        metrics=manifest.metrics,
+        extra=manifest.extra,
+        jaxmp_version=manifest.jaxmp_version,
+        jax_version=manifest.jax_version,
+        data_bytes=sum(size for size, _ in manifest.files.values()),
+    )
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+def _as_step(step: Any) -> int:
+    number = step if isinstance(step, int) else int(np.asarray(step))
+    if isinstance(step, bool) or number < 0:
+        raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
+    return number
+
+
+def _as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"metrics={metrics!r} are not names and numbers, such as {{'loss': 2.5}}: {error}."
+        ) from error
+
+
+def _as_json(extra: Any) -> Any:
+    try:
+        copy = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}. Put arrays into the state: "
+            "save(step, {'train': state, 'data': arrays}, ...)."
+        ) from error
+    return copy
+
+
+def _check_recipe(description: Description, recipe: Recipe, name: str) -> None:
+    """Refuses a recipe that stores parameters otherwise than the state does.
+
+    Raises:
+      CheckpointError: with the first parameter that differs.
+    """
+    for masters in description.masters:
+        for parameter in masters.parameters:
+            path = parameter.path.replace(":", "/").lstrip("/")
+            dtype = storage_dtype(recipe.policies, tuple(path.split("/")))
+            form = "none"
+            if is_16bit(dtype):
+                form = {"auto": "fp32"}.get(recipe.master, recipe.master)
+            stored = masters.layout if parameter.master else "none"
+            if short_name(dtype) != parameter.storage or form != stored:
+                raise CheckpointError(
+                    f"{name} was not made with the recipe {recipe.name!r}: it stores "
+                    f"{parameter.path!r} in {canonical_dtype(parameter.storage).name} (master: "
+                    f"{stored}), and the recipe in {np.dtype(dtype).name} (master: {form}). Pass "
+                    "the recipe whose optimizer made the state."
+                )
+
+
+def _same_recipe(text: str, recipe: Recipe) -> bool:
+    if text == recipe.to_toml():
+        return True
+    unnamed = dict(name="recipe", summary="")
+    return parse_recipe(text).replace(**unnamed) == recipe.replace(**unnamed)
+
+
+def _first_scale(recipe: Recipe | None) -> dict[str, Any] | None:
+    scale = None if recipe is None else recipe.loss_scale
+    if scale is None or isinstance(scale, NoLossScale):
+        return None
+    flat, _ = jax.tree_util.tree_flatten_with_path(scale)
+    return {str(path[-1]).lstrip("."): np.asarray(leaf) for path, leaf in flat}

@@ -1,0 +1,199 @@
+"""Checksums of leaves, which do not depend on the mesh, and of files.
+
+The checksum of a leaf is a sum over its elements of a hash of (bits, global index). Integer sums
+modulo 2**32 can be taken in any order, so each device sums its own part, and the total is the same
+for every sharding. For a fixed index the hash is a bijection of the bits: one changed element
+always changes the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax import lax
+from jax.experimental import multihost_utils
+
+from jaxmp._core._typing import Array
+
+_UINT32 = 2**32
+# Smaller parts are summed on the host: compiling a program for each of their shapes takes longer.
+_HOST_ELEMENTS = 2**15
+_SUB_BYTE = ("int2", "int4", "uint2", "uint4")
+_FILE_THREADS = 8
+_READ_BYTES = 2**22
+
+# A sum of two uint32, of the elements that are on this process: an array of shape [2] or numbers.
+_Parts = list[Any]
+
+
+def start_checksums(leaves: list[Any]) -> list[_Parts]:
+    """Starts to sum the leaves; devices work on it after this function has returned.
+
+    Args:
+      leaves: arrays of JAX or NumPy, without PRNG keys.
+
+    Returns:
+      For each leaf the sums of its parts, for `finish_checksums`. They stay valid when the leaves
+      are donated.
+    """
+    return [_start(leaf) for leaf in leaves]
+
+
+def finish_checksums(parts: list[_Parts]) -> list[str]:
+    """Returns the checksums as 16 hexadecimal digits, the same on all processes."""
+    sums = np.zeros((len(parts), 2), np.uint32)
+    for row, leaf_parts in zip(sums, parts, strict=True):
+        for part in leaf_parts:
+            row += np.asarray(part)
+    if jax.process_count() > 1 and len(parts):
+        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
+    return [f"{first:08x}{second:08x}" for first, second in sums.tolist()]
+
+
+def checksums(leaves: list[Any]) -> list[str]:
+    """Returns the checksums of leaves; on several processes, all call it with the same leaves."""
+    return finish_checksums(start_checksums(leaves))
+
+
+def _start(leaf: Any) -> _Parts:
+    if not isinstance(leaf, jax.Array):
+        # Every process has the whole of it.
+        return [_host_sum(np.asarray(leaf), (0,) * np.ndim(leaf), np.shape(leaf))] * (
+            jax.process_index() == 0
+        )
+    replicated = leaf.is_fully_addressable and jax.process_count() > 1
+    if replicated and jax.process_index() != 0:
+        return []
+    return [
+        _sum_part(shard.data, tuple(index.start or 0 for index in shard.index), leaf.shape)
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _sum_part(part: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    if part.size <= _HOST_ELEMENTS:
+        return _host_sum(np.asarray(part), start, shape)
+    offset, strides = _offset_and_strides(start, shape)
+    return _device_sum(part, np.uint32(offset), strides)
+
+
+def _offset_and_strides(
+    start: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """Returns the global index of a part's first element, and the distances between elements."""
+    strides = tuple(math.prod(shape[axis + 1 :]) % _UINT32 for axis in range(len(shape)))
+    return sum(a * b for a, b in zip(start, strides, strict=True)) % _UINT32, strides
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _device_sum(part: Array, offset: Array, strides: tuple[int, ...]) -> Array:
+    words = _device_words(part)
+    index = jnp.full(part.shape, offset)
+    for axis, stride in enumerate(strides):
+        index = index + lax.broadcasted_iota(jnp.uint32, part.shape, axis) * np.uint32(stride)
+    return _sum_words(words, index, jnp)
+
+
+def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    if not part.shape:  # NumPy warns where an integer scalar overflows
+        part, start, shape = part[None], (0,), (1,)
+    offset, strides = _offset_and_strides(start, shape)
+    index = np.full(part.shape, offset, np.uint32)
+    for axis, stride in enumerate(strides):
+        count = np.arange(part.shape[axis], dtype=np.uint32) * np.uint32(stride)
+        index += count.reshape([-1 if i == axis else 1 for i in range(part.ndim)])
+    return _sum_words(_host_words(part), index, np)
+
+
+def _sum_words(words: list[Any], index: Any, numpy: Any) -> Any:
+    """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
+    first, second = [], []
+    for position, word in enumerate(words):
+        place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + np.uint32(position * 0x85EBCA77)
+        mixed = word * np.uint32(0x9E3779B1) + place
+        mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
+        mixed = mixed ^ (mixed >> np.uint32(12))
+        first.append(numpy.sum(mixed, dtype=np.uint32))
+        mixed = (mixed + place) * np.uint32(0x297A2D39)
+        second.append(numpy.sum(mixed ^ (mixed >> np.uint32(15)), dtype=np.uint32))
+    add = lambda sums: functools.reduce(numpy.add, sums)
+    return numpy.stack([add(first), add(second)])
+
+
+# An 8-byte element is two words; any other is one.
+
+
+def _device_words(part: Array) -> list[Array]:
+    if jnp.iscomplexobj(part):
+        return [word for half in (part.real, part.imag) for word in _device_words(half)]
+    if part.dtype == jnp.bool_:
+        return [part.astype(jnp.uint32)]
+    if part.dtype.name in _SUB_BYTE:
+        return [part.astype(jnp.int8).astype(jnp.uint32)]
+    size = part.dtype.itemsize
+    if size == 8:
+        pair = lax.bitcast_convert_type(part, jnp.uint32)
+        return [pair[..., 0], pair[..., 1]]
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
+    return [lax.bitcast_convert_type(part, unsigned).astype(jnp.uint32)]
+
+
+def _host_words(part: np.ndarray) -> list[np.ndarray]:
+    if part.dtype.kind == "c":
+        return [word for half in (np.real(part), np.imag(part)) for word in _host_words(half)]
+    if part.dtype == np.bool_:
+        return [part.astype(np.uint32)]
+    if part.dtype.name in _SUB_BYTE:
+        return [part.astype(np.int8).astype(np.uint32)]
+    size = part.dtype.itemsize
+    unsigned = np.dtype(f"u{min(size, 4)}")
+    flat = np.ascontiguousarray(part).reshape(-1).view(unsigned).astype(np.uint32)
+    if size == 8:
+        return [flat[0::2].reshape(part.shape), flat[1::2].reshape(part.shape)]
+    return [flat.reshape(part.shape)]
+
+
+# ---------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------
+
+
+def file_checksums(
+    directory: epath.Path, names: list[str], on_bytes: Callable[[int], None] | None = None
+) -> dict[str, tuple[int, str]]:
+    """Returns the size in bytes and the CRC-32 of each file; files that are missing are left out.
+
+    Args:
+      directory: the directory that `names` are relative to.
+      names: paths with forward slashes.
+      on_bytes: called with each number of bytes that were read.
+    """
+    with ThreadPoolExecutor(_FILE_THREADS) as threads:
+        rows = threads.map(lambda name: _file_checksum(directory / name, on_bytes), names)
+        return {name: row for name, row in zip(names, rows, strict=True) if row is not None}
+
+
+def _file_checksum(
+    path: epath.Path, on_bytes: Callable[[int], None] | None
+) -> tuple[int, str] | None:
+    size = value = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                size += len(block)
+                value = zlib.crc32(block, value)
+                if on_bytes is not None:
+                    on_bytes(len(block))
+    except FileNotFoundError:
+        return None
+    return size, f"{value:08x}"

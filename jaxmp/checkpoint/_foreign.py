@@ -1,0 +1,208 @@
+"""Checkpoints that plain orbax or `flax.training.checkpoints` wrote. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxmp._core._trees import Path, path_names
+from jaxmp._overwritten import OVERWRITE
+from jaxmp.checkpoint._convert import split
+from jaxmp.checkpoint._description import (
+    COUNTER,
+    FP8,
+    LOSS_SCALE,
+    MASTER,
+    OTHER,
+    REMAINDER,
+    Description,
+    Leaf,
+    Masters,
+    Parameter,
+    Scale,
+    is_below,
+    join,
+)
+from jaxmp.errors import CheckpointError, missing_dependency
+
+_ORBAX_FILE = "_METADATA"
+_STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """A checkpoint without a manifest.
+
+    Attributes:
+      path: directory of an orbax checkpoint, or file of Flax.
+      writer: "orbax" or "Flax".
+      step: its step, by its name; -1: none.
+    """
+
+    path: epath.Path
+    writer: str
+    step: int
+
+
+def find(directory: epath.Path, step: int | None) -> Location | None:
+    """Finds a checkpoint of orbax or Flax: that of a step, or (None) the latest one."""
+    own = _at(directory, -1)
+    if own is not None:
+        return own if step is None else None
+    if not directory.is_dir():
+        return None
+    locations = list(_below(directory))
+    if step is not None:
+        locations = [location for location in locations if location.step == step]
+    return max(locations, key=lambda location: location.step, default=None)
+
+
+def _below(directory: epath.Path) -> Iterator[Location]:
+    for path in directory.iterdir():
+        match = _STEP_NAME.fullmatch(path.name)
+        location = _at(path, int(match[1])) if match else None
+        if location is not None:
+            yield location
+
+
+def _at(path: epath.Path, step: int) -> Location | None:
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        return Location(path, "Flax", step)
+    if (path / _ORBAX_FILE).exists():
+        return Location(path, "orbax", step)
+    items = [item for item in path.iterdir() if step >= 0 and (item / _ORBAX_FILE).exists()]
+    if len(items) > 1:
+        raise CheckpointError(
+            f"{path} contains {len(items)} items ({', '.join(item.name for item in items)}), and "
+            "it is not known which one the state is. Pass the directory of the item: "
+            f"Checkpointer({str(items[0])!r})."
+        )
+    return Location(items[0], "orbax", step) if items else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Leaves of a checkpoint without a manifest."""
+
+    description: Description
+    values: dict[str, np.ndarray]
+
+    def read(self, targets: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, Any]:
+        """Returns leaves by path, placed as `targets` are."""
+        return {path: self._placed(path, target) for path, target in targets.items()}
+
+    def _placed(self, path: Path, target: jax.ShapeDtypeStruct) -> Any:
+        value = self.values[join(path)]
+        if target.sharding is None:
+            return value
+        return jax.make_array_from_callback(
+            value.shape, target.sharding, lambda index: value[index]
+        )
+
+
+def read(location: Location, target: Description) -> Stored:
+    """Reads a checkpoint into memory and infers the roles of its leaves.
+
+    Args:
+      location: the checkpoint.
+      target: description of the state to restore: its optimizers tell which leaves are masters.
+
+    Raises:
+      CheckpointError: if it cannot be read.
+    """
+    try:
+        tree = _read_orbax(location) if location.writer == "orbax" else _read_flax(location)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise CheckpointError(f"{location.path} cannot be read: {error}") from error
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    values = {
+        join(path_names(key_path)): np.asarray(value)
+        for key_path, value in flat
+        if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
+    }
+    values = {join(split(path)): value for path, value in values.items()}
+    return Stored(_infer(values, target), values)
+
+
+def _read_orbax(location: Location) -> Any:
+    handler = ocp.PyTreeCheckpointHandler()
+    tree = handler.metadata(location.path).tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    with ocp.Checkpointer(handler) as checkpointer:
+        return checkpointer.restore(
+            location.path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+        )
+
+
+def _read_flax(location: Location) -> Any:
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is None:
+        raise missing_dependency("flax", "checkpoints of flax.training.checkpoints", "flax")
+    tree = serialization.msgpack_restore(location.path.read_bytes())
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{location.path} is not a checkpoint of flax.training.checkpoints.")
+    return tree
+
+
+def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
+    """Describes leaves by the paths that the optimizers of `target` would give them."""
+    masters = [_infer_masters(row, values) for row in target.masters]
+    masters = [row for row in masters if row is not None]
+    roles = {
+        parameter.master: REMAINDER if row.layout == "packed" else MASTER
+        for row in masters
+        for parameter in row.parameters
+        if parameter.master
+    }
+    scales = tuple(
+        Scale(scale.path, scale.kind)
+        for scale in target.scales
+        if any(is_below(path, scale.path) for path in values)
+    )
+    roles |= {path: LOSS_SCALE for path in values for s in scales if is_below(path, s.path)}
+    for leaf in target.leaves:
+        if leaf.role in (COUNTER, FP8) and leaf.path in values:
+            roles[leaf.path] = leaf.role
+    roles |= {path: FP8 for path in values if OVERWRITE in path.split("/")}
+    leaves = tuple(
+        Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, OTHER))
+        for path, value in values.items()
+    )
+    optimizers = target.optimizers if masters else ()
+    return Description(leaves, tuple(masters), scales, optimizers)
+
+
+def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | None:
+    below = [path for path in values if is_below(path, f"{row.path}/inner_state".lstrip("/"))]
+    if not below:
+        return None
+    for layout in ("fp32", "packed", "no"):
+        root = f"{row.path}/{layout}_masters".lstrip("/")
+        found = {p.path: f"{root}/{p.inside}" for p in row.parameters}
+        if layout == "no" or any(path in values for path in found.values()):
+            return Masters(
+                row.path,
+                layout,
+                tuple(
+                    Parameter(
+                        parameter.path,
+                        parameter.leaf if parameter.leaf in values else "",
+                        parameter.storage,
+                        parameter.inside,
+                        found[parameter.path] if found[parameter.path] in values else "",
+                    )
+                    for parameter in row.parameters
+                ),
+            )
+    return None

@@ -1,0 +1,115 @@
+"""Orbax handler that writes and reads the leaves of a state, and its manifest with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxmp._core._trees import Path
+from jaxmp.checkpoint._checksum import finish_checksums
+from jaxmp.checkpoint._manifest import Manifest, write_manifest
+
+ITEM = "state"
+
+
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of pytrees, which writes the manifest after the last file of the data.
+
+    Orbax calls `finalize` when all data is on disk and before it renames the directory to its final
+    name, so a directory of that name has a manifest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: SaveState | None = None
+
+    async def async_save(self, directory: Any, args: SaveState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Starts to write the leaves."""
+        self._pending = args
+        return await super().async_save(directory, args=ocp.args.PyTreeSave(nest(args.leaves)))
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Completes the files of the data and writes the manifest."""
+        super().finalize(directory)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            checksums = pending.checksums or finish_checksums(list(pending.sums.values()))
+            write_manifest(
+                directory,
+                dataclasses.replace(
+                    pending.manifest, checksums=dict(zip(pending.sums, checksums, strict=True))
+                ),
+            )
+
+    def restore(self, directory: epath.Path, args: RestoreState) -> dict[Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the leaves that are named in `args`, by their paths."""
+        restored = super().restore(
+            directory,
+            args=ocp.args.PyTreeRestore(
+                item=nest(args.targets),
+                restore_args=nest({path: _restore_args(x) for path, x in args.targets.items()}),
+                partial_restore=True,
+            ),
+        )
+        return {path: _lookup(restored, path) for path in args.targets}
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class SaveState(ocp.args.CheckpointArgs):
+    """Leaves to write.
+
+    Attributes:
+      leaves: path -> array.
+      manifest: the manifest, without checksums.
+      sums: path of each leaf of the manifest -> its sums, which devices may still compute.
+      checksums: the finished checksums, where processes had to agree on them; None: finish `sums`.
+    """
+
+    leaves: dict[Path, Any]
+    manifest: Manifest
+    sums: dict[str, list[Any]]
+    checksums: list[str] | None = None
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclasses.dataclass
+class RestoreState(ocp.args.CheckpointArgs):
+    """Leaves to read.
+
+    Attributes:
+      targets: path -> `jax.ShapeDtypeStruct` with the stored shape and dtype. With a sharding the
+        leaf becomes a JAX array, without one a NumPy array.
+    """
+
+    targets: dict[Path, jax.ShapeDtypeStruct]
+
+
+def _restore_args(target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    if target.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=target.dtype)
+    return ocp.ArrayRestoreArgs(
+        sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
+    )
+
+
+def nest(leaves: dict[Path, Any]) -> dict[str, Any]:
+    """Returns nested dicts of leaves by their paths."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def _lookup(tree: dict[str, Any], path: Path) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree

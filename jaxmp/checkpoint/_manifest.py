@@ -1,0 +1,157 @@
+"""Manifest of a checkpoint: written last, read first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from jaxmp._recipe import Recipe, load_recipe
+from jaxmp.checkpoint._checksum import file_checksums
+from jaxmp.checkpoint._description import Description
+from jaxmp.errors import CheckpointError, JaxmpError
+
+FILE_NAME = "jaxmp_manifest.json"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint, without the values of its leaves."""
+
+    step: int
+    recipe_toml: str
+    description: Description
+    # Path of a leaf -> its checksum.
+    checksums: dict[str, str]
+    # Name of a data file -> its size in bytes and its CRC-32.
+    files: dict[str, tuple[int, str]]
+    metrics: dict[str, float]
+    extra: Any
+    jaxmp_version: str
+    jax_version: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe under which the state was trained.
+
+        Raises:
+          CheckpointError: if this version of jaxmp cannot read it.
+        """
+        return parse_recipe(self.recipe_toml)
+
+    def to_text(self) -> str:
+        """Returns the manifest as JSON, with a checksum of itself."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["description"] = dataclasses.asdict(self.description)
+        body = json.dumps(fields, allow_nan=True)
+        return json.dumps({"format": FORMAT, "crc32": _crc(body), "manifest": body})
+
+
+def _crc(body: str) -> str:
+    return f"{zlib.crc32(body.encode()):08x}"
+
+
+def parse_recipe(text: str) -> Recipe:
+    """Parses the TOML text of a recipe.
+
+    Raises:
+      CheckpointError: if this version of jaxmp cannot read it.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "manifest.toml")
+        path.write_text(text, encoding="utf-8")
+        try:
+            return load_recipe(str(path))
+        except JaxmpError as error:
+            raise CheckpointError(
+                f"This version of jaxmp cannot read the recipe in the manifest: {error}"
+            ) from error
+
+
+def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
+    """Writes a manifest into the directory of a checkpoint, with the checksums of its files."""
+    names = data_files(directory)
+    manifest = dataclasses.replace(manifest, files=file_checksums(directory, names))
+    (directory / FILE_NAME).write_text(manifest.to_text())
+
+
+def data_files(directory: epath.Path) -> list[str]:
+    """Returns the names of the files below a directory, but for the manifest."""
+    names: list[str] = []
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            names += [f"{path.name}/{name}" for name in data_files(path)]
+        elif path.name != FILE_NAME:
+            names.append(path.name)
+    return names
+
+
+def has_manifest(directory: epath.Path) -> bool:
+    """Returns True if jaxmp wrote the checkpoint in this directory."""
+    return (directory / FILE_NAME).exists()
+
+
+def read_manifest(directory: epath.Path) -> Manifest:
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+      CheckpointError: if it is damaged, or of a newer version of jaxmp.
+    """
+    path = directory / FILE_NAME
+    try:
+        envelope = json.loads(path.read_text())
+        version, body = envelope["format"], envelope["manifest"]
+        intact = envelope["crc32"] == _crc(body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {path} is damaged: {error}.") from error
+    if version > FORMAT:
+        raise CheckpointError(
+            f"The manifest {path} has format {version}, which a newer version of jaxmp wrote; this "
+            f"one reads formats up to {FORMAT}. Update jaxmp: pip install --upgrade jaxmp"
+        )
+    if not intact:
+        raise CheckpointError(
+            f"The manifest {path} was edited or damaged: its checksum does not match its text."
+        )
+    data = json.loads(body)
+    data["description"] = Description.from_json(data["description"])
+    data["files"] = {name: tuple(row) for name, row in data["files"].items()}
+    return Manifest(**data)
+
+
+def check_files(
+    directory: epath.Path, manifest: Manifest, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Compares the data files with their checksums.
+
+    Args:
+      directory: the directory of the checkpoint.
+      manifest: its manifest.
+      on_bytes: called with each number of bytes that were read.
+
+    Raises:
+      CheckpointError: naming the first file that is missing, truncated or damaged.
+    """
+    present = file_checksums(directory, list(manifest.files), on_bytes)
+    for name, (size, checksum) in manifest.files.items():
+        path = directory / name
+        if name not in present:
+            raise CheckpointError(f"The checkpoint is incomplete: {path} is missing.")
+        present_size, present_checksum = present[name]
+        if present_size != size:
+            raise CheckpointError(
+                f"The checkpoint is damaged: {path} has {present_size:,} bytes, and {size:,} were "
+                "written."
+            )
+        if present_checksum != checksum:
+            raise CheckpointError(
+                f"The checkpoint is damaged: the contents of {path} have changed since it was "
+                f"written (CRC-32 {present_checksum}, written as {checksum})."
+            )

@@ -1,0 +1,172 @@
+"""Parameters in the safetensors format, with exact dtypes.
+
+The format is documented at https://github.com/huggingface/safetensors: eight bytes with the length
+of a JSON header, the header, and the bytes of the tensors. It is written here because the NumPy
+part of the package reads neither float8 nor int4, and its lower level changes between versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._trees import path_names
+from jaxmp._core._typing import PyTree
+from jaxmp.checkpoint import _nnx_nodes
+from jaxmp.checkpoint._convert import placement
+from jaxmp.checkpoint._description import join
+from jaxmp.checkpoint._handler import nest
+from jaxmp.errors import CheckpointError
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_NAMES = {name: key for key, name in _DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+_ALIGNMENT = 8
+
+
+def save_safetensors(
+    path: str | os.PathLike[str], params: PyTree, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes parameters to a file in the safetensors format.
+
+    Names are paths with dots, as in `block.dense.kernel`. Master parameters are written with
+    `save_safetensors(path, jaxmp.get_master_params(state))`.
+
+    Args:
+      path: the file, which is replaced at once when it is complete.
+      params: a pytree of arrays, or an NNX module.
+      metadata: texts to store in the header.
+
+    Raises:
+      CheckpointError: for a dtype that the format does not have, and for repeated names.
+
+    Example:
+      >>> save_safetensors("params.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
+      >>> load_safetensors("params.safetensors")["w"].dtype
+      dtype(bfloat16)
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for name, value in _named_leaves(params):
+        if name in arrays:
+            raise CheckpointError(f"Two parameters have the name {name!r} in safetensors.")
+        arrays[name] = np.asarray(value)
+        if arrays[name].dtype.name not in _NAMES:
+            raise CheckpointError(
+                f"Parameter {name!r} is {arrays[name].dtype.name}, which safetensors does not "
+                f"have. It has: {', '.join(_NAMES)}."
+            )
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    # The package requires tensors in the order of their sizes of elements, for alignment.
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    for name in order:
+        array = arrays[name]
+        header[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    temporary = Path(f"{os.fspath(path)}.tmp-{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(np.ascontiguousarray(arrays[name]).tobytes())
+    temporary.replace(path)
+
+
+def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -> PyTree:
+    """Reads parameters from a file in the safetensors format.
+
+    Args:
+      path: the file.
+      like: a pytree of arrays or shapes with the same names, or an NNX module, which is updated in
+        place. Arrays are placed as its leaves are. None: nested dicts, by the dots in the names.
+
+    Returns:
+      A tree like `like`, with the dtypes of the file.
+
+    Raises:
+      CheckpointError: for a damaged file; and naming the first parameter that is missing, or has
+        another shape or dtype than in `like`. Nothing is cast.
+    """
+    arrays = _read(Path(path))
+    if like is None:
+        return nest({tuple(name.split(".")): jnp.asarray(x) for name, x in arrays.items()})
+    placed = []
+    for name, value in _named_leaves(like):
+        array = arrays.get(name)
+        if array is None:
+            raise CheckpointError(f"{path} has no parameter {name!r}.")
+        if array.shape != np.shape(value) or array.dtype != value.dtype:
+            raise CheckpointError(
+                f"Parameter {name!r} is {array.dtype.name}{list(array.shape)} in {path} and "
+                f"{np.dtype(value.dtype).name}{list(np.shape(value))} in `like`. Nothing is cast: "
+                "load it without `like`, and cast it with recipe.cast_params(params)."
+            )
+        placed.append(jax.device_put(array, placement(value)))
+    more = set(arrays) - {name for name, _ in _named_leaves(like)}
+    if more:
+        raise CheckpointError(
+            f"{path} has {len(more)} parameters that `like` does not have, such as {min(more)!r}."
+        )
+    if _nnx_nodes.is_node(like):
+        treedef = jax.tree.structure(_nnx_nodes.pure_state(like))
+        return _nnx_nodes.update(like, treedef.unflatten(placed))
+    return jax.tree.structure(like).unflatten(placed)
+
+
+def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    tree = _nnx_nodes.pure_state(tree) if _nnx_nodes.is_node(tree) else tree
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(join(path_names(key_path)).replace("/", "."), leaf) for key_path, leaf in flat]
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"its header would have {length:,} bytes")
+            header = json.loads(file.read(length))
+            data = file.read()
+        header.pop("__metadata__", None)
+        return {name: _array(name, row, data) for name, row in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an intact safetensors file: {error}.") from error
+
+
+def _array(name: str, row: dict[str, Any], data: bytes) -> np.ndarray:
+    start, end = row["data_offsets"]
+    dtype = jnp.dtype(_DTYPES[row["dtype"]])
+    count = int(np.prod(row["shape"], dtype=np.int64))
+    if not 0 <= start <= end <= len(data) or end - start != count * dtype.itemsize:
+        raise ValueError(f"the data of {name!r} is truncated")
+    return np.frombuffer(data, dtype, count, start).reshape(row["shape"])

@@ -1,0 +1,115 @@
+"""`jaxmp checkpoint show`, `verify` and `migrate`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+import jaxmp
+from jaxmp._recipe import load_recipe
+from jaxmp.cli._arguments import JsonOption
+from jaxmp.cli._output import console, escape, make_table, write_json
+
+if TYPE_CHECKING:
+    from jaxmp.checkpoint import Checkpointer, CheckpointInfo
+
+checkpoint = typer.Typer(help="Show, verify and migrate checkpoints.", no_args_is_help=True)
+
+_PathArgument = Annotated[
+    Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
+]
+_StepOption = Annotated[int | None, typer.Option(help="The step; by default the latest.")]
+
+
+@checkpoint.command()
+def show(
+    path: _PathArgument,
+    step: _StepOption = None,
+    leaves: Annotated[bool, typer.Option("--leaves", help="List every leaf.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Print the recipe, the master layout and the leaves of a checkpoint."""
+    checkpointer, step = _open(path, step)
+    info = checkpointer.describe(step)
+    if write_json(json, _rows(info, steps=checkpointer.all_steps())):
+        return
+    _print_info(info)
+    if leaves:
+        table = make_table("leaf", "dtype", "shape", "role")
+        for leaf in info.leaves:
+            shape = ", ".join(map(str, leaf.shape))
+            table.add_row(escape(leaf.path), leaf.dtype, escape(f"[{shape}]"), leaf.role)
+        console().print(table)
+
+
+@checkpoint.command()
+def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
+    """Read a checkpoint in full and compare all checksums; exits with 2 if it is damaged."""
+    checkpointer, step = _open(path, step)
+    info = _verify(checkpointer, step)
+    if not write_json(json, _rows(info, intact=True)):
+        console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
+
+
+@checkpoint.command()
+def migrate(
+    path: _PathArgument,
+    to: Annotated[str, typer.Option(metavar="RECIPE", help="The recipe to convert to.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Directory for the result.")],
+    master: Annotated[
+        str | None, typer.Option(help="fp32, packed or none, instead of the recipe's own.")
+    ] = None,
+    step: _StepOption = None,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Also if it loses information.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Convert a checkpoint to another recipe; prints the plan first."""
+    recipe = load_recipe(to)
+    if master is not None:
+        recipe = recipe.replace(master=master)
+    checkpointer, step = _open(path, step)
+    _verify(checkpointer, step)
+    # With --json - the standard output contains JSON only.
+    plan = contextlib.redirect_stdout(io.StringIO()) if json == "-" else contextlib.nullcontext()
+    with plan:
+        info = checkpointer.migrate(out, recipe, step=step, lossy=lossy)
+    if not write_json(json, _rows(info)):
+        _print_info(info)
+
+
+def _open(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:
+    """Returns the checkpointer of a run and the step; `path` may be that of a step."""
+    if step is None and path.name.isdigit() and (path / "state").is_dir():
+        path, step = path.parent, int(path.name)
+    return jaxmp.checkpoint.Checkpointer(path), step
+
+
+def _verify(checkpointer: Checkpointer, step: int | None) -> CheckpointInfo:
+    total = 2 * checkpointer.describe(step).data_bytes
+    with _progress("verify", total) as on_bytes:
+        return checkpointer.verify(step, on_bytes=on_bytes)
+
+
+@contextlib.contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda count: progress.advance(task, count)
+        progress.update(task, completed=total)
+
+
+def _rows(info: CheckpointInfo, **more: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(info), **more}
+
+
+def _print_info(info: CheckpointInfo) -> None:
+    console().print(escape(f"{info.path}\n{info}"), soft_wrap=True)

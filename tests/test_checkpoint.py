@@ -1,0 +1,684 @@
+"""Checkpoints: exact round trips, migrations, damage, foreign formats, placement."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zlib
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state as flax_train_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import checkpoint_matrix as matrix
+import jaxmp
+from jaxmp import cli
+from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
+from jaxmp.checkpoint._checksum import checksums
+from test_frame import run_python
+
+FP32, PACKED = jaxmp.load_recipe("fp32"), matrix.recipe_of("packed")
+BF16_PARAMS = jaxmp.load_recipe("bf16_params")
+
+
+@functools.cache
+def optimizer(name, master="auto", inner=optax.adam):
+    return matrix.recipe_of(name).replace(master=master).optimizer(inner(1e-2))
+
+
+def make_state(name="bf16_params", master="auto", seed=0, inner=optax.adam, size=4):
+    """A train state with masters that do not fit their parameters."""
+    keys = jax.random.split(jax.random.key(seed))
+    params = {
+        "dense": {"kernel": jax.random.normal(keys[0], (size, 3))},
+        "norm": {"scale": jax.random.normal(keys[1], (3,))},
+    }
+    tx = optimizer(name, "packed" if name == "packed" else master, inner)
+    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def save(directory, state, recipe=BF16_PARAMS, step=1, **options):
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(step, state, recipe=recipe, **options)
+    return Checkpointer(directory)
+
+
+def same(tree, expected):
+    matrix.assert_same(tree, expected)
+    return True
+
+
+# ---------------------------------------------------------------------------
+# Round trips
+# ---------------------------------------------------------------------------
+
+
+def full_state(seed):
+    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
+    return {
+        "train": make_state("fp16_params", seed=seed),
+        "packed": make_state("packed", seed=seed),
+        "keys": jax.random.split(key, 3),
+        "rbg": jax.random.key(seed, impl="rbg"),
+        "raw_key": jax.random.PRNGKey(seed),
+        "numpy": rng.normal(size=5),
+        "empty": jnp.zeros((0, 3)),
+        "fp8": jnp.asarray(rng.normal(size=(8,)), jnp.float8_e4m3fn),
+        "complex": jnp.asarray([1.0 + seed * 1j]),
+        "int4": jnp.asarray([seed, -seed], jnp.int4),
+        "epoch": 10 + seed,
+        "rate": 0.5 + seed,
+        "done": bool(seed),
+    }
+
+
+def bits(value):
+    if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
+        return str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes()
+    return type(value).__name__, getattr(value, "dtype", None), np.asarray(value).tobytes()
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_every_kind_of_leaf_comes_back_exactly(abstract, tmp_path):
+    state, other = full_state(1), full_state(0)
+    # The state has two optimizers, each with its own recipe.
+    recipe = PACKED
+    with pytest.raises(
+        jaxmp.CheckpointError, match=r"The state was not made with .* 'bf16_params'"
+    ):
+        save(tmp_path, state, recipe)
+    del state["train"], other["train"]
+    checkpointer = save(tmp_path, state, recipe, metrics={"loss": 2}, extra={"epoch": [1, "a"]})
+    if abstract:
+        arrays = lambda leaf: isinstance(leaf, jax.Array)
+        other = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if arrays(x) else x, other
+        )
+    restored = checkpointer.restore(other, recipe=recipe)
+    assert list(map(bits, jax.tree.leaves(restored))) == list(map(bits, jax.tree.leaves(state)))
+    info = checkpointer.describe()
+    assert (info.step, info.recipe, info.master_layout) == (1, recipe, "packed")
+    assert (info.metrics, info.extra) == ({"loss": 2.0}, {"epoch": [1, "a"]})
+    assert "masters     packed" in str(info)
+    assert checkpointer.verify() == info
+
+
+def test_a_training_goes_on_with_its_loss_scale_and_counters(tmp_path):
+    state = make_state("fp16_params")
+    grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf, jnp.float32), state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        state = state.apply_gradients(grads=grads)
+    checkpointer = save(tmp_path, state, "fp16_params")
+    restored = checkpointer.restore(make_state("fp16_params", seed=1), recipe="fp16_params")
+    assert jaxmp.get_loss_scale(restored).scale_value == 2.0**15
+    assert jaxmp.get_skip_stats(restored).total == 1
+    assert same(restored, state)
+
+
+def test_saved_arrays_may_be_donated_and_changed_at_once(tmp_path):
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    array, numbers = jnp.arange(2.0**17), np.arange(4)
+    expected = np.array(array)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": array, "n": numbers}, recipe="fp32")
+        double(array)
+        numbers[:] = 0
+        restored = checkpointer.restore({"a": jnp.zeros(2**17), "n": np.zeros(4, np.int64)})
+    np.testing.assert_array_equal(restored["a"], expected)
+    np.testing.assert_array_equal(restored["n"], np.arange(4))
+
+
+def test_nnx_objects_are_updated_in_place(tmp_path):
+    state = matrix.Nnx.make("bf16_params")
+    checkpointer = save(tmp_path, {"nodes": state, "rngs": nnx.Rngs(3)})
+    fresh, rngs = matrix.Nnx.make("bf16_params", seed=5), nnx.Rngs(4)
+    restored = checkpointer.restore({"nodes": fresh, "rngs": rngs}, recipe=BF16_PARAMS)
+    assert restored["nodes"][0] is fresh[0] and restored["rngs"] is rngs
+    assert same(matrix.Nnx.arrays(fresh), matrix.Nnx.arrays(state))
+    assert jnp.array_equal(rngs(), nnx.Rngs(3)())
+
+
+# ---------------------------------------------------------------------------
+# Migration
+# ---------------------------------------------------------------------------
+
+# Each recipe once as source and once as target; benchmarks/checkpoint_matrix.py runs all pairs.
+_NAMES = ["bf16_params", "packed", "fp8_delayed", "fp16_params", "bf16", "fp8", "fp32", "fp16"]
+PAIRS = [
+    ("linen" if i % 2 else "nnx", source, target)
+    for i, (source, target) in enumerate(zip(_NAMES, [*_NAMES[1:], _NAMES[0]], strict=True))
+] + [("linen", "fp8_delayed", "packed"), ("nnx", "packed", "packed")]
+
+
+@pytest.mark.parametrize(("framework", "source", "target"), PAIRS)
+def test_migrated_states_train_as_their_reference(framework, source, target, tmp_path):
+    with jax.numpy_dtype_promotion("standard"):
+        state = matrix.save_trained(framework, source, str(tmp_path))
+        outcome = matrix.check_pair(framework, source, target, str(tmp_path), state)
+    if (source, target) == ("bf16_params", "packed"):
+        line = "bfloat16 + FP32 master -> bfloat16 + packed master: FP32 value preserved"
+        assert f"4 x parameter: {line} bit for bit" in outcome
+    if (source, target) == ("fp8_delayed", "packed"):
+        assert re.search(r"\d+ x leaf of FP8 scaling: dropped", outcome)
+    if target == "fp8_delayed":
+        assert "leaf of FP8 scaling: created, calibrated in the first step" in outcome
+    if (source, target) == ("fp8_delayed", "fp16_params"):
+        assert "loss scale: created at 65536" in outcome
+
+
+def test_a_difference_is_refused_with_leaves_dtypes_and_the_fix(tmp_path, capsys):
+    checkpointer = save(tmp_path, make_state())
+    state = make_state("packed", seed=1)
+    with pytest.raises(jaxmp.CheckpointError) as error:
+        checkpointer.restore(state, recipe=PACKED)
+    assert str(error.value) == textwrap.dedent("""\
+        Step 1 was written under the recipe 'bf16_params' (master layout: fp32), and the state to restore has the recipe 'bf16_params' (master layout: packed).
+          opt_state/inner_state/packed_masters/dense/kernel: absent in the checkpoint, int16[4,3] in the state
+          opt_state/inner_state/packed_masters/norm/scale: absent in the checkpoint, int16[3] in the state
+          opt_state/inner_state/fp32_masters/dense/kernel: float32[4,3] in the checkpoint, absent in the state
+          opt_state/inner_state/fp32_masters/norm/scale: float32[3] in the checkpoint, absent in the state
+        Convert it deliberately: restore(state, recipe=recipe, migrate=True).""")  # noqa: E501
+    recipe, restore = PACKED, checkpointer.restore
+    fix = re.search(r"restore\(.*\)", str(error.value))[0]
+    assert capsys.readouterr().out == ""
+    migrated = eval(fix, {}, {"restore": restore, "state": state, "recipe": recipe})
+    assert same(jaxmp.get_master_params(migrated), jaxmp.get_master_params(make_state()))
+    assert "2 x parameter" in capsys.readouterr().out
+
+
+def test_another_recipe_is_refused_even_if_all_leaves_are_alike(tmp_path):
+    checkpointer = save(tmp_path, make_state("bf16"), "bf16")
+    state = make_state("fp32", seed=1)
+    with pytest.raises(jaxmp.CheckpointError, match=r"'bf16' .* 'fp32' .* leaves are the same"):
+        checkpointer.restore(state, recipe=FP32)
+    renamed = jaxmp.load_recipe("bf16").replace(name="mine", summary="")
+    assert same(checkpointer.restore(state, recipe=renamed), make_state("bf16"))
+    assert same(checkpointer.restore(state, recipe=FP32, migrate=True), make_state("bf16"))
+
+
+def test_loss_of_information_must_be_asked_for(tmp_path, capsys):
+    checkpointer = save(tmp_path, make_state())
+    none = BF16_PARAMS.replace(master="none")
+    target = make_state("bf16_params", master="none", seed=1)
+    with pytest.raises(jaxmp.CheckpointError, match=r"the master is dropped.*migrate='lossy'"):
+        checkpointer.restore(target, recipe=none, migrate=True)
+    assert "the master is dropped  [loses information]" in capsys.readouterr().out
+    restored = checkpointer.restore(target, recipe=none, migrate="lossy")
+    assert same(restored.params, make_state().params)
+
+    sgd = make_state(inner=optax.sgd, seed=1)
+    with pytest.raises(jaxmp.CheckpointError, match=r"mu/dense/kernel \(float32\[4,3\]\): dropped"):
+        checkpointer.restore(sgd, migrate=True)
+    restored = checkpointer.restore(sgd, migrate="lossy")
+    assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(make_state()))
+
+
+def test_parameters_alone_come_from_the_masters(tmp_path):
+    checkpointer = save(tmp_path, make_state())
+    masters = jaxmp.get_master_params(make_state())
+    like = {"params": jax.tree.map(jnp.zeros_like, masters)}
+    restored = checkpointer.restore(like, migrate="lossy")
+    assert same(restored["params"], masters)
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path):
+    checkpointer = save(tmp_path, make_state(inner=optax.sgd))
+    with pytest.raises(jaxmp.CheckpointError, match=r"needs 'opt_state/.*count'.*no such leaf"):
+        checkpointer.restore(make_state(), migrate="lossy")
+    with pytest.raises(jaxmp.CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"):
+        checkpointer.restore(make_state(inner=optax.sgd, size=5), migrate="lossy")
+
+
+def test_float16_must_hold_the_parameters(tmp_path):
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params={"w": jnp.array([1e5])}, tx=optimizer("bf16_params")
+    )
+    checkpointer = save(tmp_path, state)
+    like = jaxmp.TrainState.create(
+        apply_fn=None, params={"w": jnp.array([1.0])}, tx=optimizer("fp16_params")
+    )
+    with pytest.raises(jaxmp.CheckpointError, match="65520 or more"):
+        checkpointer.restore(like, recipe="fp16_params", migrate=True)
+
+
+def test_an_abstract_state_gets_its_loss_scale_from_the_recipe(tmp_path):
+    checkpointer = save(tmp_path, make_state())
+    abstract = jax.eval_shape(lambda: make_state("fp16_params"))
+    with pytest.raises(jaxmp.CheckpointError, match="no value for 'opt_state/loss_scale"):
+        checkpointer.restore(abstract, migrate=True)
+    restored = checkpointer.restore(abstract, recipe="fp16_params", migrate=True)
+    assert float(jaxmp.get_loss_scale(restored).scale_value) == 65536
+
+
+# ---------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------
+
+
+def data_files(directory):
+    root = Path(directory, "1", "state")
+    # Orbax writes its marker after everything else; nothing reads what it contains.
+    files = (path for path in root.rglob("*") if path.name != "commit_success.txt")
+    return sorted(path for path in files if path.is_file())
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+def test_damage_to_any_file_is_refused_by_its_name(damage, tmp_path):
+    save(tmp_path / "intact", make_state())
+    target = make_state(seed=1)
+    names = [path.relative_to(tmp_path / "intact") for path in data_files(tmp_path / "intact")]
+    assert len(names) >= 5
+    for i, name in enumerate(names):
+        copy = tmp_path / str(i)
+        shutil.copytree(tmp_path / "intact", copy)
+        damage(copy / name)
+        with pytest.raises(jaxmp.CheckpointError) as error:
+            Checkpointer(copy).restore(target, recipe=BF16_PARAMS)
+        is_manifest = name.name == "jaxmp_manifest.json"
+        expected = "has no manifest" if is_manifest and damage is Path.unlink else name.name
+        assert expected in str(error.value)
+
+
+def edit_manifest(directory, edit, *, seal):
+    path = Path(directory, "1", "state", "jaxmp_manifest.json")
+    envelope = json.loads(path.read_text())
+    data = json.loads(envelope["manifest"])
+    edit(data)
+    envelope["manifest"] = json.dumps(data)
+    if seal:
+        envelope["crc32"] = f"{zlib.crc32(envelope['manifest'].encode()):08x}"
+    path.write_text(json.dumps(envelope))
+
+
+def test_an_edited_manifest_is_refused(tmp_path):
+    save(tmp_path, make_state())
+    edit_manifest(tmp_path, lambda data: data.update(step=7), seal=False)
+    with pytest.raises(jaxmp.CheckpointError, match="was edited or damaged"):
+        Checkpointer(tmp_path).restore(make_state())
+
+
+def test_a_wrong_value_is_refused_by_the_path_of_its_leaf(tmp_path):
+    checkpointer = save(tmp_path, make_state())
+    path = "params/dense/kernel"
+    edit_manifest(tmp_path, lambda data: data["checksums"].update({path: "0" * 16}), seal=True)
+    with pytest.raises(jaxmp.CheckpointError, match=f"leaf '{path}' has the checksum"):
+        checkpointer.restore(make_state())
+    with pytest.raises(jaxmp.CheckpointError, match=path):
+        checkpointer.verify()
+    assert same(checkpointer.restore(make_state(seed=1), verify=False), make_state())
+
+
+def test_a_manifest_of_a_newer_version_is_refused(tmp_path):
+    save(tmp_path, make_state())
+    path = tmp_path / "1" / "state" / "jaxmp_manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(jaxmp.CheckpointError, match="format 99, which a newer version"):
+        Checkpointer(tmp_path).describe()
+
+
+def test_the_step_before_a_damaged_one_is_named(tmp_path):
+    save(tmp_path, make_state(), step=0)
+    checkpointer = save(tmp_path, make_state())
+    flip(next(path for path in data_files(tmp_path) if path.parent.name == "d"))
+    with pytest.raises(jaxmp.CheckpointError, match=r"restore\(state, step=0\)"):
+        checkpointer.restore(make_state())
+    assert same(checkpointer.restore(make_state(seed=1), step=0), make_state())
+
+
+WRITER = """
+import itertools, sys, jax.numpy as jnp
+from jaxmp.checkpoint import Checkpointer
+with Checkpointer(sys.argv[1], keep=2) as checkpointer:
+    for step in itertools.count((checkpointer.latest_step() or 0) + 1):
+        checkpointer.save(step, {"a": jnp.full(2**18, float(step)), "step": step}, recipe="fp32")
+        print(step, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_complete_steps(tmp_path):
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as writer:
+            started = int(writer.stdout.readline())
+            time.sleep(rng.uniform(0.0, 1.0))
+            writer.send_signal(signal.SIGKILL)
+        checkpointer = Checkpointer(tmp_path)
+        step = checkpointer.latest_step()
+        if step is None:
+            assert started == 1
+            continue
+        like = {"a": jnp.zeros(2**18), "step": 0}
+        for complete in checkpointer.all_steps():
+            restored = checkpointer.restore(like, step=complete)
+            assert restored["step"] == complete and (restored["a"] == complete).all()
+    assert step is not None
+
+
+# ---------------------------------------------------------------------------
+# Checkpoints of other libraries
+# ---------------------------------------------------------------------------
+
+
+def flax_state(seed=0):
+    """Flax's own train state in FP32, as a run without jaxmp has it."""
+    params = make_state("fp32", seed=seed).params
+    return flax_train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optax.adam(1e-2)
+    ).replace(step=5)
+
+
+def write_orbax(directory, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "run", state)
+    return directory / "run"
+
+
+def write_orbax_manager(directory, state):
+    with ocp.CheckpointManager(directory) as manager:
+        manager.save(5, args=ocp.args.StandardSave(state))
+    return directory
+
+
+def write_flax(directory, state):
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    flax_checkpoints.save_checkpoint(directory, state, step=5)
+    return directory
+
+
+def write_flax_with_orbax(directory, state):
+    flax.config.update("flax_use_orbax_checkpointing", True)
+    flax_checkpoints.save_checkpoint(directory, state, step=5)
+    return directory
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "write", [write_orbax, write_orbax_manager, write_flax, write_flax_with_orbax]
+)
+def test_runs_of_flax_and_orbax_go_on_under_a_recipe(write, tmp_path, capsys):
+    state = flax_state()
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    with jax.numpy_dtype_promotion("standard"):
+        state = state.apply_gradients(grads=grads)
+    checkpointer = Checkpointer(write(tmp_path, state))
+    like = make_state("packed", seed=1)
+    with pytest.raises(jaxmp.CheckpointError, match=r"no manifest.*migrate=True"):
+        checkpointer.restore(like, recipe=PACKED)
+    restored = checkpointer.restore(like, recipe=PACKED, migrate=True)
+    plan = capsys.readouterr().out
+    assert "without checksums" in plan
+    assert "2 x parameter: float32 -> bfloat16 + packed master: FP32 value preserved" in plan
+    assert same(jaxmp.get_master_params(restored), state.params)
+    assert same(restored.opt_state.inner_state.inner_state, state.opt_state)
+    assert restored.step == 6 and restored.step.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("source", ["packed", "bf16_params", "bf16"])
+def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys):
+    state = make_state(source)
+    checkpointer = Checkpointer(write_orbax(tmp_path, state))
+    restored = checkpointer.restore(make_state(seed=1), recipe=BF16_PARAMS, migrate=True)
+    assert "written by orbax" in capsys.readouterr().out
+    assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(state))
+
+
+def test_something_else_is_not_a_checkpoint(tmp_path):
+    empty = Checkpointer(tmp_path / "none")
+    assert (empty.latest_step(), empty.all_steps()) == (None, [])
+    with pytest.raises(jaxmp.CheckpointError, match="does not contain a checkpoint"):
+        empty.restore(make_state())
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "checkpoint_3").write_bytes(b"\x80\x04N.")  # a pickle of None
+    with pytest.raises(jaxmp.CheckpointError, match=r"cannot be read|is not a checkpoint"):
+        Checkpointer(tmp_path).restore(make_state(), migrate=True)
+    with pytest.raises(jaxmp.CheckpointError, match="does not contain step 4"):
+        Checkpointer(tmp_path).restore(make_state(), step=4)
+
+
+# ---------------------------------------------------------------------------
+# Placement
+# ---------------------------------------------------------------------------
+
+
+def placed(state, count):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.device_put(x, rows if x.ndim and x.shape[0] % 4 == 0 else whole), state
+    )
+
+
+def test_states_move_between_meshes(tmp_path):
+    expected = make_state("packed", size=64)
+    state, previous = placed(expected, 4), None
+    for step, count in enumerate((2, 1, 4)):
+        checkpointer = save(tmp_path, state, PACKED, step=step)
+        like = placed(make_state("packed", seed=1, size=64), count)
+        state = checkpointer.restore(like, recipe=PACKED)
+        assert same(state, expected)
+        kernel = state.params["dense"]["kernel"]
+        assert kernel.sharding == like.params["dense"]["kernel"].sharding
+        assert len(kernel.sharding.device_set) == count
+        manifest = json.loads((tmp_path / str(step) / "state" / "jaxmp_manifest.json").read_text())
+        sums = json.loads(manifest["manifest"])["checksums"]
+        assert previous in (None, sums)
+        previous = sums
+
+
+def test_a_migration_keeps_shardings(tmp_path):
+    state = make_state(size=64)
+    checkpointer = save(tmp_path, placed(state, 4))
+    like = placed(make_state("packed", seed=1, size=64), 4)
+    restored = checkpointer.restore(like, recipe=PACKED, migrate=True)
+    remainders = restored.opt_state.inner_state.masters["dense"]["kernel"]
+    assert remainders.dtype == jnp.int16 and len(remainders.sharding.device_set) == 4
+    assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(state))
+
+
+def test_scalars_that_were_not_placed_can_be_used_with_any_mesh(tmp_path):
+    state = {"a": placed(jnp.arange(8.0), 4), "n": jnp.zeros((), jnp.int32)}
+    restored = save(tmp_path, state, "fp32").restore(state)
+    jax.jit(lambda tree: tree["a"] + tree["n"].astype(jnp.float32)[None])(restored)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "float16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"],
+)
+def test_checksums_depend_on_bits_and_not_on_the_mesh(dtype, monkeypatch):
+    values = (np.random.default_rng(0).normal(size=(64, 16)) * 5).clip(0).astype(np.float32)
+    values = values.astype(jnp.dtype(dtype))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    specs = [(), ("a",), (None, "b"), ("b", "a"), (("a", "b"),)]
+    leaves = [values, jnp.asarray(values)]
+    leaves += [jax.device_put(values, NamedSharding(mesh, PartitionSpec(*s))) for s in specs]
+    sums = set(checksums(leaves))
+    monkeypatch.setattr("jaxmp.checkpoint._checksum._HOST_ELEMENTS", 0)  # all on devices
+    sums |= set(checksums(leaves))
+    assert len(sums) == 1
+    changed = values.copy()
+    changed.view(np.uint8).reshape(-1)[37] ^= 1
+    assert not sums & set(checksums([changed, values[::-1]]))
+
+
+# ---------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------
+
+
+def test_the_latest_and_the_best_step_are_kept(tmp_path):
+    state = {"a": jnp.ones(2)}
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 2.5}
+    for step, loss in losses.items():
+        with Checkpointer(tmp_path, keep=2, best_metric="loss") as checkpointer:
+            checkpointer.save(step, state, recipe="fp32", metrics={"loss": loss})
+    assert checkpointer.all_steps() == [2, 4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
+    assert (checkpointer.latest_step(), checkpointer.best_step()) == (5, 2)
+    assert Checkpointer(tmp_path, best_metric="loss", best_mode="max").best_step() == 5
+    assert Checkpointer(tmp_path, best_metric="accuracy").best_step() is None
+    with pytest.raises(jaxmp.CheckpointError, match="best_metric='loss'"):
+        Checkpointer(tmp_path).best_step()
+    with pytest.raises(jaxmp.CheckpointError, match=r"Step 5 exists.*rmtree"):
+        save(tmp_path, state, "fp32", step=5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, s: Checkpointer("x", keep=0), "keep=0 is not"),
+        (lambda c, s: Checkpointer("x", best_mode="low"), "Allowed: 'min' and 'max'"),
+        (lambda c, s: c.save(-1, s, recipe="fp32"), "step=-1"),
+        (lambda c, s: c.save(1, s, recipe="fp32", metrics={"loss": "low"}), "are not names"),
+        (lambda c, s: c.save(1, s, recipe="fp32", extra={"a": jnp.ones(2)}), "cannot be written"),
+        (lambda c, s: c.save(1, {"a": "text"}, recipe="fp32"), "'a' .* is of type str"),
+        (lambda c, s: c.save(1, {"a/b": 1, "a": {"b": 2}}, recipe="fp32"), "Rename one"),
+        (lambda c, s: c.save(1, {}, recipe="fp32"), "contains no array"),
+        (lambda c, s: c.save(1, jax.eval_shape(lambda: s), recipe="fp32"), "abstract state"),
+        (lambda c, s: c.restore(s, migrate="yes"), "Allowed: False, True and 'lossy'"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message, tmp_path):
+    with pytest.raises(jaxmp.CheckpointError, match=message):
+        call(Checkpointer(tmp_path), {"a": jnp.ones(2)})
+    assert not list(tmp_path.glob("[0-9]*"))
+
+
+def test_orbax_is_optional():
+    absent = "import sys; sys.modules['orbax'] = None\nimport jaxmp\n"
+    attempt = "try: jaxmp.checkpoint\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    message = run_python(absent + attempt)
+    assert "orbax is not installed; jaxmp needs it for checkpoints" in message
+    assert 'pip install "jaxmp[checkpoint]"' in message
+
+
+# ---------------------------------------------------------------------------
+# safetensors
+# ---------------------------------------------------------------------------
+
+SAFE_DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "bool"]
+
+
+def test_parameters_in_safetensors_keep_their_dtypes(tmp_path):
+    path = tmp_path / "params.safetensors"
+    params = {name: {"w": jnp.arange(6).reshape(2, 3).astype(name)} for name in SAFE_DTYPES}
+    save_safetensors(path, params, {"recipe": "bf16_params"})
+    assert same(load_safetensors(path), params)
+    assert same(load_safetensors(path, jax.tree.map(jnp.zeros_like, params)), params)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"recipe": "bf16_params"}
+        tensor = file.get_tensor("bfloat16.w")
+    assert tensor.dtype == ml_dtypes.bfloat16 and same(tensor, params["bfloat16"]["w"])
+
+
+def test_safetensors_of_others_are_read(tmp_path):
+    arrays = {"a.b": np.arange(4).astype(ml_dtypes.bfloat16), "c": np.float64([1.0])}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
+    loaded = load_safetensors(
+        tmp_path / "x.safetensors", {"a": {"b": arrays["a.b"]}, "c": arrays["c"]}
+    )
+    assert loaded["a"]["b"].dtype == jnp.bfloat16
+
+
+def test_safetensors_are_never_cast(tmp_path):
+    path = tmp_path / "params.safetensors"
+    save_safetensors(path, {"w": jnp.ones(2, jnp.bfloat16)})
+    with pytest.raises(jaxmp.CheckpointError, match=r"'w' is bfloat16.*float32.*Nothing is cast"):
+        load_safetensors(path, {"w": jnp.ones(2)})
+    with pytest.raises(jaxmp.CheckpointError, match="no parameter 'v'"):
+        load_safetensors(path, {"v": jnp.ones(2)})
+    with pytest.raises(jaxmp.CheckpointError, match="such as 'w'"):
+        load_safetensors(path, {})
+    with pytest.raises(jaxmp.CheckpointError, match="'w' is int4, which safetensors"):
+        save_safetensors(path, {"w": jnp.ones(2, jnp.int4)})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(jaxmp.CheckpointError, match="the data of 'w' is truncated"):
+        load_safetensors(path)
+    path.write_bytes(b"\xff" * 8)
+    with pytest.raises(jaxmp.CheckpointError, match="not an intact safetensors file"):
+        load_safetensors(path)
+
+
+def test_safetensors_update_nnx_modules(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    save_safetensors(path, model)
+    assert load_safetensors(path, other) is other
+    assert same(other.kernel[...], model.kernel[...])
+
+
+# ---------------------------------------------------------------------------
+# Commands
+# ---------------------------------------------------------------------------
+
+
+def command(*arguments):
+    """Runs `jaxmp checkpoint`; returns the exit status."""
+    with pytest.raises(SystemExit) as done:
+        cli.main(["checkpoint", *map(str, arguments)])
+    return done.value.code
+
+
+def test_commands_show_verify_and_migrate(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    save(run, make_state(), step=1, extra={"epoch": 4})
+    assert command("show", run, "--leaves") == 0
+    shown = capsys.readouterr().out
+    assert "recipe      bf16_params" in shown and "params/dense/kernel" in shown
+    assert command("show", run / "1", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["extra"] == {"epoch": 4}
+
+    assert command("migrate", run, "--to", "bf16_params", "--master", "packed", "--out", out) == 0
+    assert "FP32 value preserved bit for bit" in capsys.readouterr().out
+    restored = Checkpointer(out).restore(make_state("packed", seed=1), recipe=PACKED)
+    assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(make_state()))
+    assert Checkpointer(out).describe().extra == {"epoch": 4}
+
+    none = ["migrate", run, "--to", "bf16_params", "--master", "none", "--out", tmp_path / "none"]
+    assert command(*none) == 2
+    assert "loses information" in capsys.readouterr().err
+    assert command(*none, "--lossy", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["master_layout"] == "none"
+    assert command("migrate", run, "--to", "fp8_delayed", "--out", tmp_path / "fp8") == 2
+    assert "depends on the model" in capsys.readouterr().err
+
+    assert command("verify", run, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["intact"] is True
+    flip(next(path for path in data_files(run) if path.parent.name == "d"))
+    assert command("verify", run) == 2
+    assert "have changed since it was written" in capsys.readouterr().err
