@@ -33,10 +33,10 @@ from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
 from jaxmp._loss_scale import LossScaleLike as LossScaleLike
 from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
+from jaxmp._policies._explanation import PolicyDecision as PolicyDecision
 from jaxmp._policies._explanation import PolicyExplanation as PolicyExplanation
-from jaxmp._policies._explanation import PolicyRow as PolicyRow
-from jaxmp._policies._op_table import OPS as OPS
-from jaxmp._policies._op_table import Op as Op
+from jaxmp._policies._op_table import DEFAULT_OPS as DEFAULT_OPS
+from jaxmp._policies._op_table import OpRule as OpRule
 from jaxmp._policies._op_table import OpTable as OpTable
 from jaxmp._policies._policy import Policy as Policy
 from jaxmp._policies._policy import PolicyLike as PolicyLike

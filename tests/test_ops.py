@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import cli
 from jaxmp._policies._op_rows import ANY, JOINT
-from jaxmp._policies._op_table import CATEGORIES, OPS, Op, OpTable
+from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files._load import as_op_table
@@ -70,19 +70,21 @@ def without_a_row(names, rows):
 
 
 def test_every_primitive_of_the_installed_jax_has_a_row(found):
-    assert without_a_row(found, OPS) == []
+    assert without_a_row(found, DEFAULT_OPS) == []
     assert len(found) > 280
 
 
 def test_the_public_list_of_primitives_has_rows(found):
     public = {value.name for name, value in vars(primitives).items() if name.endswith("_p")}
     assert public <= found and len(public) > 150
-    assert without_a_row(public, OPS) == []
+    assert without_a_row(public, DEFAULT_OPS) == []
 
 
 @pytest.mark.parametrize("name", ["exp", "dot_general", "scan", "pallas_call", "psum", "scatter"])
 def test_a_missing_row_is_noticed(found, name):
-    assert without_a_row(found, {row: OPS[row] for row in OPS if row != name}) == [name]
+    assert without_a_row(found, {row: DEFAULT_OPS[row] for row in DEFAULT_OPS if row != name}) == [
+        name
+    ]
 
 
 # Rows for supported versions of JAX other than the installed one.
@@ -97,8 +99,8 @@ ELSEWHERE = {
 
 
 def test_every_row_is_a_primitive(found):
-    assert set(OPS) - found <= ELSEWHERE
-    assert set(OPS) >= ELSEWHERE
+    assert set(DEFAULT_OPS) - found <= ELSEWHERE
+    assert set(DEFAULT_OPS) >= ELSEWHERE
 
 
 # ---------------------------------------------------------------------------
@@ -107,7 +109,7 @@ def test_every_row_is_a_primitive(found):
 
 
 def test_rows_are_well_formed():
-    for name, op in OPS.items():
+    for name, op in DEFAULT_OPS.items():
         assert name == op.name and op.category in CATEGORIES
         assert op.category in op.allowed
         assert op.allowed in (ANY, JOINT, (op.category,))
@@ -117,7 +119,7 @@ def test_rows_are_well_formed():
 
 
 def test_a_reason_belongs_to_one_category():
-    places = {(op.reason, op.category) for op in OPS.values()}
+    places = {(op.reason, op.category) for op in DEFAULT_OPS.values()}
     reasons = {reason for reason, _ in places}
     assert len(places) == len(reasons) > 100
 
@@ -125,7 +127,7 @@ def test_a_reason_belongs_to_one_category():
 def test_what_is_inside_stays_there():
     inside = OpTable().names("inside")
     assert {"jit", "scan", "while", "cond", "remat2", "custom_jvp_call", "shard_map"} <= set(inside)
-    assert all(OPS[name].allowed == ("inside",) for name in inside)
+    assert all(DEFAULT_OPS[name].allowed == ("inside",) for name in inside)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def traced(dtype):
     return list(equations(jax.make_jaxpr(calls)(*operands(dtype)).jaxpr))
 
 
-MOVABLE = {name for name, op in OPS.items() if len(op.allowed) > 1}
+MOVABLE = {name for name, op in DEFAULT_OPS.items() if len(op.allowed) > 1}
 
 
 def is_floating(variable):
@@ -341,9 +343,9 @@ def test_operands_that_must_share_a_dtype_are_known():
         if name in MOVABLE - PRODUCTS - UNCHECKED and len(distinct) > 1:
             seen.setdefault(name, set()).add(mixes(equation))
     for name, taken in seen.items():
-        assert taken == {OPS[name].allowed == ANY}, name
+        assert taken == {DEFAULT_OPS[name].allowed == ANY}, name
     assert {"add", "select_n", "sort", "optimization_barrier", "scatter-add"} <= set(seen)
-    assert all(OPS[name].allowed == JOINT for name in PRODUCTS | UNCHECKED)
+    assert all(DEFAULT_OPS[name].allowed == JOINT for name in PRODUCTS | UNCHECKED)
 
 
 # ---------------------------------------------------------------------------
@@ -355,7 +357,7 @@ def test_an_edit_moves_one_operation():
     table = OpTable({"exp": "low"})
     assert table.category("exp") == "low" and table.category("log") == "fp32"
     assert table.differs() == {"exp": "low"} and OpTable().differs() == {}
-    assert table.op("exp") == OPS["exp"]
+    assert table.op("exp") == DEFAULT_OPS["exp"]
     assert "exp" in table.names("low") and "exp" not in table.names("fp32")
     assert sum(len(table.names(category)) for category in CATEGORIES) == len(list(table))
 
@@ -371,17 +373,17 @@ def test_tables_that_decide_alike_are_equal():
 
 
 def test_copies_are_equal_and_small():
-    own = Op("my_kernel", "low", "reads bfloat16 tiles")
+    own = OpRule("my_kernel", "low", "reads bfloat16 tiles")
     table = OpTable({"exp": "low"}, [own])
     for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
         assert other == table and hash(other) == hash(table)
         assert other.category("my_kernel") == "low"
-    assert eval(repr(table), {"OpTable": OpTable, "Op": Op}) == table
+    assert eval(repr(table), {"OpTable": OpTable, "OpRule": OpRule}) == table
     assert len(pickle.dumps(table)) < 1000
 
 
 def test_a_table_is_laid_over_another():
-    own = Op("my_kernel", "low", "reads bfloat16 tiles")
+    own = OpRule("my_kernel", "low", "reads bfloat16 tiles")
     base, over = OpTable({"exp": "low", "log": "low"}), OpTable({"log": "follow"}, [own])
     both = base.replace(over)
     assert both.differs() == {"exp": "low", "log": "follow", "my_kernel": "low"}
@@ -392,28 +394,28 @@ def test_a_table_is_laid_over_another():
 @pytest.mark.parametrize(
     ("edits", "words"),
     [
-        ({"softmax": "low"}, "A jaxpr has 'exp', 'reduce_sum', 'div' in its place"),
-        ({"sofmax": "low"}, "A jaxpr has 'exp', 'reduce_sum', 'div' in its place"),
-        ({"matmul": "low"}, "A jaxpr has 'dot_general' in its place"),
+        ({"softmax": "low"}, "A jaxpr contains 'exp', 'reduce_sum', 'div' instead"),
+        ({"sofmax": "low"}, "A jaxpr contains 'exp', 'reduce_sum', 'div' instead"),
+        ({"matmul": "low"}, "A jaxpr contains 'dot_general' instead"),
         ({"scatter_add": "low"}, "Nearest: 'scatter-add'"),
         ({"Exp": "low"}, "Nearest: 'exp'"),
         ({"logistik": "low"}, "Nearest: 'logistic'"),
         (
             {"my_kernel": "low"},
-            "A primitive of your own needs a row: OpTable(added=[Op('my_kernel'",
+            "Your own primitives require a row: OpTable(added=[OpRule('my_kernel'",
         ),
-        ({"": "low"}, "'' is no operation"),
-        ({3: "low"}, "3 is no operation"),
-        ({"exp": "lo"}, "there is no such category. Did you mean 'low'?"),
+        ({"": "low"}, "'' is not an operation"),
+        ({3: "low"}, "3 is not an operation"),
+        ({"exp": "lo"}, "this category does not exist. Did you mean 'low'?"),
         ({"exp": "LOW"}, "'exp' cannot be 'LOW'"),
         ({"exp": None}, "'exp' cannot be None"),
         ({"exp": ["low"]}, "'exp' cannot be ['low']"),
-        ({"exp": "inside"}, "it holds no program"),
+        ({"exp": "inside"}, "it does not contain a program"),
         ({"add": "follow"}, "its operands must share a dtype"),
         ({"dot_general": "follow"}, "its operands must share a dtype"),
-        ({"scan": "low"}, "it is 'inside' and stays so (a loop,"),
-        ({"fft": "fp32"}, "it is 'opaque' and stays so (transforms FP32 and FP64 only)"),
-        ({"pure_callback": "low"}, "it is 'opaque' and stays so (host code"),
+        ({"scan": "low"}, "it is always 'inside' (a loop,"),
+        ({"fft": "fp32"}, "it is always 'opaque' (transforms FP32 and FP64 only)"),
+        ({"pure_callback": "low"}, "it is always 'opaque' (host code"),
     ],
 )
 def test_an_edit_that_cannot_be_is_refused_with_one_that_can(edits, words):
@@ -422,7 +424,7 @@ def test_an_edit_that_cannot_be_is_refused_with_one_that_can(edits, words):
     message = str(error.value)
     assert words in message and repr(next(iter(edits))) in message
     shown = re.findall(r"OpTable\((?:\{.*?\}|added=\[.*?\]\))?\)?", message)
-    tables = [eval(text, {"OpTable": OpTable, "Op": Op}) for text in shown]
+    tables = [eval(text, {"OpTable": OpTable, "OpRule": OpRule}) for text in shown]
     assert tables and all(table.differs() for table in tables)
     assert isinstance(error.value, JaxmpError)
 
@@ -433,16 +435,18 @@ def test_what_is_no_table_is_refused():
 
 
 def test_a_row_of_ones_own():
-    table = OpTable(added=[Op("my_kernel", "low", "reads bfloat16 tiles")])
+    table = OpTable(added=[OpRule("my_kernel", "low", "reads bfloat16 tiles")])
     assert table.category("my_kernel") == "low"
     assert table.differs() == {"my_kernel": "low"}
     with pytest.raises(OpError, match=r"'exp' has a row already: fp32, because an argument's"):
-        OpTable(added=[Op("exp", "low", "reads bfloat16 tiles")])
-    with pytest.raises(OpError, match=r"'my_kernel' has no reason. Say why it is low") as error:
-        Op("my_kernel", "low", " ")
-    assert eval(str(error.value).partition("such as ")[2].removesuffix("."), {"Op": Op}).reason
+        OpTable(added=[OpRule("exp", "low", "reads bfloat16 tiles")])
+    with pytest.raises(OpError, match=r"'my_kernel' has no reason. Explain why it is low") as error:
+        OpRule("my_kernel", "low", " ")
+    assert eval(
+        str(error.value).partition("such as ")[2].removesuffix("."), {"OpRule": OpRule}
+    ).reason
     with pytest.raises(OpError, match=r"'my_kernel' cannot be 'hi'"):
-        Op("my_kernel", "hi", "reads bfloat16 tiles")
+        OpRule("my_kernel", "hi", "reads bfloat16 tiles")
 
 
 # ---------------------------------------------------------------------------
@@ -495,7 +499,7 @@ REFUSED = {
     '[ops]\n  exp = "lo"': ["line 3, column 3, key 'ops.exp'", "Did you mean 'low'?"],
     "[ops]\nexp = 16": ["key 'ops.exp': 16 is not allowed", 'one of "low", "fp32"'],
     '[ops]\nexp.low = "low"': ["key 'ops.exp", "is not allowed"],
-    '[ops]\nexp = "inside"': ["it holds no program"],
+    '[ops]\nexp = "inside"': ["it does not contain a program"],
     '[ops]\nadd = "follow"': ["its operands must share a dtype"],
     '[ops]\nscan = "low"': ["line 3, column 1, key 'ops.scan'", "stays so"],
     'ops = "low"': ["key 'ops'", "is not a table"],
@@ -532,14 +536,15 @@ def test_replace(write):
 
 
 def test_a_row_of_ones_own_is_no_part_of_a_recipe():
-    own = OpTable(added=[Op("my_kernel", "low", "reads bfloat16 tiles")])
+    own = OpTable(added=[OpRule("my_kernel", "low", "reads bfloat16 tiles")])
     with pytest.raises(
         RecipeError, match="can only change the categories of JAX's operations"
     ) as error:
         load_recipe("bf16").replace(ops=own)
     call = str(error.value).splitlines()[-1].strip()
     given = eval(
-        call, {"OpTable": OpTable, "Op": Op, "fn": None, "recipe": None, "autocast": dict_of}
+        call,
+        {"OpTable": OpTable, "OpRule": OpRule, "fn": None, "recipe": None, "autocast": dict_of},
     )
     assert given["ops"] == own
 
@@ -589,7 +594,7 @@ def test_show_counts_operations(show):
 def test_show_prints_the_changes_of_a_recipe(show, write, columns):
     name = write('extends = "bf16"\n[ops]\nexp = "low"')
     text = show(name, columns=columns).partition("Operations (autocast) ")[2]
-    assert f"exp low, changed from fp32: {OPS['exp'].reason}" in text
+    assert f"exp low, changed from fp32: {DEFAULT_OPS['exp'].reason}" in text
     assert "low 4 operations;" in text and "default table" not in text
 
 
@@ -610,11 +615,11 @@ def test_the_documents_describe_every_category():
     assert [category for category, _ in rows] == list(CATEGORIES)
     for category, named in rows:
         for name in re.findall(r"`([^`]+)`", named):
-            assert OPS[name].category == category
+            assert DEFAULT_OPS[name].category == category
 
 
 def test_public_names_document_themselves():
-    for thing in (Op, OpTable, OpTable.replace, OpTable.op, OpTable.category, as_op_table):
+    for thing in (OpRule, OpTable, OpTable.replace, OpTable.op, OpTable.category, as_op_table):
         assert inspect.getdoc(thing)
-    parameters = [field.name for field in dataclasses.fields(Op)] + ["edits", "added"]
-    assert all(f"{name}:" in Op.__doc__ + OpTable.__doc__ for name in parameters)
+    parameters = [field.name for field in dataclasses.fields(OpRule)] + ["edits", "added"]
+    assert all(f"{name}:" in OpRule.__doc__ + OpTable.__doc__ for name in parameters)

@@ -12,7 +12,7 @@ from jaxmp._policies._rules import Rule
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyRow(ExplanationRow):
+class PolicyDecision(ExplanationRow):
     """Policy of one module or parameter.
 
     Attributes:
@@ -59,11 +59,11 @@ class MaskRow(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyExplanation(Explanation[PolicyRow]):
+class PolicyExplanation(Explanation[PolicyDecision]):
     """Policies of a model's modules, from `PolicyMap.explain`, `linen.explain` or `nnx.explain`.
 
     Attributes:
-      rows: a `PolicyRow` for each path.
+      rows: a `PolicyDecision` for each path.
       unused: rules that decide for no path.
       low_precision_share: share of the model's matmul FLOPs, from 0 to 1, with both operands in 16
         bits or fewer; None if it was not counted, or if the model has no matmul.

@@ -29,8 +29,8 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
         "fp32": "16-bit operands are cast up, and the result is FP32",
         "widest": "operands of several dtypes are promoted to the widest of them",
         "follow": "each operand is taken in the dtype in which it arrives",
-        "opaque": "operands are given the dtypes in which the program was recorded",
-        "inside": "the operations within are looked at one by one",
+        "opaque": "operands have the dtypes in which the program was recorded",
+        "inside": "the operations inside are handled one by one",
     }
 )
 # Categories of operations with one operand, or whose operands may have different dtypes.
@@ -40,7 +40,7 @@ JOINT = ("low", "fp32", "widest", "opaque")
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class OpRule:
     """Row of the op table: a primitive, its category and the reason.
 
     Args:
@@ -54,9 +54,9 @@ class Op:
       OpError: if the category is unknown or not among `allowed`, or the reason is missing.
 
     Example:
-      >>> OPS["exp2"].category
+      >>> DEFAULT_OPS["exp2"].category
       'fp32'
-      >>> Op("my_kernel", "low", "reads bfloat16 tiles").allowed
+      >>> OpRule("my_kernel", "low", "reads bfloat16 tiles").allowed
       ('low', 'fp32', 'widest', 'follow', 'opaque')
     """
 
@@ -69,8 +69,8 @@ class Op:
         self.check(self.category)
         if not self.reason.strip():
             raise OpError(
-                f"{self.name!r} has no reason. Say why it is {self.category}, such as "
-                f"Op({self.name!r}, {self.category!r}, 'reads bfloat16 tiles')."
+                f"{self.name!r} has no reason. Explain why it is {self.category}, such as "
+                f"OpRule({self.name!r}, {self.category!r}, 'reads bfloat16 tiles')."
             )
 
     def check(self, category: object) -> None:
@@ -86,9 +86,9 @@ class Op:
             return
         if len(self.allowed) == 1:
             raise OpError(
-                f"{self.name!r} cannot be {category!r}: it is {self.category!r} and stays so "
-                f"({self.reason}). Leave it out, or move another, "
-                "such as OpTable({'exp': 'low'})."
+                f"{self.name!r} cannot be {category!r}: it is always {self.category!r} "
+                f"({self.reason}). Remove it, or change another operation, such as "
+                "OpTable({'exp': 'low'})."
             )
         raise OpError(
             f"{self.name!r} cannot be {category!r}: {self._hindrance(category)} Allowed: "
@@ -100,9 +100,9 @@ class Op:
         if category == "follow":
             return "its operands must share a dtype."
         if category == "inside":
-            return "it holds no program."
+            return "it does not contain a program."
         hint = did_you_mean(category, self.allowed) if isinstance(category, str) else ""
-        return f"there is no such category.{hint}"
+        return f"this category does not exist.{hint}"
 
     @property
     def example(self) -> str:
@@ -110,11 +110,13 @@ class Op:
         return next((c for c in self.allowed if c != self.category), self.category)
 
 
-def _rows(category: str, reasons: Mapping[str, str], allowed: tuple[str, ...] = ()) -> Iterator[Op]:
+def _rows(
+    category: str, reasons: Mapping[str, str], allowed: tuple[str, ...] = ()
+) -> Iterator[OpRule]:
     """Yields one row for each name; the keys of `reasons` are names separated by blanks."""
     for names, reason in reasons.items():
         for name in names.split():
-            yield Op(name, category, reason, allowed or (category,))
+            yield OpRule(name, category, reason, allowed or (category,))
 
 
 # ---------------------------------------------------------------------------
@@ -124,8 +126,8 @@ def _rows(category: str, reasons: Mapping[str, str], allowed: tuple[str, ...] = 
 _LOW = _rows(
     "low",
     {
-        "dot_general": "products of 16-bit numbers are exact in FP32, in which they are added up",
-        "conv_general_dilated": "a matmul over windows: exact products, added up in FP32",
+        "dot_general": "products of 16-bit elements are exact in FP32, in which they accumulate",
+        "conv_general_dilated": "a matmul over windows: exact products that accumulate in FP32",
         "ragged_dot_general": "a matmul per group, as of a mixture of experts: as dot_general",
     },
     JOINT,
@@ -141,30 +143,32 @@ _FP32_ONE_OPERAND = _rows(
         "exp": "an argument's error becomes a factor: exp(0.25) at 100 in bfloat16; float16"
         " overflows beyond 11.09",
         "exp2": "a power, as exp: float16 overflows from 16 on",
-        "expm1": "stands for exp(x) - 1 where x is small, to keep digits that 16 bits do not have",
+        "expm1": "exp(x) - 1 for small x, with precision that 16 bits do not have",
         "log": "between 4 and 8 bfloat16 has steps of 0.03: too coarse for a loss",
-        "log1p": "stands for log(1 + x) where x is small, to keep digits that 16 bits do not have",
+        "log1p": "log(1 + x) for small x, with precision that 16 bits do not have",
         "log2": "a logarithm, as log: entropies and bits per byte",
         "integer_pow": "float16 overflows from 256**2 on; means of powers are norm statistics",
         "square": "float16 overflows from 256**2 on; means of squares are norm statistics",
-        "one_minus_square": "cancels near 1, for which it was made",
-        "rsqrt": "norms multiply by it, and a variance of 1e-6 is subnormal in float16",
+        "one_minus_square": "cancels near 1, its intended argument",
+        "rsqrt": "a factor in norms, and a variance of 1e-6 is subnormal in float16",
         "sin cos": "an angle of 1000 has steps of 4 in bfloat16, more than half a turn: rotary"
         " positions",
-        "tan": "has poles, near which a rounded argument may change the sign",
+        "tan": "has poles; a rounded argument near them may change the sign",
         "sinh cosh": "exponentials: float16 overflows beyond 11.8",
         "asin acos": "steep at 1: the last bfloat16 before it is an angle of 0.09",
         "asinh acosh atanh": "logarithms, as log; atanh is infinite at 1, acosh steep there",
         "erf_inv": "infinite at 1, and the last bfloat16 before it is 1 - 2**-8",
-        "lgamma": "grows like x log(x), and likelihoods subtract such numbers",
+        "lgamma": "grows like x log(x), and likelihoods subtract such values",
         "digamma": "has poles at 0 and below",
         "bessel_i0e bessel_i1e": "a series whose terms cancel",
         "reduce_sum": "a running sum of ones stalls at 256 in bfloat16, at 2048 in float16",
         "reduce_prod": "16 factors of 2 overflow float16, and every step rounds",
-        "cumsum": "a count stalls at 256 in bfloat16, and later entries hold all earlier roundings",
-        "cumprod": "products overflow float16 soon, and later entries hold all earlier roundings",
-        "cumlogsumexp": "exponentials, logarithms and sums: each of them is FP32 by itself",
-        "reduce_window_sum": "average pooling: the sum of a large window stalls as any other",
+        "cumsum": "a count stalls at 256 in bfloat16, and later entries accumulate all earlier"
+        " roundings",
+        "cumprod": "products overflow float16 soon, and later entries accumulate all earlier"
+        " roundings",
+        "cumlogsumexp": "exponentials, logarithms and sums: each of which is FP32",
+        "reduce_window_sum": "average pooling: the sum of a large window stalls",
     },
     ANY,
 )
@@ -175,8 +179,8 @@ _FP32_SEVERAL = _rows(
         "polynomial": "Horner's rule: large terms cancel, and each step rounds",
         "polygamma zeta": "a series with poles",
         "igamma igammac igamma_grad_a regularized_incomplete_beta": "a series of many terms, for"
-        " which JAX itself takes 16 bits up",
-        "scatter-add": "adds up all entries of one index: an embedding's gradient, over all tokens",
+        " which JAX itself casts 16 bits up",
+        "scatter-add": "sums all entries of one index: an embedding's gradient, over all tokens",
         "scatter-sub": "subtracts all entries of one index: a sum, as scatter-add",
         "scatter-mul": "multiplies all entries of one index: a product, as reduce_prod",
     },
@@ -190,23 +194,24 @@ _FP32_SEVERAL = _rows(
 _WIDEST = _rows(
     "widest",
     {
-        "add sub": "one rounding, relative to its result; an FP32 operand keeps its digits",
+        "add sub": "one rounding, relative to its result; an FP32 operand keeps its precision",
         "mul div": "one rounding, relative to its result; an FP32 operand keeps its range",
-        "add_any": "adds two gradients of one value: whichever has more digits decides",
-        "rem": "a remainder keeps what digits its operands have",
-        "atan2": "an angle between -pi and pi, of two numbers that must be on one scale",
+        "add_any": "adds two gradients of one value: the more precise dtype decides",
+        "rem": "a remainder has the precision of its operands",
+        "atan2": "an angle between -pi and pi of two values, which must have the same scale",
         "max min clamp": "a choice: the result is one of the operands, unrounded",
-        "select_n": "a choice by a bool: no branch loses digits to the other",
-        "eq ne lt le gt ge": "a comparison of numbers as they are, without a further rounding",
-        "eq_to le_to lt_to": "a comparison in total order, as sort needs it",
-        "concatenate stack": "data side by side in one array: no part loses digits",
+        "select_n": "a choice by a bool: both branches keep their precision",
+        "eq ne lt le gt ge": "a comparison without a further rounding",
+        "eq_to le_to lt_to": "a comparison in total order, for sort",
+        "concatenate stack": "data side by side in one array: every part keeps its precision",
         "pad": "data and its padding in one array",
-        "dynamic_update_slice scatter": "overwrites entries of an array: neither loses digits",
+        "dynamic_update_slice scatter": "overwrites entries of an array: both keep their precision",
         "scatter-min scatter-max": "a choice between an array's entries and the updates",
-        "ragged_all_to_all": "moves data between devices into another array, and backwards too",
+        "ragged_all_to_all": "moves data between devices into another array; so does its"
+        " derivative",
         "select_and_scatter_add": "max pooling backwards: adds at most as many terms as windows"
         " overlap",
-        "select_and_gather_add": "max pooling forwards in derivative: a choice, nothing is added",
+        "select_and_gather_add": "derivative of max pooling: a choice, nothing is added",
     },
     JOINT,
 )
@@ -218,36 +223,36 @@ _WIDEST = _rows(
 _FOLLOW = _rows(
     "follow",
     {
-        "abs neg sign": "exact: only the sign bit is looked at",
+        "abs neg sign": "exact: only the sign bit is read",
         "floor ceil round": "exact in the dtype of the operand",
-        "is_finite": "exact, and tells the overflow of the number that is really there",
-        "sqrt cbrt": "halves or thirds the exponent, and the relative error with it",
+        "is_finite": "exact, and reports an overflow of the actual value",
+        "sqrt cbrt": "divides the exponent, and the relative error with it, by 2 or 3",
         "tanh erf erfc atan": "bounded, and flat where its argument is large; XLA computes it in"
         " FP32 and rounds once",
         "logistic": "bounded, and flat at both ends; in float16 exp overflows within it below"
         " -11.09, and at most 1.6e-5 becomes 0",
         "reduce_max reduce_min": "a choice: the result is one of the entries, unrounded",
         "argmax argmin": "an index: exact, ties go to the first in every dtype",
-        "cummax cummin": "a running choice among entries: never rounds",
+        "cummax cummin": "a running choice among entries, unrounded",
         "reduce_window_max reduce_window_min": "max pooling: a choice among a window's entries",
-        "sort top_k approx_top_k": "reorders, exactly; keys and values need not share a dtype",
+        "sort top_k approx_top_k": "reorders, exactly; keys and values may have different dtypes",
         "transpose reshape broadcast_in_dim broadcast_to squeeze rev tile": "moves data, exactly;"
         " half the bytes in 16 bits",
         "slice dynamic_slice gather split unstack": "picks data, exactly; half the bytes in 16"
         " bits",
-        "copy": "the same data in a buffer of its own",
-        "device_put": "the same data in another place or memory",
-        "sharding_constraint layout_constraint reshard relayout shard_alike": "the same data laid"
-        " out in another way; half the traffic in 16 bits",
+        "copy": "the same data in another buffer",
+        "device_put": "the same data on another device or in another memory",
+        "sharding_constraint layout_constraint reshard relayout shard_alike": "the same data in"
+        " another layout; half the traffic in 16 bits",
         "stop_gradient": "the same data, without a derivative",
-        "name": "a mark for rematerialisation: what is saved is saved as it arrives",
+        "name": "a mark for rematerialisation: residuals are saved in their present dtype",
         "optimization_barrier tie": "the same data; orders the compiler's work",
-        "dce_sink": "keeps a value alive, and reads none of it",
+        "dce_sink": "keeps a value alive without reading it",
         "xla_metadata_value": "the same data, with a note for the compiler",
         "zeros_like": "zeros are exact in every dtype",
         "ppermute all_to_all pbroadcast pbroadcast_dynamic": "moves data between devices, and its"
-        " derivative does too: nothing is added up",
-        "pmax pmin unreduced_pmax unreduced_pmin": "a choice among devices: never rounds",
+        " derivative does too: nothing is summed",
+        "pmax pmin unreduced_pmax unreduced_pmin": "a choice among devices, unrounded",
     },
     ANY,
 )
@@ -264,7 +269,7 @@ _OPAQUE_COLLECTIVES = _rows(
         "reduce_scatter unreduced_reduce_scatter": "a sum over devices, each keeping a part: as"
         " psum",
         "all_gather all_gather_invariant all_gather_reduced": "moves data, but its derivative is a"
-        " sum over devices: as psum. Move it to follow to halve its traffic",
+        " sum over devices: as psum. Change it to follow to halve its traffic",
         "pvary preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast"
         " vary_unreduced_cast_p": "moves nothing, but its derivative is a sum over devices: as"
         " psum",
@@ -279,17 +284,17 @@ _OPAQUE_COLLECTIVES = _rows(
 _OPAQUE_NUMBERS = _rows(
     "opaque",
     {
-        "convert_element_type": "the author's own cast: what dtype it asks for, it gives, from"
-        " whatever arrives",
-        "bitcast_convert_type": "reads the bits themselves: another dtype is another number",
-        "reduce_precision": "asks for a number of bits",
-        "nextafter": "asks for the neighbour in one dtype: in another it is another number",
-        "complex real imag conj": "complex numbers have no 16-bit form",
+        "convert_element_type": "the author's cast: its result has the requested dtype for any"
+        " operand dtype",
+        "bitcast_convert_type": "reads the bits, which mean another value in another dtype",
+        "reduce_precision": "requests a number of bits",
+        "nextafter": "the neighbour in one dtype, which differs in another dtype",
+        "complex real imag conj": "complex values have no 16-bit format",
         "fft": "transforms FP32 and FP64 only",
         "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr"
         " schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve": "a LAPACK"
         " or cuSOLVER routine: FP32 and FP64 only",
-        "lu_pivots_to_permutation": "turns integers into integers",
+        "lu_pivots_to_permutation": "converts integers to integers",
         "custom_linear_solve": "a solver and its derivative, recorded together, such as LAPACK's",
         "scaled_dot scaled_matmul scaled_matmul_wrapper": "operands of 8 or 4 bits, with scales"
         " that belong to them",
@@ -305,23 +310,23 @@ _OPAQUE_SOURCES = _rows(
     {
         "iota empty empty2 create_token after_all iota_2x32_shape": "makes an array of the dtype"
         " in its parameters",
-        "axis_index platform_index dimension_size dim_as_value shape_assertion": "tells a place or"
-        " a size, as an integer",
+        "axis_index platform_index dimension_size dim_as_value shape_assertion": "an index or a"
+        " size, as an integer",
         "random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap"
         " threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator": "random bits: keys"
         " and integers",
-        "random_gamma rng_uniform": "draws a number: a run and its reference must draw the same",
-        "from_edtype to_edtype": "an extended dtype and the bits that it stands on",
+        "random_gamma rng_uniform": "draws samples, which must be equal in a run and its reference",
+        "from_edtype to_edtype": "an extended dtype and its underlying bits",
     },
 )
 _OPAQUE_MEMORY = _rows(
     "opaque",
     {
-        "get swap addupdate accum_grad_in_ref": "memory that a Ref holds in one dtype",
-        "new_ref empty_ref free_ref freeze create_linear pin unpin": "makes or ends memory of one"
-        " dtype",
+        "get swap addupdate accum_grad_in_ref": "memory of a Ref, which has one dtype",
+        "new_ref empty_ref free_ref freeze create_linear pin unpin": "creates or frees memory of"
+        " one dtype",
         "with_memory_space_constraint": "a mark on memory for a kernel",
-        "run_state core_map": "a program on Refs, which hold one dtype each",
+        "run_state core_map": "a program on Refs, each of which has one dtype",
         "box_get box_set new_box log_extend log_read new_log": "a mutable box of a recorded type",
         "call_hi_primitive call_hi_primitive_linearized": "an operation on types that a user"
         " defined",
@@ -331,26 +336,26 @@ _OPAQUE_CALLS = _rows(
     "opaque",
     {
         "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p": "a kernel written"
-        " for the dtypes that it was given",
-        "ffi_call buffer_callback": "foreign code: result dtypes stand in its parameters",
-        "pure_callback io_callback": "host code: result dtypes stand in its parameters",
+        " for the recorded dtypes",
+        "ffi_call buffer_callback": "foreign code: its parameters contain the result dtypes",
+        "pure_callback io_callback": "host code: its parameters contain the result dtypes",
         "debug_callback debug_print inspect_sharding check": "shows what the program computes, as"
         " it was recorded",
         "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd"
-        " dot_product_attention_bwd_wrapper": "cuDNN's attention: takes 16 bits only, so it was"
+        " dot_product_attention_bwd_wrapper": "cuDNN's attention: accepts 16 bits only, so it was"
         " recorded in 16 bits",
         "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper"
         " dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper": "cuDNN's attention"
         " in FP8, with scales that belong to its operands",
-        "cudnn_fusion": "one cuDNN kernel, compiled for the dtypes that it was given",
+        "cudnn_fusion": "one cuDNN kernel, compiled for the recorded dtypes",
         "custom_partitioning": "a user's rule for sharding, recorded with its dtypes",
         "call_exported": "an exported program, which takes the dtypes of its export",
         "composite": "a kernel library replaces it by name and dtypes",
         "compute_on xla_metadata_call": "a program for another device or with a note to the"
         " compiler, recorded as a whole",
-        "custom_vjp_call": "what its forward rule saves is what its backward rule was written for",
+        "custom_vjp_call": "its backward rule was written for the dtypes that its forward rule saves",
         "custom_vmap_call linear_call": "a program and a user's rule for it, recorded together",
-        "custom_jvp_call_jaxpr custom_lin remat_opt eval_jaxpr unreachable program_order": "stands"
+        "custom_jvp_call_jaxpr custom_lin remat_opt eval_jaxpr unreachable program_order": "exists"
         " in a program only while JAX transforms it",
         "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done"
         " pbroadcast_start pbroadcast_done ppermute_start ppermute_done psum_start psum_done"
@@ -364,7 +369,7 @@ _OPAQUE_SPARSE = _rows(
     {
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat"
         " coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve": "a sparse"
-        " product, for which cuSPARSE is handed FP32 and FP64 only",
+        " product, for which cuSPARSE receives FP32 and FP64 only",
         "bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense"
         " bcoo_transpose bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_todense"
         " csr_fromdense csr_todense todense stage": "a sparse array, whose parts belong together",
@@ -381,7 +386,7 @@ _INSIDE = _rows(
         "jit call closed_call": "a function, with its shardings and donations",
         "scan while": "a loop, whose carry keeps its dtype from step to step",
         "cond": "branches, which return the same dtypes",
-        "remat2": "a function that is computed again backwards, in the same dtypes",
+        "remat2": "a function that the backward pass recomputes in the same dtypes",
         "custom_jvp_call": "a function and its derivative, both of which are entered",
         "shard_map": "a function on each device's part",
     },
@@ -393,4 +398,4 @@ _ALL = (
 )
 
 # Name of a primitive -> its default row. A primitive without a row is "opaque".
-OPS: Mapping[str, Op] = MappingProxyType({op.name: op for rows in _ALL for op in rows})
+DEFAULT_OPS: Mapping[str, OpRule] = MappingProxyType({op.name: op for rows in _ALL for op in rows})

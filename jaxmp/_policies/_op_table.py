@@ -1,19 +1,19 @@
 """Op table: the operations that run in the compute dtype of a policy, and those that stay in FP32.
 
-`OPS` contains the default rows, and an `OpTable` adds the edits of a run. Autocast and the audit
-both use it.
+`DEFAULT_OPS` contains the default rows, and an `OpTable` adds the edits of a run. Both autocast and
+the audit use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxmp._policies._op_rows import CATEGORIES as CATEGORIES
-from jaxmp._policies._op_rows import OPS as OPS
-from jaxmp._policies._op_rows import Op as Op
+from jaxmp._policies._op_rows import DEFAULT_OPS as DEFAULT_OPS
+from jaxmp._policies._op_rows import OpRule as OpRule
 from jaxmp.errors import OpError, nearest
 
 # Common names of operations -> the JAX primitives that implement them.
@@ -70,9 +70,9 @@ class OpTable:
       True
     """
 
-    edits: Any = ()
-    added: tuple[Op, ...] = ()
-    _rows: Mapping[str, Op] = dataclasses.field(init=False, repr=False, compare=False)
+    edits: Mapping[str, str] | Iterable[tuple[str, str]] = ()
+    added: tuple[OpRule, ...] = ()
+    _rows: Mapping[str, OpRule] = dataclasses.field(init=False, repr=False, compare=False)
     _category: Mapping[str, str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class OpTable:
         """Returns the category of a primitive; "opaque" without a row."""
         return self._category.get(name, "opaque")
 
-    def op(self, name: str) -> Op:
+    def op(self, name: str) -> OpRule:
         """Returns the default row or the added row of an operation.
 
         Raises:
@@ -113,8 +113,8 @@ class OpTable:
             return OpTable({**dict(self.edits), **dict(edits.edits)}, added)
         if not isinstance(edits, Mapping):
             raise OpError(
-                f"{edits!r} is no table of operations: give a mapping from operation to category, "
-                "or an OpTable. For example OpTable().replace({'exp': 'low'})."
+                f"{edits!r} is not a table of operations. Pass a mapping from operation to "
+                "category, or an OpTable. For example OpTable().replace({'exp': 'low'})."
             )
         return OpTable({**dict(self.edits), **edits}, self.added)
 
@@ -131,7 +131,7 @@ class OpTable:
         """
         return tuple(sorted(name for name, other in self._category.items() if other == category))
 
-    def __iter__(self) -> Iterator[Op]:
+    def __iter__(self) -> Iterator[OpRule]:
         """Iterates over the default and the added rows, sorted by name."""
         return iter(sorted(self._rows.values(), key=lambda op: op.name))
 
@@ -143,39 +143,39 @@ class OpTable:
         return f"OpTable({dict(self.edits)!r}{added})" if self.edits or added else "OpTable()"
 
 
-def _with_added(added: tuple[Op, ...]) -> Mapping[str, Op]:
-    rows = dict(OPS)
+def _with_added(added: tuple[OpRule, ...]) -> Mapping[str, OpRule]:
+    rows = dict(DEFAULT_OPS)
     for op in added:
         if op.name in rows:
             raise OpError(
                 f"{op.name!r} has a row already: {rows[op.name].category}, because "
-                f"{rows[op.name].reason}. Edit it, such as OpTable({{'exp': 'low'}}), or give "
-                "the primitive of your own another name."
+                f"{rows[op.name].reason}. Edit it, such as OpTable({{'exp': 'low'}}), or rename "
+                "your primitive."
             )
         rows[op.name] = op
     return rows
 
 
-def _row(rows: Mapping[str, Op], name: Any) -> Op:
+def _row(rows: Mapping[str, OpRule], name: object) -> OpRule:
     if name in rows:
         return rows[name]
-    parts, close = _meant(str(name), rows)
+    is_common, close = _suggest(str(name), rows)
     shown = ", ".join(map(repr, close))
-    hint = (
-        f" A jaxpr has {shown} in its place." if parts else f" Nearest: {shown}." if close else ""
-    )
-    row = f"OpTable(added=[Op({str(name)!r}, 'low', 'why')])"
-    own = "" if parts else f" A primitive of your own needs a row: {row}."
+    hint = f" Nearest: {shown}." if close else ""
+    if is_common:
+        hint = f" A jaxpr contains {shown} instead."
+    row = f"OpTable(added=[OpRule({str(name)!r}, 'low', 'why')])"
+    own = "" if is_common else f" Your own primitives require a row: {row}."
     fix = next((row for row in close if len(rows[row].allowed) > 1), "exp")
     error = OpError(
-        f"{name!r} is no operation of the table.{hint} Write names as a jaxpr prints them, such as "
-        f"OpTable({{{fix!r}: {rows[fix].example!r}}}).{own}"
+        f"{name!r} is not an operation of the table.{hint} Write names as a jaxpr prints them, "
+        f"such as OpTable({{{fix!r}: {rows[fix].example!r}}}).{own}"
     )
     error.fix = fix
     raise error
 
 
-def _meant(name: str, rows: Mapping[str, Op]) -> tuple[bool, tuple[str, ...]]:
+def _suggest(name: str, rows: Mapping[str, OpRule]) -> tuple[bool, tuple[str, ...]]:
     """Suggests rows for an unknown name.
 
     Returns:

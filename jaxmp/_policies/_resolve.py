@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxmp._core._dtypes import bits
-from jaxmp._policies._explanation import PolicyExplanation, PolicyRow
+from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
 from jaxmp._policies._policy import Policy, with_keep_inputs, without_inputs
@@ -142,7 +142,7 @@ class PolicyMap:
             owner, ancestors = lineage(path, types)
             resolved = resolve_policy(self, path, owner, ancestors)
             rule = resolved.rule
-            row = PolicyRow(
+            row = PolicyDecision(
                 path=path,
                 module_type=(module_type_names(module_type) or ("",))[0],
                 policy=resolved.policy,

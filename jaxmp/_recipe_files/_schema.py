@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxmp._core._dtypes import bits, canonical_dtype
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._policies._inputs import canonical_inputs
-from jaxmp._policies._op_table import OPS, Op, OpTable
+from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
     ATTENTION,
     ATTENTION_FIELDS,
@@ -96,7 +96,7 @@ def _window(value: int | list[Any]) -> tuple[int, int]:
     return canonical_fields({"window": value}, within="")["window"]
 
 
-def _category(op: Op) -> Field:
+def _category(op: OpRule) -> Field:
     def check(category: str) -> str:
         op.check(category)
         return category
@@ -210,7 +210,7 @@ TABLES = {
         "rounding": _choice("up", "down"),
     },
     "gradients": {"accumulate_dtype": _DTYPE, "reduce_dtype": _DTYPE},
-    "ops": {name: _category(op) for name, op in OPS.items()},
+    "ops": {name: _category(op) for name, op in DEFAULT_OPS.items()},
 }
 
 # Keys of each [[rules]].
