@@ -10,7 +10,7 @@ from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
 from jaxmp import losses as losses
 from jaxmp import optim as optim
-from jaxmp._attention import AttentionChoice as AttentionChoice
+from jaxmp._attention import AttentionExplanation as AttentionExplanation
 from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention import explain_attention as explain_attention
 from jaxmp._audit import AuditDiff as AuditDiff

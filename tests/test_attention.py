@@ -611,7 +611,7 @@ def gpu(monkeypatch):
 
 
 def blockers(*args, **options):
-    return [blocker.argument for blocker in explain_attention(*args, **options).blockers]
+    return [blocker.argument for blocker in explain_attention(*args, **options).rows]
 
 
 def test_a_cpu_takes_the_whole_while_it_is_small():
@@ -649,7 +649,7 @@ def test_a_gpu_takes_cudnn(gpu):
 def test_what_cudnn_cannot_serve_is_named_and_refused(gpu, query, options, blocker):
     assert blockers(query, query, query, **options) == [blocker]
     choice = explain_attention(query, query, query, **options)
-    assert choice.implementation == "xla" and choice.blockers[0].change
+    assert choice.implementation == "xla" and choice.rows[0].change
     with pytest.raises(AttentionError, match=rf"cannot serve this call:\n  {blocker}: .*\n.*auto"):
         explain_attention(query, query, query, implementation="cudnn", **options)
 
@@ -667,7 +667,7 @@ def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
     large = shapes(2, 64, 8, 192)
     assert blockers(large, large, large) == ["query"]
     monkeypatch.setattr(_choice, "cudnn_version", lambda: None)
-    assert "no cuDNN" in explain_attention(QUERY, QUERY, QUERY).blockers[0].reason
+    assert "no cuDNN" in explain_attention(QUERY, QUERY, QUERY).rows[0].reason
 
 
 def test_a_choice_is_logged_once(caplog, monkeypatch):

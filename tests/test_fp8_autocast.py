@@ -39,7 +39,7 @@ def operands(fn, *args):
 
 
 def reasons(fn, *args, **options):
-    return [row.exclusion_reason for row in fp8.explain(fn, *args, **options)]
+    return [row.exclusion_reason for row in fp8.explain(fn, *args, **options).rows]
 
 
 def loss(w1, w2, x):
@@ -117,7 +117,7 @@ def test_the_kernel_is_what_nothing_has_computed(side):
         product = w.T @ hidden.T if side == "lhs" else hidden @ w
         return jnp.square(product).sum()
 
-    (row,) = fp8.explain(autocast(fn, policies), W1, X)
+    (row,) = fp8.explain(autocast(fn, policies), W1, X).rows
     assert (row.k, row.n) == W1.shape
     gradients = jax.make_jaxpr(jax.grad(autocast(fn, policies), (0, 1)))(W1, X)
     products = [e for e in equations(gradients) if e.primitive.name == "dot_general"]
@@ -282,14 +282,14 @@ def test_outer_products_and_integers_are_no_layers():
 
     n = jnp.ones((16, 16), jnp.int32)
     assert (F32, F32) in operands(autocast(fn, POLICY), X[0], n)
-    assert fp8.explain(autocast(fn, POLICY), X[0], n) == ()
+    assert fp8.explain(autocast(fn, POLICY), X[0], n).rows == ()
 
 
 def test_a_product_that_is_fp8_already_is_left_alone():
     product = fp8.dot_general("rowwise")
     fn = autocast(lambda x, w: product(x, w, LINEAR), POLICY)
     np.testing.assert_array_equal(jax.jit(fn)(X, W1), jax.jit(lambda: product(X, W1, LINEAR))())
-    assert fp8.explain(fn, X, W1) == ()
+    assert fp8.explain(fn, X, W1).rows == ()
 
 
 def test_rules_keep_scopes_out_and_put_scopes_in():
@@ -306,7 +306,7 @@ def test_rules_keep_scopes_out_and_put_scopes_in():
         found = operands(jax.grad(autocast(fn, policies), (0, 1)), W1, W2, X)
         assert found.count((dtype, dtype)) == 3
         assert sorted(row for row in found if E4M3 in row) == sorted([FORWARD, DGRAD, WGRAD])
-        (row,) = fp8.explain(autocast(fn, policies), W1, W2, X)
+        (row,) = fp8.explain(autocast(fn, policies), W1, W2, X).rows
         assert (row.path, row.exclusion_reason) == ("body", "")
 
 
@@ -319,7 +319,7 @@ def test_each_call_of_a_shared_function_has_its_row():
                 x = layer(x, w)
         return x
 
-    rows = fp8.explain(autocast(fn, POLICY), STACK[0], X)
+    rows = fp8.explain(autocast(fn, POLICY), STACK[0], X).rows
     assert [row.path for row in rows] == ["layer_0", "layer_1", "layer_2"]
 
 
@@ -338,8 +338,8 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
     """The shipped recipe excludes the head; the matmuls of attention are listed too."""
     params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
     ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
-    by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS)}
-    rows = {row.path: row for row in fp8.explain(ours, params, TOKENS)}
+    by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS).rows}
+    rows = {row.path: row for row in fp8.explain(ours, params, TOKENS).rows}
     left_out = [path for path, row in rows.items() if row.exclusion_reason]
     assert left_out == ["GPT/block_0/attention", "GPT/block_1/attention"]
     assert {path.removeprefix("GPT/") for path in rows} - set(by_modules) == {

@@ -89,10 +89,10 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     loss, params = loss_of(policies(None, Rule("block_1/**", "matmul=default")))
     names = [f"attention/{name}" for name in ("query", "key", "value", "out")]
     names = [f"block_0/{name}" for name in [*names, "mlp_up", "mlp_down"]]
-    rows = fp8.explain(loss, params)
+    rows = fp8.explain(loss, params).rows
     assert {row.path: row.exclusion_reason for row in rows} == dict.fromkeys(names, "")
     assert {(row.k, row.n) for row in rows} == {(32, 32), (32, 128), (128, 32)}
-    on_gpu = fp8.explain(loss, params, target="gpu")
+    on_gpu = fp8.explain(loss, params, target="gpu").rows
     assert {row.path for row in on_gpu} == set(names)
     assert all("too narrow to gain" in row.exclusion_reason for row in on_gpu)
 
@@ -173,7 +173,7 @@ def both_layers(policy_map):
 @pytest.mark.parametrize("which", [1, 2], ids=["linen", "nnx"])
 def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
-    rows = fp8.explain(models[which - 1], x)
+    rows = fp8.explain(models[which - 1], x).rows
     assert [tuple(row) for row in rows] == [
         ("odd", 32, 30, "N = 30 is no multiple of 16"),
         ("einsum", 64, 64, ""),
@@ -208,7 +208,7 @@ def test_an_einsum_that_is_no_product_stays_in_16_bits():
     model = jaxmp.linen.apply_policy(nn.Einsum((32, 16), "bd,df->f", use_bias=False), policies())
     x = jnp.ones((16, 32))
     variables = model.init(jax.random.key(0), x)
-    (row,) = fp8.explain(model.apply, variables, x)
+    (row,) = fp8.explain(model.apply, variables, x).rows
     assert "summed over" in row.exclusion_reason
     assert in_fp8(products(model.apply, variables, x)) == []
 
@@ -383,12 +383,12 @@ def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [OldCard()])
     if emulate:
-        assert len(fp8.explain(loss, params)) == 12
+        assert len(fp8.explain(loss, params).rows) == 12
     else:
         with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
             fp8.explain(loss, params)
     monkeypatch.setattr(jax, "devices", lambda: [NewCard()])
-    assert len(fp8.explain(loss, params)) == 12
+    assert len(fp8.explain(loss, params).rows) == 12
 
 
 # ---------------------------------------------------------------------------

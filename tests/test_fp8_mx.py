@@ -227,7 +227,7 @@ def test_layers_einsum_and_autocast_take_it():
     policies = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=UP)
     x, w = normal(0, 32, 64), normal(1, 64, 4, 32)
     einsum = lambda x, w: jnp.einsum("td,dnh->tnh", x, w)
-    rows = fp8.explain(autocast(einsum, policies), x, w)
+    rows = fp8.explain(autocast(einsum, policies), x, w).rows
     assert [(row.k, row.n, row.exclusion_reason) for row in rows] == [(64, 128, "")]
     ours = jax.jit(autocast(einsum, policies))(x, w)
     half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)

@@ -22,7 +22,7 @@ from jaxmp._attention._arguments import (
 )
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
-from jaxmp._attention._choice import AttentionChoice as AttentionChoice
+from jaxmp._attention._choice import AttentionExplanation as AttentionExplanation
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
@@ -190,7 +190,7 @@ def explain_attention(
     *,
     implementation: str | None = None,
     **options: Any,
-) -> AttentionChoice:
+) -> AttentionExplanation:
     """Which implementation `dot_product_attention` would take for these arguments, and why.
 
     Args:
@@ -207,7 +207,7 @@ def explain_attention(
     Example:
       >>> q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.float32)
       >>> choice = explain_attention(q, q, q, is_causal=True)
-      >>> choice.implementation, [blocker.argument for blocker in choice.blockers]
+      >>> choice.implementation, [blocker.argument for blocker in choice.rows]
       ('blockwise', ['device', 'policy'])
     """
     implementation = check_implementation(implementation)
@@ -221,7 +221,7 @@ def run(given: Arguments, implementation: str) -> Any:
     """
     choice = choose(given, implementation)
     log_once(choice)
-    because = choice.blockers[0].argument if choice.blockers else ""
+    because = choice.rows[0].argument if choice.rows else ""
     arrays = {
         field: getattr(given, field)
         for field in Arguments.__dataclass_fields__
@@ -238,10 +238,10 @@ MARK = "jaxmp_attention"
 
 # Name of that function -> operands -> the choice last made for them, so that an audit, which sees
 # no more than name and operands, can say why. As many as there are shapes.
-_choices: dict[str, dict[tuple[str, ...], AttentionChoice]] = {}
+_choices: dict[str, dict[tuple[str, ...], AttentionExplanation]] = {}
 
 
-def choice_of(name: str, operands: Iterable[Any]) -> AttentionChoice | None:
+def choice_of(name: str, operands: Iterable[Any]) -> AttentionExplanation | None:
     """Why an attention in a traced program is the one it is; None if that is not known.
 
     Args:
@@ -253,7 +253,7 @@ def choice_of(name: str, operands: Iterable[Any]) -> AttentionChoice | None:
     exact = known.get(_operands_of(operands))
     if exact is not None:
         return exact
-    said = {(choice.reason, choice.blockers): choice for choice in known.values()}
+    said = {(choice.reason, choice.rows): choice for choice in known.values()}
     return next(iter(said.values())) if len(said) == 1 else None
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
@@ -16,6 +16,7 @@ from jaxmp._core._compat import (
     target,
 )
 from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -31,25 +32,33 @@ _WHOLE_LOGITS = 2**24
 _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
 
 
-class Blocker(NamedTuple):
-    """Reason why an implementation cannot serve a call."""
+@dataclasses.dataclass(frozen=True)
+class Blocker(ExplanationRow):
+    """Reason why an implementation cannot serve a call.
 
-    # Name of the argument, or "device".
+    Attributes:
+      argument: name of the argument, or "device".
+      reason: why it blocks the implementation.
+      change: change that removes the blocker, as code where possible.
+    """
+
     argument: str
     reason: str
-    # Change that removes the blocker, as code where possible.
     change: str
 
+    def cells(self) -> tuple[str, ...]:
+        return self.argument, self.reason, self.change
 
-@dataclasses.dataclass(frozen=True)
-class AttentionChoice:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionExplanation(Explanation[Blocker]):
     """Implementation of an attention call, with the reason, as `explain_attention` returns it.
 
-    Args:
+    Attributes:
+      rows: reasons why cuDNN's fused kernel cannot serve the call; empty if it can.
+      notes: adaptations of the call to the kernel, and their cost.
       implementation: "cudnn", "blockwise" or "xla".
       reason: why it was chosen.
-      blockers: reasons why cuDNN's fused kernel cannot serve the call; empty if it can.
-      notes: adaptations of the call to the kernel, and their cost.
 
     Example:
       >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
@@ -57,18 +66,18 @@ class AttentionChoice:
       'xla'
     """
 
+    columns: ClassVar = ("blocks cudnn", "reason", "change")
+
     implementation: str
     reason: str
-    blockers: tuple[Blocker, ...] = ()
-    notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        lines = [f"{self.implementation}: {self.reason}"]
-        lines += [f"  not cudnn: {b.argument}: {b.reason}. {b.change}" for b in self.blockers]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+    @property
+    def summary(self) -> str:
+        """The implementation and the reason."""
+        return f"{self.implementation}: {self.reason}"
 
 
-def choose(args: Arguments, implementation: str) -> AttentionChoice:
+def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     """Chooses the implementation for a call.
 
     Args:
@@ -81,21 +90,32 @@ def choose(args: Arguments, implementation: str) -> AttentionChoice:
       AttentionError: if the named implementation cannot serve the call.
     """
     if not math.prod(args.logits_shape):
-        return AttentionChoice("xla", "the result is empty")
+        return _explain("xla", "the result is empty")
     if implementation in ("blockwise", "xla"):
-        return AttentionChoice(implementation, ASKED, tuple(cudnn_blockers(args)))
+        return _explain(implementation, ASKED, cudnn_blockers(args))
     blockers = tuple(cudnn_blockers(args))
     if implementation == "cudnn" and blockers:
         raise _refusal(implementation, blockers)
     if not blockers:
         reason = ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
-        return AttentionChoice("cudnn", reason, notes=tuple(_notes(args)))
+        return _explain("cudnn", reason, notes=_notes(args))
     size = 4 * math.prod(args.logits_shape)
     if size > _WHOLE_LOGITS:
         reason = f"the logits of all pairs would take {_mebibytes(size)}"
-        return AttentionChoice("blockwise", reason, blockers)
+        return _explain("blockwise", reason, blockers)
     reason = f"the logits of all pairs take {_mebibytes(size)} only"
-    return AttentionChoice("xla", reason, blockers)
+    return _explain("xla", reason, blockers)
+
+
+def _explain(
+    implementation: str,
+    reason: str,
+    blockers: Iterable[Blocker] = (),
+    notes: Iterable[str] = (),
+) -> AttentionExplanation:
+    return AttentionExplanation(
+        rows=tuple(blockers), notes=tuple(notes), implementation=implementation, reason=reason
+    )
 
 
 def _refusal(implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
@@ -110,12 +130,12 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB in FP32"
 
 
-def log_once(choice: AttentionChoice) -> None:
+def log_once(choice: AttentionExplanation) -> None:
     """Logs a choice to the logger `jaxmp.attention`, once per implementation and first blocker.
 
     The level is a warning if a program for a GPU does not use cuDNN, otherwise info.
     """
-    blocker = choice.blockers[0].argument if choice.blockers else ""
+    blocker = choice.rows[0].argument if choice.rows else ""
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jaxmp._attention import ASKED, AttentionChoice
+from jaxmp._attention import ASKED, AttentionExplanation
 from jaxmp._audit._checks import ERROR, WARNING
 from jaxmp._audit._context import OpOccurrence, PendingFinding, PendingFindings, dtype_of, named
 from jaxmp._audit._dataflow import (
@@ -395,7 +395,7 @@ _KEPT = {
 
 
 def attention_words(
-    implementation: str, argument: str, choice: AttentionChoice | None
+    implementation: str, argument: str, choice: AttentionExplanation | None
 ) -> tuple[str, str]:
     """What to say of jaxmp's own attention, and the fix.
 
@@ -408,14 +408,14 @@ def attention_words(
     if choice is None:
         fix = "jaxmp.explain_attention(query, key, value, ...) says what to change"
         return f"{words}; no fused kernel because of: {argument or 'what was asked for'}.", fix
-    blockers = [f"{one.argument}: {one.reason}" for one in choice.blockers]
+    blockers = [f"{one.argument}: {one.reason}" for one in choice.rows]
     why = f"; not cuDNN's kernel, {'; '.join(blockers)}" * bool(blockers)
     # A device that is not there is no error of the call: what else blocks is mended first.
-    others = [one for one in choice.blockers if one.argument != "device"]
-    changes = [one.change for one in others or choice.blockers]
+    others = [one for one in choice.rows if one.argument != "device"]
+    changes = [one.change for one in others or choice.rows]
     if choice.reason == ASKED:
         changes.insert(0, f"Leave out {implementation!r}, so that attention is 'auto'.")
-    if choice.blockers and not others:
+    if choice.rows and not others:
         changes.append("audit(..., target='h200') shows what a GPU would take.")
     return f"{words}: {choice.reason}{why}.", " ".join(changes)
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast._interpreter import Interpreter
-from jaxmp._autocast._record import AutocastDecision as AutocastDecision
-from jaxmp._autocast._record import AutocastExplanation as AutocastExplanation
-from jaxmp._autocast._record import Record
-from jaxmp._autocast._resolve import FULL_PRECISION
-from jaxmp._autocast._trace import rules_for, trace
+from jaxmp._autocast._explain import AutocastDecision as AutocastDecision
+from jaxmp._autocast._explain import AutocastExplanation as AutocastExplanation
+from jaxmp._autocast._explain import Recorder
+from jaxmp._autocast._replay import Interpreter
+from jaxmp._autocast._trace import make_config, trace
+from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._policies._device import check_device
 
 
@@ -77,12 +77,12 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
       output dtype of a rule for the root, `Rule("", "o=bf16")`.
 
     Raises:
-      RuleError: if a required rule names a module type, because a traced function contains no
+      RuleError: if a required rule scope_path a module type, because a traced function contains no
         module types; from the returned function, if a required rule matches no scope of `fn`.
-      PolicyError: if `fn` is not a function; if a policy names a float8 dtype or is not valid.
+      PolicyError: if `fn` is not a function; if a policy scope_path a float8 dtype or is not valid.
       CompositionError: if the FP8 scaling is stateful, as `fp8.DelayedScaling` is; from the
         returned function, on a GPU without FP8 matmuls.
-      OpError: if `ops` names an operation or a category that does not exist.
+      OpError: if `ops` scope_path an operation or a category that does not exist.
 
     The method, one list of operations per dtype, is that of torch.autocast and TensorFlow's
     auto_mixed_precision; the contents of the lists differ.
@@ -94,13 +94,13 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
       >>> half(jnp.ones((3, 4)), jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    rules = rules_for(fn, policies, ops, "autocast")
+    config = make_config(fn, policies, ops, "autocast")
 
     @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
-        check_device(rules.policies)
+        check_device(config.policies)
         traced = trace(fn, args, kwargs)
-        interpreter = Interpreter(rules, traced.in_custom_vjp)
+        interpreter = Interpreter(config, traced.in_custom_vjp)
         return traced.results(interpreter.function(traced.closed, traced.arrays))
 
     return autocast_fn
@@ -139,13 +139,13 @@ def explain_autocast(
       >>> explanation.rows[0].dtype
       'bfloat16'
     """
-    rules = rules_for(fn, policies, ops, "explain_autocast")
+    config = make_config(fn, policies, ops, "explain_autocast")
 
     @functools.wraps(fn)
     def explain(*args: Any, **kwargs: Any) -> AutocastExplanation:
         traced = trace(fn, args, kwargs)
-        record = Record(rules)
-        interpreter = Interpreter(rules, traced.in_custom_vjp, record)
+        record = Recorder(config)
+        interpreter = Interpreter(config, traced.in_custom_vjp, record)
         run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
         jax.make_jaxpr(run)(*traced.arrays)
         return record.explanation()

@@ -1,4 +1,4 @@
-"""Rules for equations that contain jaxprs: control flow, calls, custom derivatives.
+"""AutocastConfig for equations that contain jaxprs: control flow, calls, custom derivatives.
 
 Each rule runs one equation. It retraces the inner jaxprs for the current dtypes of the operands and
 returns the results as values.
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
-from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, Rules
-from jaxmp._autocast._values import Scope, Standing, Value, in_recorded_dtypes, to_aval, wrap
+from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, AutocastConfig
+from jaxmp._autocast._values import Environment, Priority, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._jaxprs import Path
 from jaxmp._core._replay import bind
 from jaxmp._core._trees import cast, is_castable
 
@@ -24,36 +25,34 @@ from jaxmp._core._trees import cast, is_castable
 class Runner(Protocol):
     """Interface of the interpreter that the rules use; see `Interpreter` for its methods."""
 
-    rules: Rules
+    config: AutocastConfig
 
-    def run(
-        self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
-    ) -> list[Value]: ...
+    def run(self, jaxpr: Any, consts: Any, args: list[Value], outer: Path) -> list[Value]: ...
 
     def retraced(
         self,
         jaxpr: Any,
         values: list[Value],
-        names: tuple[str, ...],
+        scope_path: Path,
         outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
-    ) -> tuple[Any, list[Standing]]: ...
+    ) -> tuple[Any, list[Priority]]: ...
 
-    def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None: ...
+    def record_opaque(self, equation: Any, scope_path: Path) -> None: ...
 
 
 def _call(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
-    jaxpr, standings = runner.retraced(equation.params["jaxpr"], values, names)
+    jaxpr, priorities = runner.retraced(equation.params["jaxpr"], values, scope_path)
     outs = equation.primitive.bind(
         *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
     )
-    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+    return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 
 def _scan(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `scan`: the carry has its recorded dtypes, the other operands their current dtypes."""
     params = equation.params
@@ -61,43 +60,43 @@ def _scan(
     carry = slice(consts, consts + carried)
     avals = [var.aval for var in equation.invars]
     values[carry] = [
-        Value(to_aval(scope, value, aval))
+        Value(to_aval(env, value, aval))
         for value, aval in zip(values[carry], avals[carry], strict=True)
     ]
 
     def outputs(outs: list[Any], recorded: list[Any]) -> list[Any]:
         return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
 
-    jaxpr, standings = runner.retraced(params["jaxpr"], values, names, outputs)
+    jaxpr, priorities = runner.retraced(params["jaxpr"], values, scope_path, outputs)
     outs = equation.primitive.bind(*(v.array for v in values), **{**params, "jaxpr": jaxpr})
-    standings = [Standing.COMPUTED] * carried + standings[carried:]
-    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+    priorities = [Priority.COMPUTED] * carried + priorities[carried:]
+    return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 
 def _while(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `while` loop; the loop state keeps its recorded dtypes."""
     params = equation.params
     cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [var.aval for var in equation.invars]
     values[body:] = [
-        Value(to_aval(scope, value, aval))
+        Value(to_aval(env, value, aval))
         for value, aval in zip(values[body:], avals[body:], strict=True)
     ]
-    tested, _ = runner.retraced(params["cond_jaxpr"], values[:cond] + values[body:], names)
-    looped, _ = runner.retraced(params["body_jaxpr"], values[cond:], names, _cast_all)
+    tested, _ = runner.retraced(params["cond_jaxpr"], values[:cond] + values[body:], scope_path)
+    looped, _ = runner.retraced(params["body_jaxpr"], values[cond:], scope_path, _cast_all)
     changes = {"cond_jaxpr": tested, "body_jaxpr": looped}
     outs = equation.primitive.bind(*(v.array for v in values), **{**params, **changes})
     return [Value(out) for out in outs]
 
 
 def _cond(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
     branches = tuple(
-        runner.retraced(branch, values[1:], names, _cast_all)[0]
+        runner.retraced(branch, values[1:], scope_path, _cast_all)[0]
         for branch in equation.params["branches"]
     )
     outs = equation.primitive.bind(
@@ -114,14 +113,14 @@ def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
 
 
 def _custom_jvp(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `custom_jvp` function and its rule, both in the current dtypes of their operands."""
     params = equation.params
-    if runner.rules.fp8 is not None:
+    if runner.config.fp8 is not None:
         # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
-        names = (*names, IN_CUSTOM_JVP)
-    jaxpr, standings = runner.retraced(params["call_jaxpr"], values, names)
+        scope_path = (*scope_path, IN_CUSTOM_JVP)
+    jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path)
     avals = [var.aval for var in equation.invars]
     out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
@@ -133,9 +132,9 @@ def _custom_jvp(
             for tangent, aval in zip(tangents, avals, strict=True)
         ]
         recorded, zeros_out = _rule_jaxpr(rule, avals, zeros, params["symbolic_zeros"])
-        args = [Value(array, v.standing) for array, v in zip(primals, values, strict=True)]
+        args = [Value(array, v.priority) for array, v in zip(primals, values, strict=True)]
         args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
-        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, (*names, IN_JVP_RULE))
+        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, (*scope_path, IN_JVP_RULE))
         moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
         arrays = _cast_all([out.array for out in outs], [*out_avals, *moving])
         rest = iter(arrays[len(out_avals) :])
@@ -147,7 +146,7 @@ def _custom_jvp(
 
     call.defjvp(call_jvp, symbolic_zeros=params["symbolic_zeros"])
     outs = call(*(value.array for value in values))
-    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+    return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 
 def _rule_jaxpr(
@@ -197,25 +196,25 @@ def _instantiate(out: Any) -> Any:
 
 
 def as_recorded_dtypes(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs an equation in its recorded dtypes, without changes to its inner jaxprs."""
-    runner.record_opaque(equation, names)
-    return wrap(equation, bind(equation, in_recorded_dtypes(equation, scope, values)))
+    runner.record_opaque(equation, scope_path)
+    return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
 
 
 def _shard_map(
-    runner: Runner, equation: Any, scope: Scope, values: list[Value], names: Any
+    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     params = equation.params
     consts = jaxpr_body(params["jaxpr"])[1]
-    standings: list[Standing] = []
+    priorities: list[Priority] = []
 
     def shard(*arrays: Any) -> tuple[Any, ...]:
         pairs = zip(arrays, values, strict=True)
-        args = [Value(array, value.standing) for array, value in pairs]
-        outs = runner.run(params["jaxpr"], consts, args, names)
-        standings[:] = [out.standing for out in outs]
+        args = [Value(array, value.priority) for array, value in pairs]
+        outs = runner.run(params["jaxpr"], consts, args, scope_path)
+        priorities[:] = [out.priority for out in outs]
         return tuple(out.array for out in outs)
 
     outs = jax.shard_map(
@@ -226,7 +225,7 @@ def _shard_map(
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )(*(value.array for value in values))
-    return [Value(*pair) for pair in zip(outs, standings, strict=True)]
+    return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 
 INSIDE: dict[str, Callable[..., list[Value]]] = {

@@ -9,7 +9,7 @@ from jax import lax
 from jaxmp._autocast._values import is_castable_aval
 
 
-def is_product(equation: Any) -> bool:
+def is_matmul(equation: Any) -> bool:
     """Returns True for a `dot_general` of castable operands that contracts a dimension."""
     return (
         equation.primitive.name == "dot_general"
@@ -18,7 +18,7 @@ def is_product(equation: Any) -> bool:
     )
 
 
-def asks_for_highest(params: Any) -> bool:
+def requests_highest(params: Any) -> bool:
     """Returns True if the parameters of a matmul contain `precision=HIGHEST` for an operand."""
     precision = params.get("precision")
     precision = precision if isinstance(precision, tuple) else (precision,)

@@ -29,7 +29,7 @@ def _made_in_fp32(jaxpr: Any, kinds: list[str]) -> set[Any]:
     return made
 
 
-class Readers:
+class Consumers:
     """Consumers of the variables of one jaxpr.
 
     Args:
@@ -42,34 +42,34 @@ class Readers:
         wide = _made_in_fp32(jaxpr, kinds)
         # Variables with a consumer that is not an FP32 operation; the jaxpr's results are consumed
         # by the caller.
-        self.also: set[Any] = {var for var in jaxpr.outvars if not is_literal(var)}
-        # As `also`, but arithmetic and data movement whose results end in FP32 operations alone
-        # count as FP32 operations.
-        self.also_later = set(self.also)
+        self._non_fp32: set[Any] = {var for var in jaxpr.outvars if not is_literal(var)}
+        # As `_non_fp32`, but arithmetic and data movement count as FP32 operations if their results
+        # reach only FP32 operations.
+        self._later_non_fp32 = set(self._non_fp32)
         # Variables with any consumer.
-        self.read: set[Any] = set(self.also)
+        self._consumed: set[Any] = set(self._non_fp32)
         for equation, kind in zip(reversed(jaxpr.eqns), reversed(kinds), strict=True):
             operands = [var for var in equation.invars if not is_literal(var)]
             later = kind == "fp32" or (
                 kind in ("widest", "follow")
                 and equation.primitive.name not in _BOUNDED
-                and all(map(self.only_fp32_later, equation.outvars))
+                and all(map(self.leads_to_fp32_only, equation.outvars))
             )
             # "widest" casts its other operands to FP32 if one is FP32.
             later = later or (kind == "widest" and any(var in wide for var in operands))
-            self.read.update(operands)
+            self._consumed.update(operands)
             if kind != "fp32":
-                self.also.update(operands)
+                self._non_fp32.update(operands)
             if not later:
-                self.also_later.update(operands)
+                self._later_non_fp32.update(operands)
 
-    def only_fp32(self, var: Any) -> bool:
+    def is_fp32_only(self, var: Any) -> bool:
         """Returns True for variables whose consumers are all FP32 operations."""
-        return var in self.read and var not in self.also
+        return var in self._consumed and var not in self._non_fp32
 
-    def only_fp32_later(self, var: Any) -> bool:
+    def leads_to_fp32_only(self, var: Any) -> bool:
         """Returns True for variables that reach only FP32 operations.
 
         The path there may contain arithmetic and data movement.
         """
-        return var in self.read and var not in self.also_later
+        return var in self._consumed and var not in self._later_non_fp32

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from jaxmp._autocast._resolve import Rules
+from jaxmp._autocast._resolve import AutocastConfig
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._core._trees import canonical
 from jaxmp._recipe_files._load import as_op_table, as_policy_map
@@ -38,8 +38,8 @@ def is_traced_by_autocast() -> bool:
     return _traces.get()
 
 
-def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
-    """Checks the arguments of the public function `name` and returns them as `Rules`.
+def make_config(fn: Any, policies: Any, ops: Any, name: str) -> AutocastConfig:
+    """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.
 
     Raises:
       PolicyError: if `fn` is not a function, or the policies are not valid.
@@ -51,7 +51,7 @@ def rules_for(fn: Any, policies: Any, ops: Any, name: str) -> Rules:
             f"policies after it: {name}(loss_fn, 'bf16')."
         )
     table = as_op_table(policies).replace({} if ops is None else ops)
-    return Rules(as_policy_map(policies), table)
+    return AutocastConfig(as_policy_map(policies), table)
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:

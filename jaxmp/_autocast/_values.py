@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast._fp32_consumers import Readers
+from jaxmp._autocast._fp32_consumers import Consumers
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, is_literal
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 
 
-class Standing(enum.IntEnum):
+class Priority(enum.IntEnum):
     """Promotion priority of a value: COMPUTED arrays determine the dtype of a binary operation.
 
     Matmuls, FP32 operations, casts and loop carries are COMPUTED. Other results have the largest
@@ -26,7 +26,7 @@ class Standing(enum.IntEnum):
     """
 
     CONSTANT = 0  # computed from literals and integers alone; weakly typed
-    NEUTRAL = 1  # an argument, or computed from arguments; weakly typed
+    ARGUMENT = 1  # an argument, or computed from arguments; weakly typed
     COMPUTED = 2
 
 
@@ -35,7 +35,7 @@ class Value:
     """Array with its promotion priority."""
 
     array: Any
-    standing: Standing = Standing.COMPUTED
+    priority: Priority = Priority.COMPUTED
     # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
 
@@ -54,7 +54,7 @@ def _to_half(value: Value, dtype: Any) -> Any:
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
     """
     array = value.array
-    if value.standing is not Standing.CONSTANT or not is_16bit(dtype):
+    if value.priority is not Priority.CONSTANT or not is_16bit(dtype):
         return cast(array, dtype)
     if value.scalar is not None:
         half = np.asarray(saturating_cast(value.scalar, dtype))
@@ -62,17 +62,17 @@ def _to_half(value: Value, dtype: Any) -> Any:
     return clamped_cast(array, dtype)
 
 
-class Scope:
+class Environment:
     """Environment of one jaxpr: the values of its variables, and a cache of their casts."""
 
-    def __init__(self, jaxpr: Any, consts: Any, args: list[Value], readers: Readers) -> None:
+    def __init__(self, jaxpr: Any, consts: Any, args: list[Value], consumers: Consumers) -> None:
         self.values = {
-            var: Value(const, Standing.NEUTRAL)
+            var: Value(const, Priority.ARGUMENT)
             for var, const in zip(jaxpr.constvars, consts, strict=True)
         }
         self.values |= zip(jaxpr.invars[-len(args) :] if args else (), args, strict=True)
         self.casts: dict[tuple[int, Any], Any] = {}
-        self.readers = readers
+        self.consumers = consumers
 
     def read(self, var: Any) -> Value:
         return _literal(var) if is_literal(var) else self.values[var]
@@ -92,9 +92,9 @@ class Scope:
 
 def _literal(var: Any) -> Value:
     if not hasattr(var.aval, "dtype"):
-        return Value(var.val, Standing.CONSTANT)
+        return Value(var.val, Priority.CONSTANT)
     number = np.asarray(var.val, var.aval.dtype)
-    return Value(number, Standing.CONSTANT, None if number.ndim else number)
+    return Value(number, Priority.CONSTANT, None if number.ndim else number)
 
 
 # Primitive -> its effect on the element of a constant with equal elements.
@@ -120,21 +120,21 @@ def scalar_of(equation: Any, values: list[Value]) -> np.ndarray | None:
     return None if function is None else function(number)
 
 
-def wrap(equation: Any, outs: Any, standing: Standing = Standing.COMPUTED) -> list[Value]:
+def wrap(equation: Any, outs: Any, priority: Priority = Priority.COMPUTED) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     outs = outs if equation.primitive.multiple_results else [outs]
-    return [Value(out, standing) for out in outs]
+    return [Value(out, priority) for out in outs]
 
 
-def in_recorded_dtypes(equation: Any, scope: Scope, values: list[Value]) -> list[Any]:
+def in_recorded_dtypes(equation: Any, env: Environment, values: list[Value]) -> list[Any]:
     """Returns the operands of an equation in the dtypes in which it was traced."""
     pairs = zip(equation.invars, values, strict=True)
-    return [to_aval(scope, value, var.aval) for var, value in pairs]
+    return [to_aval(env, value, var.aval) for var, value in pairs]
 
 
-def to_aval(scope: Scope, value: Value, aval: Any) -> Any:
+def to_aval(env: Environment, value: Value, aval: Any) -> Any:
     """Returns the array of a value in the dtype of `aval`, the recorded type."""
-    return scope.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
+    return env.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
 
 
 def with_dtype(aval: Any, value: Value) -> Any:
@@ -164,8 +164,8 @@ def common_dtype(values: list[Value]) -> Any:
     4. all scalars.
     """
     floating = [value for value in values if value.castable]
-    voting = [value for value in floating if value.standing is Standing.COMPUTED]
-    arrays = [value for value in voting if jnp.ndim(value.array) > 0]
+    computed = [value for value in floating if value.priority is Priority.COMPUTED]
+    arrays = [value for value in computed if jnp.ndim(value.array) > 0]
     if not arrays and any(jnp.ndim(value.array) > 0 for value in floating):
         arrays = [value for value in floating if jnp.ndim(value.array) > 0]
-    return _widest(arrays or voting or floating)
+    return _widest(arrays or computed or floating)

@@ -353,7 +353,8 @@ _OPAQUE_CALLS = _rows(
         "composite": "a kernel library replaces it by name and dtypes",
         "compute_on xla_metadata_call": "a program for another device or with a note to the"
         " compiler, recorded as a whole",
-        "custom_vjp_call": "its backward rule was written for the dtypes that its forward rule saves",
+        "custom_vjp_call": "its backward rule was written for the dtypes that its forward rule"
+        " saves",
         "custom_vmap_call linear_call": "a program and a user's rule for it, recorded together",
         "custom_jvp_call_jaxpr custom_lin remat_opt eval_jaxpr unreachable program_order": "exists"
         " in a program only while JAX transforms it",

@@ -156,7 +156,7 @@ def _with_added(added: tuple[OpRule, ...]) -> Mapping[str, OpRule]:
     return rows
 
 
-def _row(rows: Mapping[str, OpRule], name: object) -> OpRule:
+def _row(rows: Mapping[str, OpRule], name: str) -> OpRule:
     if name in rows:
         return rows[name]
     is_common, close = _suggest(str(name), rows)

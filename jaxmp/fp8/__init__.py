@@ -4,6 +4,7 @@ from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
 from jaxmp.fp8._eligible import explain_exclusion as explain_exclusion
+from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import LayerDecision as LayerDecision
 from jaxmp.fp8._explain import explain as explain
 from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats

@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 
 from jaxmp._core import _compat
+from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
 
 
-class LayerDecision(NamedTuple):
-    """FP8 decision for one linear layer."""
+@dataclasses.dataclass(frozen=True)
+class LayerDecision(ExplanationRow):
+    """FP8 decision for one linear layer.
 
-    # Path of the layer's module; under `autocast`, the name scopes of the matmul.
+    Attributes:
+      path: path of the layer's module; under `autocast`, the name scopes of the matmul.
+      k: number of input features; 0 if it cannot be determined.
+      n: number of output features; 0 if it cannot be determined.
+      exclusion_reason: why the layer does not run in FP8; "" if it does.
+    """
+
     path: str
-    # Input and output features of the layer; 0 if they cannot be determined.
     k: int
     n: int
-    # Reason why the layer does not run in FP8; "" if it does.
     exclusion_reason: str
+
+    def cells(self) -> tuple[str, ...]:
+        return self.path or "(root)", str(self.k), str(self.n), self.exclusion_reason or "FP8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Explanation(Explanation[LayerDecision]):
+    """FP8 decisions for the linear layers of a function, as `fp8.explain` returns them.
+
+    Attributes:
+      rows: a `LayerDecision` for each layer, in the order of the calls. Under `autocast`, one for
+        each traced matmul.
+    """
+
+    columns: ClassVar = ("path", "K", "N", "decision")
+
+    @property
+    def summary(self) -> str:
+        """Number of layers that run in FP8."""
+        count = sum(not row.exclusion_reason for row in self.rows)
+        return f"{count} of {len(self.rows)} layers with matmul = 'fp8' run in FP8."
 
 
 _record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.ContextVar(
@@ -34,7 +62,7 @@ _record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.Contex
 
 def explain(
     fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
-) -> tuple[LayerDecision, ...]:
+) -> Fp8Explanation:
     """Lists the linear layers with `matmul = "fp8"`, and the decision for each of them.
 
     The function is traced with `jax.eval_shape`; nothing is computed. Layers that a rule excludes
@@ -48,8 +76,8 @@ def explain(
       target: "gpu" to decide as for an NVIDIA GPU, or "cpu". None: the default backend.
 
     Returns:
-      One `LayerDecision` per layer, in the order of the calls. Under `autocast`, one per traced
-      matmul, identified by its name scopes.
+      The decisions: `rows` has one `LayerDecision` per layer, in the order of the calls. Under
+      `autocast`, it has one per traced matmul, identified by its name scopes.
 
     Raises:
       CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
@@ -57,7 +85,7 @@ def explain(
     Example:
       >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
       >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
-      >>> explain(model.apply, variables, jnp.ones((2, 32)))[0].exclusion_reason
+      >>> explain(model.apply, variables, jnp.ones((2, 32))).rows[0].exclusion_reason
       'N = 10 is no multiple of 16'
     """
     rows: list[LayerDecision] = []
@@ -72,7 +100,7 @@ def explain(
                 jax.eval_shape(fresh, *args, **kwargs)
     finally:
         _record.reset(token)
-    return tuple(rows)
+    return Fp8Explanation(rows=tuple(rows))
 
 
 def is_recording() -> bool:

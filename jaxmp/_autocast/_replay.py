@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
-from jaxmp._autocast._equations import asks_for_highest, is_product
-from jaxmp._autocast._fp32_consumers import ARITHMETIC, Readers
-from jaxmp._autocast._record import IN_RULE, Record
+from jaxmp._autocast._equations import is_matmul, requests_highest
+from jaxmp._autocast._explain import IN_RULE, Recorder
+from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
     IN_JVP_RULE,
-    Region,
-    Rules,
+    AutocastConfig,
+    ScopePolicy,
     path_of,
     with_phase,
 )
 from jaxmp._autocast._values import (
-    Scope,
-    Standing,
+    Environment,
+    Priority,
     Value,
     common_dtype,
     in_recorded_dtypes,
@@ -35,7 +35,7 @@ from jaxmp._autocast._values import (
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import equations, scope_names, sub_jaxprs
+from jaxmp._core._jaxprs import Path, equations, scope_names, sub_jaxprs
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._trees import cast
 from jaxmp._core._wide_dot import wide_product
@@ -57,19 +57,19 @@ class Interpreter:
     """
 
     def __init__(
-        self, rules: Rules, in_custom_vjp: bool = False, record: Record | None = None
+        self, config: AutocastConfig, in_custom_vjp: bool = False, record: Recorder | None = None
     ) -> None:
-        self.rules = rules
+        self.config = config
         self.in_custom_vjp = in_custom_vjp
         self.record = record
         # Cache of retraced sub-jaxprs, as JAX shares equal ones between calls: (id, dtypes, ...)
         # -> (jaxpr, its result). It also stores the jaxpr, so that its id is not reused.
-        self.inner: dict[Any, tuple[Any, tuple[Any, list[Standing]]]] = {}
+        self.inner: dict[Any, tuple[Any, tuple[Any, list[Priority]]]] = {}
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
-        self.readers: dict[int, tuple[Any, Readers]] = {}
+        self.consumers: dict[int, tuple[Any, Consumers]] = {}
         # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
-        # Scopes of all equations, for `Rules.check_required`.
+        # Scopes of all equations, for `AutocastConfig.check_required`.
         self.seen: set[tuple[str, ...]] = set()
 
     def function(self, closed: Any, args: list[Any]) -> list[Any]:
@@ -86,9 +86,9 @@ class Interpreter:
           RuleError: if a required rule matches no scope of the function.
         """
         jaxpr, consts = jaxpr_body(closed)
-        outs = self.run(closed, consts, [Value(arg, Standing.NEUTRAL) for arg in args], ())
-        self.rules.check_required(self.seen)
-        rule = resolve_policy(self.rules.policies, "").rule
+        outs = self.run(closed, consts, [Value(arg, Priority.ARGUMENT) for arg in args], ())
+        self.config.check_required(self.seen)
+        rule = resolve_policy(self.config.policies, "").rule
         named = None if rule is None else rule.output_dtype
         recorded = [var.aval for var in jaxpr.outvars]
         return [
@@ -96,9 +96,7 @@ class Interpreter:
             for out, aval in zip(outs, recorded, strict=True)
         ]
 
-    def run(
-        self, jaxpr: Any, consts: Any, args: list[Value], outer: tuple[str, ...]
-    ) -> list[Value]:
+    def run(self, jaxpr: Any, consts: Any, args: list[Value], outer: Path) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
         Args:
@@ -108,19 +106,19 @@ class Interpreter:
           outer: name scopes of the equation that contains the jaxpr.
         """
         body = jaxpr_body(jaxpr)[0]
-        if id(body) not in self.readers:
-            self.readers[id(body)] = body, Readers(body, self.category)
-        scope = Scope(body, consts, args, self.readers[id(body)][1])
+        if id(body) not in self.consumers:
+            self.consumers[id(body)] = body, Consumers(body, self.category)
+        env = Environment(body, consts, args, self.consumers[id(body)][1])
         for equation in body.eqns:
             stack = str(equation.source_info.name_stack)
-            names = outer + scope_names(stack)
-            if self.rules.fp8 is not None:
-                names = with_phase(names, stack)
-            self.seen.add(names)
+            scope_path = outer + scope_names(stack)
+            if self.config.fp8 is not None:
+                scope_path = with_phase(scope_path, stack)
+            self.seen.add(scope_path)
             with as_recorded(equation):
-                outs = self.equation(equation, scope, names)
-            scope.values |= zip(equation.outvars, outs, strict=True)
-        return [scope.read(var) for var in body.outvars]
+                outs = self.run_equation(equation, env, scope_path)
+            env.values |= zip(equation.outvars, outs, strict=True)
+        return [env.read(var) for var in body.outvars]
 
     def is_as_written(self, equation: Any) -> bool:
         """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
@@ -133,67 +131,69 @@ class Interpreter:
 
     def category(self, equation: Any) -> str:
         """Returns the op-table category of an equation."""
-        return "opaque" if self.is_as_written(equation) else self.rules.category(equation)
+        return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
-    def equation(self, equation: Any, scope: Scope, names: tuple[str, ...]) -> list[Value]:
-        """Runs one equation, located at the scopes `names`, in the dtype of its category."""
-        values = list(map(scope.read, equation.invars))
+    def run_equation(self, equation: Any, env: Environment, scope_path: Path) -> list[Value]:
+        """Runs one equation, located at the scopes `scope_path`, in the dtype of its category."""
+        values = list(map(env.read, equation.invars))
         if self.is_as_written(equation):
-            return as_recorded_dtypes(self, equation, scope, values, names)
+            return as_recorded_dtypes(self, equation, env, values, scope_path)
         special = INSIDE.get(equation.primitive.name)
         if special is not None:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
-                return special(self, equation, scope, values, names)
+                return special(self, equation, env, values, scope_path)
         if self.record is not None:
-            self._explain(self.record, equation, values, names)
+            self._explain(self.record, equation, values, scope_path)
         floating = [value for value in values if value.castable]
         # Results of integer operations, such as a mask to multiply with, are weakly typed.
-        standing = max((value.standing for value in floating), default=Standing.CONSTANT)
+        priority = max((value.priority for value in floating), default=Priority.CONSTANT)
         if not floating:
-            return wrap(equation, bind(equation, [v.array for v in values]), standing)
+            return wrap(equation, bind(equation, [v.array for v in values]), priority)
         if equation.primitive.name == "convert_element_type":
             if equation.invars[0].aval.dtype == equation.params["new_dtype"]:
                 return values  # only its weak type changed
             return wrap(equation, bind(equation, [v.array for v in values]))
-        region = self.rules.region(names)
+        policy = self.config.scope_policy(scope_path)
         category = self.category(equation)
         if category == "low":
-            return wrap(equation, self.low(equation, scope, values, region, names))
+            return wrap(equation, self.run_matmul(equation, env, values, policy, scope_path))
         if category == "opaque":
             return wrap(
-                equation, bind(equation, in_recorded_dtypes(equation, scope, values)), standing
+                equation, bind(equation, in_recorded_dtypes(equation, env, values)), priority
             )
-        if category == "fp32" or region.is_full or self._leads_to_fp32(equation, scope):
-            arrays = [scope.cast(value, FLOAT32) for value in values]
+        if category == "fp32" or policy.is_fp32 or self._leads_to_fp32(equation, env):
+            arrays = [env.cast(value, FLOAT32) for value in values]
             return wrap(equation, bind(equation, arrays))
         if category == "widest":
             dtype = common_dtype(values)
-            return wrap(equation, bind(equation, [scope.cast(v, dtype) for v in values]), standing)
+            return wrap(equation, bind(equation, [env.cast(v, dtype) for v in values]), priority)
         out = bind(equation, [v.array for v in values])
-        if standing is Standing.CONSTANT and not equation.primitive.multiple_results:
-            return [Value(out, standing, scalar_of(equation, values))]
-        return wrap(equation, out, standing)
+        if priority is Priority.CONSTANT and not equation.primitive.multiple_results:
+            return [Value(out, priority, scalar_of(equation, values))]
+        return wrap(equation, out, priority)
 
-    def _leads_to_fp32(self, equation: Any, scope: Scope) -> bool:
+    def _leads_to_fp32(self, equation: Any, env: Environment) -> bool:
         """Returns True for arithmetic whose result would be cast up again by all its consumers."""
         arithmetic = equation.primitive.name in ARITHMETIC
-        return arithmetic and scope.readers.only_fp32_later(equation.outvars[0])
+        return arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])
 
     def _explain(
-        self, record: Record, equation: Any, values: list[Value], names: tuple[str, ...]
+        self, record: Recorder, equation: Any, values: list[Value], scope_path: Path
     ) -> None:
-        in_fp8 = self._fp8_product(equation, values, self.rules.region(names), names, False)
-        record.equation(equation, values, names, self.category(equation), in_fp8)
+        in_fp8 = self._fp8_product(
+            equation, values, self.config.scope_policy(scope_path), scope_path, False
+        )
+        record.equation(equation, values, scope_path, self.category(equation), in_fp8)
 
-    # -- products ---------------------------------------------------------------------------
+    # -- matmuls ---------------------------------------------------------------------------
 
-    def low(
+    def run_matmul(
         self,
         equation: Any,
-        scope: Scope,
+        env: Environment,
         values: list[Value],
-        region: Region,
-        names: tuple[str, ...],
+        policy: ScopePolicy,
+        scope_path: Path,
     ) -> Any:
         """Runs a matmul or convolution in the compute dtype or in FP8.
 
@@ -207,30 +207,30 @@ class Interpreter:
         """
         params = equation.params
         recorded = [v.aval.dtype for v in equation.invars if is_castable_aval(v.aval)]
-        highest = asks_for_highest(params) and not is_16bit(recorded[0])
-        in_fp8 = self._fp8_product(equation, values, region, names, highest)
+        highest = requests_highest(params) and not is_16bit(recorded[0])
+        in_fp8 = self._fp8_product(equation, values, policy, scope_path, highest)
         if highest:
-            return bind(equation, in_recorded_dtypes(equation, scope, values))
-        dtype = region.dtype
-        arrays = [scope.cast(value, dtype) for value in values]
+            return bind(equation, in_recorded_dtypes(equation, env, values))
+        dtype = policy.dtype
+        arrays = [env.cast(value, dtype) for value in values]
         if "preferred_element_type" not in params:
             return bind(equation, arrays)
         preferred = params["preferred_element_type"]
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
-        elif is_16bit(dtype) and self._only_fp32_reads(equation, scope):
+        elif is_16bit(dtype) and self._is_fp32_only(equation, env):
             wide = FLOAT32
-        elif IN_JVP_RULE in names and all(map(is_16bit, recorded)):
+        elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
         else:
-            wide = region.wide
+            wide = policy.wide_output
         if in_fp8 is not None:
             dimensions, precision = params["dimension_numbers"], params["precision"]
             return in_fp8(*arrays, dimensions, precision, dtype if wide is None else wide)
         changes = {"preferred_element_type": dtype}
         if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
-            changes["precision"] = _precision(region.policy)
+            changes["precision"] = _precision(policy.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
             return bind(equation, arrays, **changes)
 
@@ -244,61 +244,61 @@ class Interpreter:
         self,
         equation: Any,
         values: list[Value],
-        region: Region,
-        names: tuple[str, ...],
+        policy: ScopePolicy,
+        scope_path: Path,
         highest: bool,
     ) -> Callable[..., Any] | None:
         """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8."""
-        if not region.fp8 or not is_product(equation):
+        if not policy.uses_fp8 or not is_matmul(equation):
             return None
-        assert self.rules.fp8 is not None
-        computed = [value.standing is Standing.COMPUTED for value in values]
+        assert self.config.fp8 is not None
+        computed = [value.priority is Priority.COMPUTED for value in values]
         kernel = 0 if computed == [False, True] else 1
-        why = "its author asks for precision=HIGHEST" if highest else region.why_not_fp8
-        path, shapes = path_of(names), (values[0].array.shape, values[1].array.shape)
-        if not decide_product(self.rules.fp8, path, shapes, equation.params, kernel, why):
+        why = "its author asks for precision=HIGHEST" if highest else policy.exclusion_reason
+        path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
+        if not decide_product(self.config.fp8, path, shapes, equation.params, kernel, why):
             return None
-        return dot_general(self.rules.fp8, kernel="rhs" if kernel else "lhs")
+        return dot_general(self.config.fp8, kernel="rhs" if kernel else "lhs")
 
-    def record_opaque(self, equation: Any, names: tuple[str, ...]) -> None:
+    def record_opaque(self, equation: Any, scope_path: Path) -> None:
         """Records the matmuls inside an equation that runs in its recorded dtypes."""
         if self.record is not None:
-            self.record.as_recorded(equation, names, IN_RULE)
-        region = self.rules.region((*names, IN_CUSTOM_VJP))
-        if not region.fp8 or not is_recording():
+            self.record.as_recorded(equation, scope_path, IN_RULE)
+        policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
+        if not policy.uses_fp8 or not is_recording():
             return
-        assert self.rules.fp8 is not None
+        assert self.config.fp8 is not None
         inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
         for product in (equation, *inside):
-            if is_product(product):
+            if is_matmul(product):
                 shapes = tuple(var.aval.shape for var in product.invars)
-                path, params = path_of(names), product.params
-                decide_product(self.rules.fp8, path, shapes, params, 1, region.why_not_fp8)
+                path, params = path_of(scope_path), product.params
+                decide_product(self.config.fp8, path, shapes, params, 1, policy.exclusion_reason)
 
-    def _only_fp32_reads(self, equation: Any, scope: Scope) -> bool:
+    def _is_fp32_only(self, equation: Any, env: Environment) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.
 
         Rounding it to 16 bits would lose precision without benefit.
         """
         var = equation.outvars[0]
-        return var.aval.dtype == FLOAT32 and scope.readers.only_fp32(var)
+        return var.aval.dtype == FLOAT32 and env.consumers.is_fp32_only(var)
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
-    def regions(self, jaxpr: Any, names: tuple[str, ...]) -> tuple[Region, ...]:
-        """Returns the resolved policy of each scope in a jaxpr that is called at `names`.
+    def scope_policies(self, jaxpr: Any, scope_path: Path) -> tuple[ScopePolicy, ...]:
+        """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
         They are part of the cache key of `retraced`: layers that call the same function share one
         retraced jaxpr if their resolved policies are equal.
         """
-        if not self.rules.by_path:
-            return (self.rules.region(names),)
-        inside = [(*names, *scope) for scope in self.scopes(jaxpr)]
+        if not self.config.by_path:
+            return (self.config.scope_policy(scope_path),)
+        inside = [(*scope_path, *inner) for inner in self.scope_paths(jaxpr)]
         # Recorded here, since a jaxpr from the cache is not run again at these scopes.
         self.seen.update(inside)
-        return tuple(map(self.rules.region, inside))
+        return tuple(map(self.config.scope_policy, inside))
 
-    def scopes(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
+    def scope_paths(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
         """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
@@ -307,7 +307,7 @@ class Interpreter:
                 own = scope_names(str(equation.source_info.name_stack))
                 result[own] = None
                 for inner in sub_jaxprs(equation):
-                    result |= {own + scope: None for scope in self.scopes(inner)}
+                    result |= {own + path: None for path in self.scope_paths(inner)}
             self.inside[id(body)] = body, result
         return self.inside[id(body)][1]
 
@@ -315,40 +315,46 @@ class Interpreter:
         self,
         jaxpr: Any,
         values: list[Value],
-        names: tuple[str, ...],
+        scope_path: Path,
         outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
-    ) -> tuple[Any, list[Standing]]:
+    ) -> tuple[Any, list[Priority]]:
         """Retraces a sub-jaxpr for the current dtypes of its operands.
 
         Args:
           jaxpr: open or closed.
           values: its operands.
-          names: the scopes of the equation that contains it.
+          scope_path: the scopes of the equation that contains it.
           outputs: (results, recorded types) -> results, such as a cast to the recorded dtypes; None
             to keep the dtypes of the results.
 
         Returns:
-          The new jaxpr, in the same form (open or closed), and the `Standing` of each result.
+          The new jaxpr, in the same form (open or closed), and the `Priority` of each result.
         """
         body, consts = jaxpr_body(jaxpr)
         avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
-        flags = [(v.standing, None if v.scalar is None else v.scalar.tobytes()) for v in values]
+        flags = [(v.priority, None if v.scalar is None else v.scalar.tobytes()) for v in values]
         # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
         # they do not share retraced jaxprs.
-        call = object() if self.record is not None else names if is_recording() else None
-        key = id(jaxpr), tuple(map(str, avals)), tuple(flags), self.regions(body, names), call
+        call = object() if self.record is not None else scope_path if is_recording() else None
+        key = (
+            id(jaxpr),
+            tuple(map(str, avals)),
+            tuple(flags),
+            self.scope_policies(body, scope_path),
+            call,
+        )
         if key not in self.inner:
-            standings: list[Standing] = []
+            priorities: list[Priority] = []
 
             def run(*arrays: Any) -> list[Any]:
                 pairs = zip(arrays, values, strict=True)
-                args = [Value(array, v.standing, v.scalar) for array, v in pairs]
-                outs = self.run(jaxpr, consts, args, names)
-                standings[:] = [out.standing for out in outs]
+                args = [Value(array, v.priority, v.scalar) for array, v in pairs]
+                outs = self.run(jaxpr, consts, args, scope_path)
+                priorities[:] = [out.priority for out in outs]
                 results = [out.array for out in outs]
                 return outputs(results, [var.aval for var in body.outvars]) if outputs else results
 
-            self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), standings)
+            self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), priorities)
         return self.inner[key][1]
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxmp._autocast._equations import asks_for_highest
-from jaxmp._autocast._resolve import Rules, path_of
+from jaxmp._autocast._equations import requests_highest
+from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
-from jaxmp._core._jaxprs import FORWARD, inners, phase_of
+from jaxmp._core._explanation import Explanation, ExplanationRow
+from jaxmp._core._jaxprs import FORWARD, Path, inners, phase_of
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import MATMULS, matmul_of
 
-# Maximum number of rows that `str()` prints.
-_LISTED = 60
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
 # FLOPs of the whole matmul.
@@ -27,7 +26,7 @@ _KERNELS = ("pallas_call", "mpmd_map", "tpu_custom_call", "mosaic_gpu_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastDecision:
+class AutocastDecision(ExplanationRow):
     """One matmul or convolution of a function under autocast.
 
     Args:
@@ -61,26 +60,26 @@ class AutocastDecision:
         return all(jnp.issubdtype(d, jnp.floating) and bits(d) <= 16 for d in dtypes)
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the columns of a printed row."""
         times = f"{self.count} x " if self.count > 1 else ""
         shapes = " and ".join("[" + ", ".join(map(str, shape)) + "]" for shape in self.shapes)
-        where = self.path or "(no scope)"
-        where += f", {self.phase}" if self.phase != FORWARD else ""
-        line = f"{Path(self.file).name}:{self.line}" if self.file else ""
-        return self.dtype, where, f"{times}{self.primitive} of {shapes}", line, self.reason
+        location = self.path or "(no scope)"
+        location += f", {self.phase}" if self.phase != FORWARD else ""
+        source = f"{pathlib.Path(self.file).name}:{self.line}" if self.file else ""
+        return self.dtype, location, f"{times}{self.primitive} of {shapes}", source, self.reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastExplanation:
+class AutocastExplanation(Explanation[AutocastDecision]):
     """The matmuls and convolutions of a function under autocast; `str()` prints a table.
 
-    Args:
-      rows: in the order of execution; equal decisions share a row.
+    Attributes:
+      rows: an `AutocastDecision` for each matmul, in the order of execution; equal decisions share
+        a row.
       notes: operations for which the counts are incomplete or approximate.
     """
 
-    rows: tuple[AutocastDecision, ...] = ()
-    notes: tuple[str, ...] = ()
+    columns: ClassVar = ("dtype", "scope", "operation", "source", "reason")
+    max_printed_rows: ClassVar = 60
 
     @property
     def flops(self) -> int:
@@ -97,41 +96,29 @@ class AutocastExplanation:
         """Share of the FLOPs that runs in 16 bits or FP8, from 0 to 1; 0.0 without any FLOPs."""
         return self.low_flops / self.flops if self.flops else 0.0
 
-    def __str__(self) -> str:
-        total, low = (sum(r.count for r in self.rows if keep(r)) for keep in (bool, _is_low))
-        first = f"{self.share:.1%} of the matmul FLOPs run in 16 bits or FP8"
-        first += f": {low} of {total} matmuls and convolutions."
+    @property
+    def summary(self) -> str:
+        """Share of the FLOPs, and number of matmuls and convolutions, in 16 bits or FP8."""
         if not self.rows:
-            return "\n".join(["No matmul or convolution.", *_notes(self.notes)])
-        cells = [row.cells() for row in self.rows[:_LISTED]]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        more = len(self.rows) - _LISTED
-        lines += [f"  and {more} more in .rows"] * (more > 0)
-        return "\n".join([first, *lines, *_notes(self.notes)])
+            return "No matmul or convolution."
+        total = sum(row.count for row in self.rows)
+        low = sum(row.count for row in self.rows if row.is_low)
+        return (
+            f"{self.share:.1%} of the matmul FLOPs run in 16 bits or FP8: {low} of {total} matmuls "
+            "and convolutions."
+        )
 
 
-def _is_low(row: AutocastDecision) -> bool:
-    return row.is_low
-
-
-def _notes(notes: tuple[str, ...]) -> list[str]:
-    return [f"  note: {note}" for note in notes]
-
-
-class Record:
+class Recorder:
     """Collector of decisions while the interpreter runs a function."""
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self, config: AutocastConfig) -> None:
+        self.config = config
         self._rows: dict[AutocastDecision, list[int]] = {}
         self._notes: dict[str, None] = {}
         self._lines = Lines()
         # Enclosing equations, the innermost first.
-        self._around: tuple[Any, ...] = ()
+        self._enclosing: tuple[Any, ...] = ()
         # Number of executions, and pass, of the innermost enclosing equation.
         self._times, self._phase = 1, FORWARD
 
@@ -146,24 +133,24 @@ class Record:
     @contextlib.contextmanager
     def inside(self, equation: Any) -> Iterator[None]:
         """Records the matmuls of this block as part of `equation`."""
-        before = self._around, self._times, self._phase
+        before = self._enclosing, self._times, self._phase
         name = equation.primitive.name
         if name == "while":
             self._notes["a loop that ends by a test is counted once"] = None
         if name == "cond":
             self._notes["all branches of a condition are counted"] = None
-        self._around = (equation, *self._around)
+        self._enclosing = (equation, *self._enclosing)
         self._times *= max((inner.times for inner in inners(equation)), default=1)
         self._phase = phase_of(str(equation.source_info.name_stack), self._phase)
         try:
             yield
         finally:
-            self._around, self._times, self._phase = before
+            self._enclosing, self._times, self._phase = before
 
-    def as_recorded(self, equation: Any, names: tuple[str, ...], reason: str) -> None:
+    def as_recorded(self, equation: Any, scope_path: Path, reason: str) -> None:
         """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
         if equation.primitive.name in MATMULS:
-            self._add(equation, names, [var.aval.dtype for var in equation.invars[:2]], reason)
+            self._add(equation, scope_path, [var.aval.dtype for var in equation.invars[:2]], reason)
             return
         if equation.primitive.name in _KERNELS:
             self._notes[f"what is inside of {equation.primitive.name} is not counted"] = None
@@ -171,13 +158,13 @@ class Record:
         with self.inside(equation):
             for inner in inners(equation):
                 for each in inner.jaxpr.eqns:
-                    self.as_recorded(each, names, reason)
+                    self.as_recorded(each, scope_path, reason)
 
     def equation(
         self,
         equation: Any,
         values: list[Value],
-        names: tuple[str, ...],
+        scope_path: Path,
         category: str,
         in_fp8: Any,
     ) -> None:
@@ -186,14 +173,14 @@ class Record:
         Args:
           equation: the equation that is about to run.
           values: its operands.
-          names: its name scopes.
+          scope_path: its name scopes.
           category: its category in the op table.
           in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
         """
         name = equation.primitive.name
         if name not in MATMULS:
             if category == "opaque":
-                self.as_recorded(equation, names, self._why_opaque(name))
+                self.as_recorded(equation, scope_path, self._why_opaque(name))
             return
         recorded = [var.aval.dtype for var in equation.invars[:2]]
         fixed = [
@@ -202,38 +189,38 @@ class Record:
             if not is_castable_aval(v.aval)
         ]
         if len(fixed) == len(recorded):
-            self._add(equation, names, recorded, f"{fixed[0].name} is never cast")
+            self._add(equation, scope_path, recorded, f"{fixed[0].name} is never cast")
             return
-        dtype, reason = self._decision(equation, values, names, category, in_fp8)
+        dtype, reason = self._decision(equation, values, scope_path, category, in_fp8)
         if dtype is not None:
             casts = zip(equation.invars[:2], recorded, strict=True)
             recorded = [dtype if is_castable_aval(v.aval) else old for v, old in casts]
-        self._add(equation, names, recorded, reason)
+        self._add(equation, scope_path, recorded, reason)
 
     def _decision(
-        self, equation: Any, values: list[Value], names: tuple[str, ...], category: str, in_fp8: Any
+        self, equation: Any, values: list[Value], scope_path: Path, category: str, in_fp8: Any
     ) -> tuple[Any, str]:
         """Returns the dtype of a matmul's floating operands and the reason.
 
         The dtype is None if the operands keep their recorded dtypes.
         """
         name = equation.primitive.name
-        region = self.rules.region(names)
+        policy = self.config.scope_policy(scope_path)
         edited = f"the op table: {name} = {category!r}"
         if category == "opaque":
             return None, edited
         if category == "low":
             half = is_16bit(equation.invars[0].aval.dtype)
-            if asks_for_highest(equation.params) and not half:
+            if requests_highest(equation.params) and not half:
                 return None, "its author asked for precision=HIGHEST"
             if in_fp8 is not None:
-                return jnp.float8_e4m3fn, self.rules.why(names)
-            if region.full:
-                return region.dtype, "inside jaxmp.full_precision()"
-            why_not = "; not in FP8, see jaxmp.fp8.explain" if region.fp8 else ""
-            return region.dtype, f"{self.rules.why(names)}{why_not}"
-        if category == "fp32" or region.is_full:
-            reason = edited if category == "fp32" else self.rules.why(names)
+                return jnp.float8_e4m3fn, self.config.reason(scope_path)
+            if policy.is_full_precision:
+                return policy.dtype, "inside jaxmp.full_precision()"
+            why_not = "; not in FP8, see jaxmp.fp8.explain" if policy.uses_fp8 else ""
+            return policy.dtype, f"{self.config.reason(scope_path)}{why_not}"
+        if category == "fp32" or policy.is_fp32:
+            reason = edited if category == "fp32" else self.config.reason(scope_path)
             return FLOAT32, reason
         outer = name == "dot_general" and not equation.params["dimension_numbers"][0][0]
         reason = (
@@ -243,17 +230,17 @@ class Record:
 
     def _why_opaque(self, name: str) -> str:
         try:
-            reason = self.rules.ops.op(name).reason
+            reason = self.config.ops.op(name).reason
         except ValueError:
             return f"inside {name}, which the op table does not list"
         return f"inside {name}: {reason}"
 
-    def _add(self, equation: Any, names: tuple[str, ...], dtypes: list[Any], reason: str) -> None:
+    def _add(self, equation: Any, scope_path: Path, dtypes: list[Any], reason: str) -> None:
         product = matmul_of(equation)
-        file, line = self._lines.of((equation, *self._around))
+        file, line = self._lines.of((equation, *self._enclosing))
         shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))
         row = AutocastDecision(
-            path=path_of(names),
+            path=path_of(scope_path),
             phase=phase_of(str(equation.source_info.name_stack), self._phase),
             primitive=equation.primitive.name,
             shapes=tuple(tuple(var.aval.shape) for var in equation.invars[:2]),  # type: ignore
