@@ -53,7 +53,7 @@ def test_each_reason():
     assert (explanation.flops, explanation.low_flops, explanation.share) == (5 * FLOPS, FLOPS, 0.2)
     assert {row.shapes for row in explanation.rows[:5]} == {((4, 8), (8, 8))}
     assert {row.file for row in explanation.rows} == {__file__}
-    first, body, *_ = str(explanation).splitlines()
+    first, _, body, *_ = str(explanation).splitlines()
     assert first.startswith("20.0% of the matmul FLOPs run in 16 bits or FP8: 1 of 6 matmuls")
     assert (
         "bfloat16  body" in body and f"test_explain_autocast.py:{explanation.rows[0].line}" in body

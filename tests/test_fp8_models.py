@@ -1,6 +1,7 @@
 """`matmul = "fp8"` in policies and recipes: Linen and NNX models, and excluded layers."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 
@@ -174,7 +175,7 @@ def both_layers(policy_map):
 def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
     rows = fp8.explain(models[which - 1], x).rows
-    assert [tuple(row) for row in rows] == [
+    assert [dataclasses.astuple(row) for row in rows] == [
         ("odd", 32, 30, "N = 30 is no multiple of 16"),
         ("einsum", 64, 64, ""),
         ("general", 64, 32, ""),

@@ -562,10 +562,10 @@ def test_settings_are_read_and_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[rules]]\npath = "a"\nattention = "xla"', "is now called 'implementation'"),
-        ("[attention]\nwindow = 3", "a window belongs to a declared mask"),
+        ('[[rules]]\npath = "a"\nattention = "xla"', "Did you mean 'implementation'"),
+        ("[attention]\nwindow = 3", "window requires a declared mask"),
         ('[attention]\nmask = "casual"', "Did you mean 'causal'"),
-        ("[attention]\nmask = 'causal'\nwindow = -1", "an integer that is not negative"),
+        ("[attention]\nmask = 'causal'\nwindow = -1", "neither a nonnegative integer nor a pair"),
     ],
 )
 def test_settings_that_a_file_may_not_have(tmp_path, text, message):
@@ -573,8 +573,10 @@ def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     path.write_text(f'extends = "bf16"\n{text}\n')
     with pytest.raises(jaxmp.RecipeError, match=message) as error:
         load_recipe(str(path))
-    example = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
-    path.write_text(example)
+    fix = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
+    table = '[[rules]]\npath = "a"' if "rules" in text else "[attention]"
+    mask = "" if "mask" in fix or "rules" in text else 'mask = "causal"'
+    path.write_text(f'extends = "bf16"\n{table}\n{mask}\n{fix}\n')
     load_recipe(str(path))
 
 

@@ -430,7 +430,7 @@ def test_an_edit_that_cannot_be_is_refused_with_one_that_can(edits, words):
 
 
 def test_what_is_no_table_is_refused():
-    with pytest.raises(OpError, match=r"'exp' is no table of operations"):
+    with pytest.raises(OpError, match=r"'exp' is not a table of operations"):
         OpTable().replace("exp")
 
 
@@ -529,9 +529,9 @@ def test_replace(write):
     assert recipe.replace(master="none").ops == recipe.ops
     assert load_recipe("fp16").replace(ops={"exp": "low"}).ops == recipe.ops
     assert load_recipe(write(recipe.to_toml())).ops == recipe.ops
-    with pytest.raises(OpError, match="'softmax' is no operation"):
+    with pytest.raises(OpError, match="'softmax' is not an operation"):
         recipe.replace(ops={"softmax": "low"})
-    with pytest.raises(OpError, match="is no table of operations"):
+    with pytest.raises(OpError, match="is not a table of operations"):
         recipe.replace(ops="low")
 
 

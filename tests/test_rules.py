@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 import re
 
@@ -16,9 +17,11 @@ import jaxmp
 from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_required
-from jaxmp._policies._resolve import PolicyMap, resolve_policy, storage_dtype
+from jaxmp._policies._resolve import PolicyMap, resolve_first, resolve_policy, storage_dtype
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
+
+F32, BF16 = np.dtype("float32"), np.dtype(jnp.bfloat16)
 
 # ---------------------------------------------------------------------------
 # Patterns
@@ -402,5 +405,35 @@ def test_a_rule_for_fp32_is_no_rule_for_fp8():
     assert found == {"island": "default", "both": "fp8", "wide": "fp8", "other": "fp8"}
 
 
-def test_an_explanation_is_a_public_type():
-    assert isinstance(PolicyMap("bf16").explain(["dense"]), jaxmp.Explanation)
+def test_an_explanation_is_a_public_type_with_json():
+    policies = PolicyMap("bf16", [Rule("head", "c=f32", why="logits")])
+    explanation = policies.explain(["head"])
+    assert isinstance(explanation, jaxmp.Explanation)
+    result = json.loads(explanation.to_json())
+    assert result["summary"] == "1 of 1 paths follow a rule."
+    (row,) = result["rows"]
+    assert row == {
+        "path": "head",
+        "module_type": "",
+        "policy": "p=f32,c=f32,o=f32",
+        "rule": 0,
+        "why": "logits",
+    }
+    assert result["unused"] == list(map(str, policies.rules[1:]))
+
+
+def test_a_resolved_policy_names_its_rule_and_output():
+    head, wide = Rule("head", "c=f32"), Rule("logits", "o=f32")
+    policies = PolicyMap("p=f32,c=bf16,o=bf16,matmul=fp8", [head, wide])
+    default = resolve_policy(policies, "dense")
+    assert (default.rule, default.output_dtype, default.wide_output) == (None, BF16, None)
+    assert default.scaling == jaxmp.fp8.CurrentScaling() and not default.casts_output
+    assert default.reason == "default policy p=f32,c=bf16,o=bf16,matmul=fp8"
+    resolved = resolve_policy(policies, "head")
+    assert (resolved.rule, resolved.output_dtype, resolved.scaling) == (head, F32, None)
+    assert resolved.reason == "Rule('head', compute_dtype='float32')"
+    resolved = resolve_policy(policies, ("logits",))
+    assert (resolved.output_dtype, resolved.wide_output) == (F32, F32) and resolved.casts_output
+    assert resolve_policy(policies, "").casts_output
+    assert resolve_first(policies, ("a/head", "head")).rule is head
+    assert resolve_first(policies, ("a", "b")).path == "a"

@@ -133,11 +133,11 @@ def explain_autocast(
       ...     with jax.named_scope("head"):
       ...         return x @ w
       >>> explanation = explain_autocast(model, "bf16")(jnp.ones((3, 4)), jnp.ones((2, 3)))
-      >>> print(explanation)  # doctest: +ELLIPSIS
+      >>> print(explanation.summary)
       100.0% of the matmul FLOPs run in 16 bits or FP8: 1 of 1 matmuls and convolutions.
-        bfloat16  head  dot_general of [2, 3] and [3, 4] ... default policy p=f32,c=bf16,o=f32
-      >>> explanation.rows[0].dtype
-      'bfloat16'
+      >>> row = explanation.rows[0]
+      >>> row.path, row.dtype, row.reason
+      ('head', 'bfloat16', 'default policy p=f32,c=bf16,o=f32')
     """
     config = make_config(fn, policies, ops, "explain_autocast")
 
