@@ -286,7 +286,7 @@ def test_the_json_of_recipes_and_settings(run):
     settings = json.loads(run("show", "fp16", "--json", "-")[1])
     assert settings == tomllib.loads(recipe.to_toml())
     ops = json.loads(run("show", "fp16", "--ops", "--json", "-")[1])["ops"]
-    assert ops == {op.name: op.category for op in jaxmp.OPS.values()}
+    assert ops == {op.name: op.category for op in jaxmp.DEFAULT_OPS.values()}
 
 
 def test_the_json_of_an_explanation(run, folder):
