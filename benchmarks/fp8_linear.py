@@ -29,8 +29,8 @@ from flax.linen import fp8_ops
 from jax import lax
 
 from jaxmp import fp8
-from jaxmp._audit._arguments import trace
 from jaxmp._audit._compile import compile_for
+from jaxmp._audit._trace import trace
 from jaxmp._core._hlo import Program
 
 LINEAR = (((1,), (0,)), ((), ()))

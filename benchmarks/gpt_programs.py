@@ -37,10 +37,10 @@ import optax
 
 import gpt
 import jaxmp
-from jaxmp._audit._arguments import trace
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._gpus import GPUS
-from jaxmp._audit._hlo_stats import read
+from jaxmp._audit._hlo_stats import read_program
+from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Computation, Instruction, Program, Step
 
@@ -136,7 +136,7 @@ def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Count
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)
     program = Program(compiled.text)
-    rows = read(compiled, {}, (), [False] * len(traced.arrays))
+    rows = read_program(compiled, {}, (), [False] * len(traced.arrays))
     matmuls, attention = Counter(), Counter()
     for row in rows.gemms:
         matmuls[f"{row.lhs} x {row.rhs}"] += row.flops

@@ -511,10 +511,10 @@ def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
     assert {finding.primitive for finding in found} <= {"sin", "cos"} and found
     for finding in found:
         assert finding.severity == "error" and finding.module == "enc"
-        assert f"is rounded to {dtype} on its way into" in finding.message
-        kept, _, computed = finding.fix.partition("; or ")
-        assert kept.startswith(f"Rule('', keep_inputs=['{name}'])")
-        rule = eval(computed.removesuffix(" for this module"), {"Rule": Rule})
+        assert f"is rounded to {dtype} before" in finding.message
+        kept, computed = (line.strip() for line in finding.fix.splitlines() if line[0] == " ")
+        assert kept == f"Rule('', keep_inputs=['{name}'])"
+        rule = eval(computed, {"Rule": Rule})
         assert rule.output_dtype.name == dtype
     for first in (Rule("", keep_inputs=["c"]), rule):
         fixed = PolicyMap(policies, [first, Rule("enc", keep_inputs=["v"])])

@@ -422,7 +422,7 @@ def test_audit_reports_a_causal_array_and_its_fix_removes_the_finding(model):
     before = dense(audit(model(nn.make_causal_mask, recipe()), X, TOKENS))
     (finding,) = before
     assert (finding.severity, finding.module) == ("warning", "attn")
-    assert "it is causal for every input" in finding.message
+    assert "the mask is causal for every input" in finding.message
     assert '    recipe = recipe.replace(mask="causal")' in finding.fix
     assert '    [attention]\n    mask = "causal"' in finding.fix
     assert dense(audit(model(nn.make_causal_mask, recipe(mask="causal")), X, TOKENS)) == []

@@ -1,4 +1,8 @@
-"""audit: what runs in which dtype, and what is wrong with it, as traced and as compiled."""
+"""The audit: dtypes and precision defects of a program, as traced and as compiled.
+
+`_auditor` walks over the traced program. The checks are in `_check_*.py`, one file for each
+subject, and register themselves in `_checks` when they are imported here.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,32 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._audit._arguments import (
-    half_results,
-    held_arrays,
-    scale_findings,
-    state_findings,
-    trace,
-)
+# The order of these imports is that of the checks in reports and in the documentation.
+# isort: off
+from jaxmp._audit import _check_promotions as _check_promotions
+from jaxmp._audit import _check_matmuls as _check_matmuls
+from jaxmp._audit import _check_ops as _check_ops
+from jaxmp._audit import _check_inputs as _check_inputs
+from jaxmp._audit import _check_attention as _check_attention
+from jaxmp._audit import _check_masks as _check_masks
+from jaxmp._audit import _check_state as _check_state
+from jaxmp._audit import _check_collectives as _check_collectives
+from jaxmp._audit import _check_hlo as _check_hlo
+from jaxmp._audit import _check_rules as _check_rules
+
+# isort: on
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_steps import mark_arguments, step_findings
+from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._diff import AuditDiff as AuditDiff
 from jaxmp._audit._gpus import GPUS
-from jaxmp._audit._labels import SCALED
 from jaxmp._audit._make_report import make_report
-from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
-from jaxmp._audit._report import Finding as Finding
+from jaxmp._audit._rows import Finding as Finding
+from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from jaxmp._core._compat import unchecked_cuda
 from jaxmp._core._locations import Location
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp.errors import AuditError
@@ -38,33 +48,34 @@ def audit(
     target: str | None = None,
     **kwargs: Any,
 ) -> AuditReport:
-    """Reports what a function runs in which dtype, and what is wrong with that.
+    """Reports the dtypes of a program's operations, and precision defects with their fixes.
 
-    The function is traced, with `target` also compiled, and never run: no policy is applied,
-    nothing is computed.
+    The function is traced, and with `target` also compiled, but never run. The policies are only
+    compared with the program, not applied to it.
 
     Args:
       fn: any JAX function, such as a whole train step, jitted or not.
-      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`. Anything that is no pytree of
-        arrays is handed to `fn` as it is.
-      policies: what the program is meant to follow: a recipe's name, a policy string, a `Policy`,
-        a `PolicyMap` or a `Recipe`. None: an FP32 matmul is a error where its operand was 16 bits
-        before. A program names no module types, so rules by type cannot be held against it; what
-        they ask for is allowed everywhere.
-      target: "a100", "h100", "h200" or "b200": the program is also compiled for that card, which
-        need not be there (`pip install "jaxmp[aot]"`), and the report says what XLA made of it:
-        `.gemms`, `.attention`, `.collectives`, `.memory`. A program whose arguments, or whose own
-        `jit`, `shard_map` or constraints name a mesh, of devices of any kind, is compiled for as
-        many cards.
+      *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. Objects that are not pytrees of
+        arrays are passed to `fn` unchanged.
+      policies: the policies that the program should follow: a recipe's name, a policy string, a
+        `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
+        cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
+        requires is allowed in every module.
+      target: "a100", "h100", "h200" or "b200" to compile the program for that GPU, too, which does
+        not have to be present (`pip install "jaxmp[aot]"`). The report then has `.gemms`,
+        `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
+        `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
+        many GPUs, whatever the devices of the mesh are.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      The report: `.findings`, `.matmul_flops`, `.ok`; it prints as a table.
+      The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is no function, `target` is no card, or XLA cannot compile the program.
-      MissingDependencyError: if there is neither the card nor XLA's compiler for it.
-      PolicyError, RecipeError: if the policies cannot be understood.
+      AuditError: if `fn` is not a function, if `target` is not a known GPU, or if XLA cannot
+        compile the program.
+      MissingDependencyError: if neither the GPU nor XLA's compiler for it is installed.
+      PolicyError, RecipeError: if the policies are not valid.
 
     Example:
       >>> def attend(q, k):
@@ -77,55 +88,52 @@ def audit(
 
 
 def audit_call(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, policies: Any, target: str | None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policies: Any,
+    target: str | None,
 ) -> AuditReport:
-    """`audit`, for arguments of any name."""
+    """Audits a function whose keyword arguments may have any name, such as `target`."""
     _check_function(fn)
     if target is not None:
         check_target(target)
     recipe = None if policies is None else as_recipe_data(policies)
-    spelled = policies if isinstance(policies, str) else "bf16" if policies is None else ""
-    text = repr(spelled) if spelled else "recipe" if hasattr(policies, "data") else "policies"
+    name = policies if isinstance(policies, str) else "bf16" if policies is None else ""
+    code = repr(name) if name else "recipe" if hasattr(policies, "data") else "policies"
     # JAX may start its backends at any step of an audit.
-    with contextlib.nullcontext() if target is None else unchecked_cuda():
+    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         device = _compat.target() if target is None else "gpu"
-        return _audit(PolicyContext(recipe, device, text), fn, args, kwargs, target)
+        return _audit(PolicyContext(recipe, device, code), fn, args, kwargs, target)
 
 
 def _audit(
     context: PolicyContext,
-    fn: Any,
+    fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     target: str | None,
 ) -> AuditReport:
-    card = {} if target is None else {"target": "gpu", "capability": (GPUS[target].major, 0)}
-    with _compat.context(**card):
+    gpu = {} if target is None else {"target": "gpu", "capability": (GPUS[target].major, 0)}
+    with _compat.context(**gpu):
         traced = trace(fn, args, kwargs)
     auditor = Auditor(context)
-    scales = traced.scales()
-    for _, var in scales:
-        auditor.flow.mark(var, SCALED)
-    for label, var in traced.inputs():
-        auditor.flow.mark(var, label)
-    mark_arguments(auditor, traced)
-    auditor.masks.known.bind_constants(traced.closed)
+    label_arguments(auditor, traced)
+    auditor.known.bind_constants(traced.closed)
     auditor.run(traced.jaxpr, Location(), 1)
-    auditor.finish(traced.jaxpr)
-    others = [*half_results(traced), *state_findings(traced), *scale_findings(auditor, scales)]
-    others += step_findings(auditor, traced, context.recipe, others)
     compiled = None if target is None else compile_for(target, traced)
-    return make_report(auditor, others, compiled, held_arrays(traced))
+    return make_report(auditor, traced, compiled)
 
 
-def _check_function(fn: Any) -> None:
+def _check_function(fn: object) -> None:
     if not callable(fn):
         raise AuditError(
-            f"audit got an object of type {type(fn).__name__}, not a function. Give the function "
-            "and its arguments apart: audit(train_step, state, batch)."
+            f"audit got an object of type {type(fn).__name__} instead of a function. Pass the "
+            "function and its arguments separately: audit(train_step, state, batch)."
         )
     if type(fn).__name__ == "CompiledStep":
         raise AuditError(
-            "audit got a step that jaxmp.nnx.compile_step made, which keeps its model to itself. "
-            "Give the function and its nodes: audit(train_step, model, optimizer, batch)."
+            "audit got a step that jaxmp.nnx.compile_step made, which contains its own model. Pass "
+            "the function and its arguments instead: audit(train_step, model, optimizer, batch)."
         )

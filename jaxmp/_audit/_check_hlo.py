@@ -1,26 +1,59 @@
-"""Judges of a program compiled for a GPU."""
+"""Checks of a program compiled for a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-from jaxmp._audit._checks import CHECKS, ERROR, WARNING
-from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT
+from jaxmp._audit._check_matmuls import FP32_MATMUL
+from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._gpu_rows import CollectiveRow, Compilation, GemmRow
-from jaxmp._audit._report import Finding
-from jaxmp._audit._sections import bytes_words
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import BACKWARD, Path
+from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._core._locations import Location
 
-# Smaller arrays, such as norms and losses, are gathered in whatever dtype they have.
+FP32_GEMM = Check(
+    id="fp32_gemm",
+    severity=ERROR,
+    explanation="The GPU multiplies in FP32 or TF32 where the policies require 16 bits, although"
+    " the traced program does not.",
+    fix="y = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))",
+    needs_target="yes",
+)
+FP8_FALLBACK = Check(
+    id="fp8_fallback",
+    severity=ERROR,
+    explanation="Operands are rounded to FP8 but multiplied in a wider dtype. FP8 matmuls require"
+    " an H100 or a later GPU.",
+    fix="y = jax.lax.dot_general(x_fp8, w_fp8, dimension_numbers)",
+    needs_target="yes",
+)
+FP32_ALL_GATHER = Check(
+    id="fp32_all_gather",
+    severity=ERROR,
+    explanation="Devices gather an array in FP32 where the policies require 16 bits.",
+    fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)",
+    needs_target="yes",
+)
+UNDONATED_STATE = Check(
+    id="undonated_state",
+    severity=WARNING,
+    explanation="No argument is donated, so the old and the new state are in memory at the same"
+    " time.",
+    fix="jax.jit(train_step, donate_argnums=0)",
+    needs_target="yes",
+)
+
+# Smaller arrays, such as those of norms and losses, may be gathered in any dtype.
 _SMALL = 4096  # bytes
 _WIDE = ("float32", "tf32")
 _HALF = ("bfloat16", "float16")
-# Under `jit` the compiler sums what the matmul of a gradient emits. `shard_map` leaves the sum to
-# the user's code.
+# Under `jit` the compiler sums the result of the gradient's matmul. In `shard_map` the user's code
+# computes the sum.
 _FIX_REDUCE = """\
 def gradients(params, batch):
     grads = jax.grad(loss_fn)(params, batch)
@@ -30,88 +63,106 @@ specs = dict(in_specs=(P(), P('data')), out_specs=P(), check_vma=False)
 grads = jax.shard_map(gradients, mesh=mesh, **specs)(params, batch)"""
 
 
-def program_findings(
-    compilation: Compilation,
-    context: PolicyContext,
-    root: Path,
-    known: Iterable[Finding],
-    fp8: Mapping[tuple[str, str, str, int], str],
-) -> Iterator[Finding]:
-    """What is wrong with a compiled program.
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program and what the trace contains.
 
     Args:
-      compilation: its rows.
-      context: of the policies.
-      root: the scope that is named after the root's class.
-      known: findings of the traced program, which are not said again.
-      fp8: (module, phase, file, line) of products that were traced with FP8 operands -> the dtype.
-        XLA may take a cast to FP8 and back away, so that the compiled program shows none.
+      rows: matmuls, collectives and memory of the compiled program.
+      traced: findings of the traced program, which are not repeated.
+      fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
+        XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
     """
-    known = list(known)
-    said = {finding.module for finding in known if finding.check == "fp32_matmul"}
-    reduced = {(f.file, f.line) for f in known if f.check == "all_reduce_16bit"}
-    for row in compilation.gemms:
-        was = row.was_fp8 or fp8.get((row.module, row.phase, row.file, row.line), "")
-        if was and not (row.lhs.startswith("float8") and row.rhs.startswith("float8")):
-            message = f"operands pass through {was}; the product runs in {row.lhs} x {row.rhs}."
-            yield _finding("fp8_fallback", row, message)
-        wide = row.lhs in _WIDE or row.rhs in _WIDE
-        if wide and row.module not in said and _is_half_wanted(context, row.module, root):
-            yield _finding("fp32_gemm", row, f"the GPU multiplies in {row.lhs} x {row.rhs} here.")
-    for row in compilation.collectives:
-        if (row.file, row.line) not in reduced or row.operation == "all-gather":
-            yield from _check_collective(row, context, root)
-    if not compilation.memory.aliased:
-        check = "undonated_state"
-        message = "no argument is donated: old and new state are in memory together."
-        yield Finding(
-            check=check, severity=CHECKS[check].severity, message=message, fix=CHECKS[check].fix
-        )
+
+    rows: Compilation
+    traced: tuple[Finding, ...]
+    fp8: Mapping[tuple[str, str, str, int], str]
 
 
-def _check_collective(row: CollectiveRow, context: PolicyContext, root: Path) -> Iterator[Finding]:
-    if row.bytes < _SMALL * row.count:
-        return
-    size = bytes_words(row.bytes)
-    if row.operation == "all-gather" and row.dtype == "float32":
-        if row.module and _is_half_wanted(context, row.module, root):
-            fix = (
-                "cast the shard first: jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16),"
-                " sharding_of_w)"
+@FP8_FALLBACK.on_compiled
+def check_fp8(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports matmuls of FP8 values in a wider dtype."""
+    del audit
+    for row in program.rows.gemms:
+        line = row.module, row.phase, row.file, row.line
+        dtype = row.was_fp8 or program.fp8.get(line, "")
+        is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
+        if dtype and not is_fp8:
+            message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
+            yield _finding(FP8_FALLBACK, row, message)
+
+
+@FP32_GEMM.on_compiled
+def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports matmuls in FP32 or TF32."""
+    reported = {f.module for f in program.traced if f.check == FP32_MATMUL.id}
+    for row in program.rows.gemms:
+        is_wide = row.lhs in _WIDE or row.rhs in _WIDE
+        if is_wide and row.module not in reported and _requires_16_bits(audit, row.module):
+            message = f"the GPU multiplies in {row.lhs} x {row.rhs}."
+            yield _finding(FP32_GEMM, row, message)
+
+
+@FP32_ALL_GATHER.on_compiled
+def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports arrays that devices gather in FP32."""
+    for row in _large(program.rows.collectives):
+        is_wide = row.operation == "all-gather" and row.dtype == "float32"
+        if is_wide and row.module and _requires_16_bits(audit, row.module):
+            yield _finding(
+                FP32_ALL_GATHER, row, f"{bytes_text(row.bytes)} are gathered in float32."
             )
-            yield _finding("fp32_all_gather", row, f"{size} are gathered in float32.", fix)
-    elif row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF:
+
+
+@ALL_REDUCE_16BIT.on_compiled
+def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports sums over devices in 16 bits that the compiler inserted."""
+    reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
+    for row in _large(program.rows.collectives):
+        is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
+        if not is_sum or (row.file, row.line) in reported:
+            continue
         is_gradient = row.phase == BACKWARD and not row.in_matmul
-        what = "gradients" if is_gradient else "activations"
-        message = f"{size} of {what} are summed over devices in {row.dtype} ({row.operation})."
-        fix = (
-            _FIX_REDUCE
-            if is_gradient
-            else "None is needed: activations are summed in the compute dtype."
-        )
-        finding = _finding("all_reduce_16bit", row, message, fix)
-        is_fault = is_gradient and context.wants_wide_reduces
-        yield dataclasses.replace(finding, severity=ERROR if is_fault else WARNING)
+        name = "gradients" if is_gradient else "activations"
+        size = bytes_text(row.bytes)
+        message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
+        fix = _FIX_REDUCE if is_gradient else "No change is required for activations."
+        is_error = is_gradient and audit.context.requires_fp32_reductions
+        finding = _finding(ALL_REDUCE_16BIT, row, message, fix)
+        yield dataclasses.replace(finding, severity=ERROR if is_error else WARNING)
 
 
-def _is_half_wanted(context: PolicyContext, module: str, root: Path) -> bool:
-    """Whether the policies say 16 bits, and nothing else, for a module."""
+@UNDONATED_STATE.on_compiled
+def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports a program without donated arguments."""
+    del audit
+    if not program.rows.memory.aliased:
+        message = "no argument is donated: the old and the new state are in memory together."
+        fix = UNDONATED_STATE.fix
+        yield Finding(check=UNDONATED_STATE.id, severity=WARNING, message=message, fix=fix)
+
+
+def _large(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+    return (row for row in rows if row.bytes >= _SMALL * row.count)
+
+
+def _requires_16_bits(audit: Auditor, module: str) -> bool:
+    """Returns True if the policies allow only 16-bit dtypes for a module."""
     below = tuple(module.split("/")) if module else ()
-    wanted = context.wanted(Location((*root, *below)))
-    return bool(wanted) and FLOAT32 not in wanted and all(map(is_16bit, wanted))
+    allowed = audit.context.allowed_dtypes(Location((*audit.root, *below)))
+    return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
 
 
-def _finding(check: str, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
-    what: Any = row
+def _finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
     return Finding(
-        check=check,
-        severity=CHECKS[check].severity,
+        check=check.id,
+        severity=check.severity,
         module=row.module,
-        primitive=getattr(what, "operation", "dot"),
+        primitive=row.operation if isinstance(row, CollectiveRow) else "dot",
         file=row.file,
         line=row.line,
         message=message,
-        fix=fix or CHECKS[check].fix,
+        fix=fix or check.fix,
         count=row.count,
-        flops=getattr(what, "flops", 0),
+        flops=row.flops if isinstance(row, GemmRow) else 0,
     )

@@ -1,8 +1,9 @@
-"""Attention masks of a traced program whose elements follow from shapes and constants alone."""
+"""Check of attention masks whose elements follow from shapes and constants alone."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,110 +15,115 @@ from jaxmp._attention._declared import (
     structure_of,
 )
 from jaxmp._attention._layer import layer_attention
-from jaxmp._audit._checks import WARNING
-from jaxmp._audit._context import OpOccurrence, PendingFindings
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._checks import WARNING, Check
+from jaxmp._audit._program import OpOccurrence, is_attention
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import is_within
-from jaxmp._core._jaxprs import Path, is_literal
+from jaxmp._core._jaxprs import FORWARD, Atom, Equation, Path, is_literal
 from jaxmp._core._locations import module_of
-from jaxmp._core._static_values import Known
+
+DENSE_MASK = Check(
+    id="dense_mask",
+    severity=WARNING,
+    explanation="Attention reads a mask as an array, although the mask is causal, a window or full"
+    " for every input. A kernel cannot skip the masked blocks of an array.",
+    fix="recipe = recipe.replace(mask='causal')",
+)
 
 
-class _Declared(NamedTuple):
-    """A layer's mask that its policy declares."""
+class _DeclaredMask(NamedTuple):
+    """Mask of a layer whose policy declares its structure."""
 
     names: Path
     declared: Declaration
-    # `[B, N, T, S]`; None: it depends on the program's inputs.
+    # `[B, N, T, S]`; None if it depends on the program's inputs.
     mask: np.ndarray | None
 
 
-class _Passed(NamedTuple):
-    """A mask that attention receives as an array, and what it is; None: nothing is known."""
+class _PassedMask(NamedTuple):
+    """Mask that attention receives as an array."""
 
     op: OpOccurrence
+    # None if the mask depends on the program's inputs, or has no known structure.
     actual: Declaration | None
 
 
-class Masks:
-    """The masks of a program. Takes its equations on the audit's walk."""
+@DENSE_MASK.on_operation("jit", "pjit")
+def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the mask of a call of attention, or of a declaration, in the forward pass."""
+    mask = _mask_of(op.equation)
+    if mask is None or op.location.phase != FORWARD:
+        return
+    elements = audit.known.value(mask)
+    declared = declaration_of(str(op.equation.params.get("name", "")), "")
+    if declared is not None:
+        row = _DeclaredMask(op.location.names, declared, elements)
+        audit.collected[_DeclaredMask].append(row)
+    elif is_attention(op.equation) and mask.aval.shape[-2] > 1:
+        audit.collected[_PassedMask].append((op, elements))
 
-    def __init__(self) -> None:
-        self.known = Known()
-        self._declared: list[_Declared] = []
-        self._passed: list[_Passed] = []
-        self._structures: dict[int, tuple[np.ndarray, Declaration | None]] = {}
 
-    def take(self, op: OpOccurrence, is_attention: bool) -> None:
-        """Takes a jitted function of the forward pass: of attention, of a declaration, or other."""
-        mask = _mask_of(op.equation)
+@DENSE_MASK.on_program
+def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Compares masks with their declarations, and reports masks that could be declared.
+
+    Raises:
+      AttentionError: if a mask contradicts its declaration.
+    """
+    del traced
+    declared: list[_DeclaredMask] = audit.collected[_DeclaredMask]
+    _check_declared(declared, audit)
+    passed = _with_structures(audit.collected[_PassedMask])
+    layers = [row for row in passed if is_within(row.op.equation.source_info, layer_attention)]
+    structures = {row.actual for row in layers} | {row.declared for row in declared}
+    for row in passed:
+        if row.actual is None:
+            continue
+        message = (
+            f"attention reads its mask as an array, and the mask is {_structure_text(row.actual)}"
+            " for every input."
+        )
+        if row in layers:
+            path = module_of(row.op.location.names, audit.root)
+            fix = _fix_declaration(row.actual, path if len(structures) > 1 else None)
+        else:
+            fix = _fix_argument(row.actual)
+        audit.add(DENSE_MASK, row.op, message, fix)
+    return ()
+
+
+def _check_declared(declared: list[_DeclaredMask], audit: Auditor) -> None:
+    unknown: dict[str, None] = {}
+    checked = set()
+    for names, declaration, mask in declared:
+        path = module_of(names, audit.root)
         if mask is None:
-            return
-        declared = declaration_of(str(op.equation.params.get("name", "")), "")
-        if declared is not None:
-            self._declared.append(_Declared(op.location.names, declared, self.known.value(mask)))
-        elif is_attention and mask.aval.shape[-2] > 1:
-            self._passed.append(_Passed(op, self._structure(self.known.value(mask))))
-
-    def _structure(self, mask: np.ndarray | None) -> Declaration | None:
-        if mask is None:
-            return None
-        if id(mask) not in self._structures:
-            self._structures[id(mask)] = mask, structure_of(mask)
-        return self._structures[id(mask)][1]
-
-    def check(self, root: Path) -> list[str]:
-        """Compares masks with their declarations.
-
-        Args:
-          root: the scope of the model.
-
-        Returns:
-          A note if there are masks that depend on the program's inputs.
-
-        Raises:
-          AttentionError: if a mask contradicts its declaration.
-        """
-        unknown: dict[str, None] = {}
-        checked = set()
-        for names, declared, mask in self._declared:
-            path = module_of(names, root)
-            if mask is None:
-                unknown[path or "the model"] = None
-            elif (id(mask), declared) not in checked:
-                checked.add((id(mask), declared))
-                check_known(mask, Declaration(declared.mask, declared.window, path))
-        if not unknown:
-            return []
-        return [
-            f"the declared masks of {_some(list(unknown))} depend on the program's inputs: "
-            "jaxmp.linen.explain or jaxmp.nnx.explain with a batch compares them"
-        ]
-
-    def report(self, root: Path, findings: PendingFindings) -> None:
-        """Adds a finding for each array that a declaration could replace."""
-        layers = [passed for passed in self._passed if _is_of_layer(passed.op)]
-        checks = {passed.actual for passed in layers} | {one.declared for one in self._declared}
-        for op, actual in self._passed:
-            if actual is None:
-                continue
-            message = (
-                f"attention reads its mask as an array, and it is {_words(actual)} for every input."
-            )
-            if any(op is passed.op for passed in layers):
-                path = module_of(op.location.names, root)
-                fix = _declaration_fix(actual, path if len(checks) > 1 else None)
-            else:
-                fix = _argument_fix(actual)
-            findings.add("dense_mask", op, message, fix, severity=WARNING)
+            unknown[path or "the model"] = None
+        elif (id(mask), declaration) not in checked:
+            checked.add((id(mask), declaration))
+            check_known(mask, Declaration(declaration.mask, declaration.window, path))
+    if unknown:
+        audit.notes[
+            f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
+            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+        ] = None
 
 
-def _words(actual: Declaration) -> str:
-    window = "" if actual.window is None else " with a window of {} and {}".format(*actual.window)
-    return f"{actual.mask}{window}"
+def _with_structures(passed: list[tuple[OpOccurrence, np.ndarray | None]]) -> list[_PassedMask]:
+    """Determines the structure of each mask, once for each array."""
+    structures: dict[int, Declaration | None] = {}
+    rows = []
+    for op, elements in passed:
+        if elements is not None and id(elements) not in structures:
+            structures[id(elements)] = structure_of(elements)
+        rows.append(_PassedMask(op, structures.get(id(elements))))
+    return rows
 
 
-def _mask_of(equation: Any) -> Any:
-    """The bool operand `[B, N, T, S]` of a jitted function; None if it has none."""
+def _mask_of(equation: Equation) -> Atom | None:
+    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
     for var in equation.invars:
         aval = var.aval
         if not is_literal(var) and getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4:
@@ -125,28 +131,33 @@ def _mask_of(equation: Any) -> Any:
     return None
 
 
-def _is_of_layer(op: OpOccurrence) -> bool:
-    return is_within(op.equation.source_info, layer_attention)
+# ---------------------------------------------------------------------------
+# Texts
+# ---------------------------------------------------------------------------
 
 
-def _some(paths: list[str]) -> str:
+def _structure_text(actual: Declaration) -> str:
+    window = "" if actual.window is None else " with a window of {} and {}".format(*actual.window)
+    return f"{actual.mask}{window}"
+
+
+def _paths_text(paths: list[str]) -> str:
     more = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
     return " and ".join([*map(repr, paths[:2]), *more])
 
 
-def _declaration_fix(actual: Declaration, path: str | None) -> str:
-    """How a recipe declares it for all attention layers, or for the one at `path`."""
+def _fix_declaration(actual: Declaration, path: str | None) -> str:
+    """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
     python, toml = declaration_code(actual, path)
     return (
-        "Declare the mask in the recipe; the model stays as it is:\n"
-        f"    {python}\nor in the recipe's file:\n" + "\n".join(f"    {line}" for line in toml)
+        "Declare the mask in the recipe; the model is not edited:\n"
+        f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)
     )
 
 
-def _argument_fix(actual: Declaration) -> str:
-    """How a call of `jaxmp.dot_product_attention` states it."""
-    arguments = ["is_causal=True"] * actual.is_causal
+def _fix_argument(actual: Declaration) -> str:
+    """Returns the declaration in a call of `jaxmp.dot_product_attention`."""
+    arguments = ["query, key, value"] + ["is_causal=True"] * actual.is_causal
     if actual.window is not None:
         arguments.append(f"local_window_size={actual.window}")
-    stated = ", ".join(["query, key, value", *arguments])
-    return f"Leave mask out:\n    jaxmp.dot_product_attention({stated})"
+    return f"Replace the argument mask:\n    jaxmp.dot_product_attention({', '.join(arguments)})"

@@ -12,8 +12,8 @@ import jax.extend.core
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxmp._audit._arguments import Traced
 from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, is_literal, with_parameters
 from jaxmp._core._locations import Lines

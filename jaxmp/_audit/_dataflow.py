@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jaxmp._audit._context import OpOccurrence, dtype_of, named
+from jaxmp._audit._program import OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
 

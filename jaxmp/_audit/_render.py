@@ -1,4 +1,4 @@
-"""Sections as plain text, Markdown and HTML. Every string in them may come from a user."""
+"""Rendering of sections as plain text and HTML. Every string in them may come from a user."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxmp._audit._sections import Fix, Section
+from jaxmp._audit._section import Fix, Section
 
-WIDTH = 80  # characters of a line of plain text
-# A column of text that has more is not made narrower than this; else each row is a list.
+WIDTH = 80  # characters per line of plain text
+# Columns of text are not made narrower than this. If a table is still too wide, each row becomes a
+# list.
 _NARROWEST = 14
 _GAP = "  "
 
 
 class Line(NamedTuple):
-    """One line of a report, and its role: "title", "good", "bad", "head", "code" or ""."""
+    """Line of a report with its role: "title", "good", "bad", "head", "code" or ""."""
 
     text: str
     role: str = ""
 
 
 def printable(text: str) -> str:
-    """`text` with control characters shown, and not obeyed by a terminal."""
+    """Escapes control characters, which a terminal would execute."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -33,12 +34,17 @@ def printable(text: str) -> str:
 
 
 def plain_text(sections: Iterable[Section], width: int = WIDTH) -> str:
-    """Aligned columns; long cells wrap, code does not."""
+    """Returns sections as text with aligned columns; long cells wrap, code does not."""
     return "\n".join(line.text for line in text_lines(sections, width))
 
 
 def text_lines(sections: Iterable[Section], width: int = WIDTH) -> list[Line]:
-    """The lines of a report in a terminal of so many characters."""
+    """Returns the lines of a report.
+
+    Args:
+      sections: of the report.
+      width: characters per line.
+    """
     lines: list[Line] = []
     for section in sections:
         lines += [Line("")] if lines else []
@@ -78,13 +84,13 @@ def _text_row(cells: list[list[str]], widths: list[int], numeric: list[bool]) ->
 
 
 def _widths(cells: list[list[str]], numeric: list[bool], width: int) -> list[int] | None:
-    """Widths of the columns of a table: the widest columns of text give way.
+    """Returns the widths of a table's columns; the widest columns of text are made narrower.
 
     Returns:
       None if the table does not fit.
     """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # Of the first column only paths may wrap, at their slashes.
+    # Numbers and short columns do not wrap.
     fixed = [right or w <= _NARROWEST for right, w in zip(numeric, widths, strict=True)]
     while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
         free = [n for n, w in enumerate(widths) if not fixed[n] and w > _NARROWEST]
@@ -95,7 +101,7 @@ def _widths(cells: list[list[str]], numeric: list[bool], width: int) -> list[int
 
 
 def _text_records(section: Section, width: int) -> list[Line]:
-    """A table that is too wide for the terminal, as a list of names and values for each row."""
+    """Returns a table that is too wide as a list of names and values for each row."""
     label = max(map(len, section.columns))
     lines: list[Line] = []
     for row in section.rows:
@@ -109,7 +115,7 @@ def _text_records(section: Section, width: int) -> list[Line]:
 
 
 def _text_fix(fix: Fix, width: int) -> list[Line]:
-    """The numbers of the rows, and their remedy; code keeps its lines, to be pasted."""
+    """Returns the numbers of the rows and their remedy; code keeps its lines."""
     head = _wrapped(f"{fix.title}:", width - len(_GAP))
     lines = [Line(_GAP + line) for line in head]
     for code, text in fix.parts:
@@ -119,7 +125,7 @@ def _text_fix(fix: Fix, width: int) -> list[Line]:
             lines += [Line(" " * 4 + line) for line in _wrapped(text, width - 4)]
     first_is_code = fix.parts[0][0]
     if len(head) == 1 and not first_is_code and len(head[0]) + len(lines[1].text) < width:
-        # The first sentence starts beside the number.
+        # The first sentence follows the number on the same line.
         lines[:2] = [Line(f"{_GAP}{head[0]} {lines[1].text.lstrip()}")]
     return lines
 
@@ -129,7 +135,7 @@ _WORD_PARTS = re.compile(r".+?[/.,_=:)\]-]+|.+")
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken at blanks; long words at their punctuation."""
+    """Wraps text at blanks, and words that are too long at their punctuation."""
     lines, line, width = [], "", max(width, 1)
     for word in printable(text).split():
         if line and len(line) + 1 + len(word) <= width:
@@ -149,47 +155,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 # ---------------------------------------------------------------------------
-# Markdown
-# ---------------------------------------------------------------------------
-
-
-def markdown(sections: Iterable[Section]) -> str:
-    """A heading and a table for each section."""
-    parts = []
-    for section in sections:
-        parts.append(f"## {_markdown_cell(section.title)}")
-        if section.text:
-            parts.append(_markdown_cell(section.text))
-        if section.rows:
-            rules = ["---:" if numeric else "---" for numeric in _numeric(section)]
-            rows = [map(_markdown_cell, section.columns), rules]
-            rows += [map(_markdown_cell, row) for row in section.rows]
-            parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-        for fix in section.fixes:
-            parts.append(f"**{_markdown_cell(fix.title)}**")
-            parts += [_markdown_code(t) if code else _markdown_cell(t) for code, t in fix.parts]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_cell(text: str) -> str:
-    escaped = html.escape(printable(text), quote=False)
-    for char in "\\|`*_[]~":
-        escaped = escaped.replace(char, f"\\{char}")
-    return escaped
-
-
-def _markdown_code(text: str) -> str:
-    lines = [printable(line) for line in text.splitlines()]
-    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return "\n".join([f"{fence}python", *lines, fence])
-
-
-# ---------------------------------------------------------------------------
 # HTML
 # ---------------------------------------------------------------------------
 
-# Contrast of text to page is 4.5 or more in both schemes (WCAG 2.2, AA).
+# The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
 _STYLE = """
 .jaxmp { --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #ffffff; --good: #1a7f37;
   --bad: #cf222e; color-scheme: light dark; color: var(--ink); background: var(--page);
@@ -233,18 +202,17 @@ _STYLE = """
 
 
 def html_page(sections: Iterable[Section]) -> str:
-    """One page with its style inside: no scripts, no links."""
+    """Returns one HTML page with its style, without scripts or links.
+
+    Notebooks drop the body's own tag, so the style applies to an element inside of it.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Precision audit</title><style>{_STYLE}</style></head>\n"
-        f'<body class="jaxmp">\n{_html_body(sections)}\n</body></html>\n'
+        "<title>Precision audit</title></head>\n"
+        f'<body><style>{_STYLE}</style><div class="jaxmp">\n'
+        f"{_html_body(sections)}\n</div></body></html>\n"
     )
-
-
-def html_fragment(sections: Iterable[Section]) -> str:
-    """The same for a notebook, which drops the body's own tag, and its class with it."""
-    return f'<style>{_STYLE}</style>\n<div class="jaxmp">\n{_html_body(sections)}\n</div>\n'
 
 
 def _html_body(sections: Iterable[Section]) -> str:
@@ -291,7 +259,7 @@ def _html_row(tag: str, cells: Iterable[str], styles: list[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{style}>{_html(cell)}</{tag}>' for cell, style in pairs)}</tr>"
 
 
-# Where a line may be broken besides its blanks: in module paths, in code, in long names.
+# Positions besides blanks where a line may break: in module paths, code and long names.
 _BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)|(?<=\w{20})_")
 
 
@@ -307,7 +275,7 @@ _NUMBER = re.compile(r"[-+<>]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)|%| [a-z]+)?")
 
 
 def _numeric(section: Section) -> list[bool]:
-    """For each column but the first, whether numbers stand in it, which line up on the right."""
+    """Returns for each column whether it contains numbers, which are aligned on the right."""
     _, *columns = zip(*section.rows, strict=True)
     filled = [[cell for cell in column if cell] for column in columns]
     return [False, *(bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in filled)]

@@ -1,4 +1,4 @@
-"""What an audit found: findings, FLOPs and casts as plain data; every view is made from these."""
+"""The report of an audit. All views are rendered from its plain data."""
 
 from __future__ import annotations
 
@@ -8,114 +8,23 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
+from jaxmp._audit._diff import AuditDiff
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._render import WIDTH, html_fragment, html_page, markdown, plain_text
-from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp._audit._render import WIDTH, html_page, plain_text
+from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
+from jaxmp._audit._sections import report_sections
 from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
 
-# Findings that an error lists.
-_LISTED = 20
+if TYPE_CHECKING:
+    from jaxmp._audit._rich import Renderable
+
+# Findings that an error message lists.
+_MAX_LISTED = 20
 # Operand dtypes of more than 16 bits.
 _WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
-
-# ---------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Result of one check of an audit, at one source line of the audited program.
-
-    `AuditReport.findings` has them; `docs/audit.md` lists every `check` with its meaning.
-
-    Args:
-      check: the check that failed, such as "fp32_matmul".
-      severity: "error" if it should be fixed, "warning" if it is only worth knowing.
-      module: the module path; "" is the root, or code outside of every module.
-      primitive: the operation, as a jaxpr prints it; "" for a finding about an argument or a rule.
-      file: path of the user's source file; "" if it is not known.
-      line: line number in `file`; 0 if it is not known.
-      message: the defect and its consequence.
-      fix: the remedy: a sentence, then its code in lines that are indented by four spaces; or one
-        statement of code.
-      count: number of operations that the finding covers.
-      flops: FLOPs of the matmuls among them in one step, iterations of loops included.
-
-    Example:
-      >>> x = jnp.ones((8, 8), jnp.bfloat16)
-      >>> (finding,) = audit(lambda x: jax.nn.softmax(x), x).errors
-      >>> finding.check, finding.severity
-      ('softmax_16bit', 'error')
-    """
-
-    check: str
-    severity: str = ERROR
-    module: str = ""
-    primitive: str = ""
-    file: str = ""
-    line: int = 0
-    message: str = ""
-    fix: str = ""
-    count: int = 1
-    flops: int = 0
-
-    @property
-    def location(self) -> str:
-        """The source line as `model.py:12`; "" if it is not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
-
-    def __str__(self) -> str:
-        where = " at ".join(part for part in (self.module or "(root)", self.location) if part)
-        times = f" ({self.count} times)" if self.count > 1 and self.primitive else ""
-        return f"{self.check} in {where}{times}: {self.message} Fix: {self.fix}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulRow:
-    """The matmuls and convolutions of one module, pass, and pair of operand dtypes."""
-
-    module: str
-    phase: str  # "forward", "backward" or "recompute"
-    lhs: str
-    rhs: str
-    flops: int
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CastRow:
-    """The casts of one module, pass, and pair of dtypes."""
-
-    module: str
-    phase: str
-    source: str
-    target: str
-    bytes: int  # read and written, were each cast a kernel of its own
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RuleRow:
-    """One rule, and the modules that it decided for."""
-
-    rule: str
-    why: str
-    modules: tuple[str, ...]
-    required: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModuleRow:
-    """One module that the program names, and what the policies say of it."""
-
-    module: str
-    policy: str
-    rule: str  # "" where the default policy decides
-
 
 # ---------------------------------------------------------------------------
 # The report
@@ -124,26 +33,26 @@ class ModuleRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What runs in which dtype, and what is wrong with it. Frozen; made of plain data.
+    """Report of an audit: findings, and FLOPs and bytes by dtype. Frozen; contains plain data.
 
-    Prints the verdict, the errors with their fixes, the matmuls and the memory;
-    `report.to_text(full=True)` has all else. Also renders itself under rich and in notebooks.
+    `print(report)` shows the verdict, the errors with their fixes, the matmuls and the memory;
+    `report.to_text(full=True)` shows everything. rich and notebooks render it, too.
 
     Args:
       policies: the default policy, as a string; "" without policies.
       equations: number of operations of the program.
-      gpu: the GPUs that it was compiled for; "" without `target`. Without it `gemms`, `memory`,
+      gpu: the GPUs that it was compiled for; "" without `target`. Then `gemms`, `memory`,
         `attention` and `collectives` are empty.
-      findings: errors first, then by FLOPs.
+      findings: errors first, then by check and by FLOPs.
       matmuls: FLOPs per module, pass and operand dtypes.
       gemms: the matmuls of the GPU and their dtypes.
-      memory: bytes on each device, and the bytes that the update moves.
-      aligned: (multiple, FLOPs whose sizes are all multiples of it).
+      memory: bytes on each device, and the bytes that the optimizer update moves.
+      aligned: (multiple, FLOPs of the matmuls whose sizes are all multiples of it).
       modules: the policy and the rule of each module; empty without policies.
       casts: bytes per module, pass and dtypes.
       attention: the fused attention kernels.
-      collectives: the arrays that devices send each other.
-      rules: each rule and the modules that it applies to; empty without policies.
+      collectives: the arrays that devices send to one another.
+      rules: each rule and the modules for which it decides; empty without policies.
       notes: the parts of the program that were not counted, and why.
 
     Example:
@@ -167,11 +76,11 @@ class AuditReport:
     rules: tuple[RuleRow, ...] = ()
     notes: tuple[str, ...] = ()
 
-    # -- numbers ----------------------------------------------------------------------------
+    # -- counts -----------------------------------------------------------------------------
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings are allowed."""
+        """True if there are no errors; warnings are allowed."""
         return not self.errors
 
     @property
@@ -186,7 +95,7 @@ class AuditReport:
 
     @property
     def matmul_flops(self) -> dict[tuple[str, str], int]:
-        """(lhs dtype name, rhs dtype name) -> FLOPs of matmuls and convolutions, largest first."""
+        """(lhs dtype, rhs dtype) -> FLOPs of matmuls and convolutions, largest first."""
         return {(lhs, rhs): flops for (lhs, rhs), flops in self.flops_by("lhs", "rhs").items()}
 
     @property
@@ -215,7 +124,7 @@ class AuditReport:
         return sum(row.bytes for row in self.casts)
 
     def flops_by(self, *fields: str) -> dict[tuple[str, ...], int]:
-        """FLOPs by some fields of `MatmulRow`, largest first.
+        """Returns FLOPs by some fields of `MatmulRow`, largest first.
 
         Args:
           *fields: "module", "phase", "lhs", "rhs".
@@ -231,25 +140,25 @@ class AuditReport:
         return dict(sums.most_common())
 
     def counts(self) -> dict[str, int]:
-        """Check -> how many operations (or arguments, or rules) are errors of it; sorted."""
+        """Returns check id -> number of operations, arguments or rules with an error; sorted."""
         sums: Counter[str] = Counter()
         for finding in self.errors:
             sums[finding.check] += finding.count
         return dict(sorted(sums.items()))
 
-    # -- judgement --------------------------------------------------------------------------
+    # -- comparisons ------------------------------------------------------------------------
 
     def check(self, fail_on: Iterable[str] | str | None = None, *, baseline: Any = None) -> None:
-        """Raises if the program does not hold what it should; for a project's own tests.
+        """Raises an exception if the program has errors; for the tests of a project.
 
         Args:
           fail_on: checks that may not find anything, warnings included; None: no errors at all.
           baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only checks
-            with more errors than it had fail.
+            with more errors than in the baseline fail.
 
         Raises:
           AuditFailedError: listing each finding with module, line and fix.
-          AuditError: if a check is unknown, or the baseline cannot be read.
+          AuditError: if a check does not exist, or the baseline cannot be read.
 
         Example:
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
@@ -262,12 +171,12 @@ class AuditReport:
             failed = [finding for finding in failed if finding.check in worse]
         if failed:
             more = " more than the baseline allows" if baseline is not None else ""
-            lines = [f"  {finding}" for finding in failed[:_LISTED]]
-            lines += [f"  and {len(failed) - _LISTED} more"] * (len(failed) > _LISTED)
+            lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
+            lines += [f"  and {len(failed) - _MAX_LISTED} more"] * (len(failed) > _MAX_LISTED)
             raise AuditFailedError("\n".join([f"The audit found{more}:", *lines]))
 
     def diff(self, other: AuditReport | str | Path) -> AuditDiff:
-        """What changed from this report to `other`.
+        """Compares this report with a later one.
 
         Args:
           other: the later report, its JSON text, or a path that ends in `.json`.
@@ -295,9 +204,9 @@ class AuditReport:
         """Returns the report as plain text, as `print(report)` does.
 
         Args:
-          full: False: the verdict, the errors with their fixes, the matmuls and the memory. True:
-            also warnings, modules, casts, alignment, collectives and rules.
-          width: characters of a line; only code may be longer.
+          full: False for the verdict, the errors with their fixes, the matmuls and the memory; True
+            for warnings, modules, casts, alignment, collectives and rules, too.
+          width: characters per line; only code may be longer.
 
         Example:
           >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
@@ -305,14 +214,6 @@ class AuditReport:
           Precision audit: ok
         """
         return plain_text(report_sections(self, full), width)
-
-    def to_markdown(self, *, full: bool = False) -> str:
-        """Returns the report as Markdown.
-
-        Args:
-          full: as in `to_text`.
-        """
-        return markdown(report_sections(self, full))
 
     def to_html(self, *, full: bool = False) -> str:
         """Returns the report as one HTML page without scripts or links.
@@ -322,7 +223,7 @@ class AuditReport:
         """
         return html_page(report_sections(self, full))
 
-    def to_rich(self, *, full: bool = False) -> Any:
+    def to_rich(self, *, full: bool = False) -> Renderable:
         """Returns an object that rich prints in colour, in the width of its console.
 
         Args:
@@ -333,11 +234,11 @@ class AuditReport:
         """
         return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Renderable:
         return self.to_rich()
 
     def _repr_html_(self) -> str:
-        return html_fragment(report_sections(self))
+        return self.to_html()
 
     def to_json(self) -> str:
         """Returns the whole report as JSON; `AuditReport.from_json` reads it."""
@@ -346,13 +247,13 @@ class AuditReport:
 
     @classmethod
     def from_json(cls, text: str) -> AuditReport:
-        """Reads what `to_json` wrote.
+        """Reads the JSON text that `to_json` returns.
 
         Args:
           text: the JSON text.
 
         Raises:
-          AuditError: if it is no report.
+          AuditError: if the text is not a report.
         """
         try:
             fields = json.loads(text)
@@ -370,7 +271,7 @@ class AuditReport:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise AuditError(
-                f"{text[:80]!r} is not the JSON of an audit ({error}). Write one with:\n"
+                f"{text[:80]!r} is not the JSON text of an audit ({error}). Write one with:\n"
                 "    pathlib.Path('audit.json').write_text(report.to_json())"
             ) from None
 
@@ -391,13 +292,13 @@ _ROWS: Mapping[str, Any] = {
 
 
 def _row(name: str, fields: dict[str, Any]) -> Any:
-    """A row from JSON, whose lists are tuples."""
+    """Returns a row from JSON; its lists become tuples."""
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
     return _ROWS[name](**values)
 
 
 def as_report(baseline: Any) -> AuditReport:
-    """A report, from itself, its JSON text, or a path that ends in `.json`.
+    """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
 
     Raises:
       AuditError: if it cannot be read.
@@ -422,7 +323,7 @@ def _known_kinds(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
     checks = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
     for check in sorted(checks - set(CHECKS)):
         raise AuditError(
-            f"fail_on={check!r} is no check of finding.{did_you_mean(check, CHECKS)} Allowed: "
+            f"fail_on={check!r} is not a check.{did_you_mean(check, CHECKS)} Allowed: "
             f"{', '.join(CHECKS)}; for example report.check(fail_on=['fp32_matmul'])."
         )
     return checks
@@ -438,77 +339,3 @@ def _counted(findings: Iterable[Finding], checks: frozenset[str] | None) -> Coun
         if _fails(finding, checks):
             sums[finding.check] += finding.count
     return sums
-
-
-# ---------------------------------------------------------------------------
-# Two reports
-# ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditDiff:
-    """Differences between two audits, such as those before and after a change; prints as a table.
-
-    Args:
-      before: the earlier report.
-      after: the later report.
-
-    Example:
-      >>> x = jnp.ones((8, 8), jnp.bfloat16)
-      >>> change = audit(lambda x: x @ x, x).diff(audit(lambda x: jax.nn.softmax(x @ x), x))
-      >>> [finding.check for finding in change.added], change.removed
-      (['softmax_16bit'], ())
-    """
-
-    before: AuditReport
-    after: AuditReport
-
-    @property
-    def added(self) -> tuple[Finding, ...]:
-        """Findings that only the later report has; lines that moved do not count."""
-        return _without(self.after.findings, self.before.findings)
-
-    @property
-    def removed(self) -> tuple[Finding, ...]:
-        """Findings that only the earlier report has."""
-        return _without(self.before.findings, self.after.findings)
-
-    @property
-    def matmul_flops(self) -> dict[tuple[str, str], int]:
-        """Operand dtypes -> FLOPs that were added (negative: removed), where they changed."""
-        before, after = self.before.matmul_flops, self.after.matmul_flops
-        pairs = dict.fromkeys([*after, *before])
-        changes = {pair: after.get(pair, 0) - before.get(pair, 0) for pair in pairs}
-        return {pair: change for pair, change in changes.items() if change}
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes of casts that were added (negative: removed)."""
-        return self.after.cast_bytes - self.before.cast_bytes
-
-    def __str__(self) -> str:
-        return plain_text(difference_sections(self))
-
-    def __rich__(self) -> Any:
-        rich = importlib.import_module("jaxmp._audit._rich")
-        return rich.Renderable(difference_sections(self))
-
-    def _repr_html_(self) -> str:
-        return html_fragment(difference_sections(self))
-
-    def to_markdown(self) -> str:
-        """The changes as Markdown."""
-        return markdown(difference_sections(self))
-
-    def to_html(self) -> str:
-        """The changes as one HTML page that needs nothing else."""
-        return html_page(difference_sections(self))
-
-
-def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
-    known = {_identity(finding) for finding in others}
-    return tuple(finding for finding in findings if _identity(finding) not in known)
-
-
-def _identity(finding: Finding) -> tuple[str, ...]:
-    return finding.check, finding.severity, finding.module, finding.primitive, finding.file

@@ -1,15 +1,15 @@
-"""A report in a terminal's colours."""
+"""Rendering of sections in the colours of a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from jaxmp._audit._render import text_lines
-from jaxmp._audit._sections import Section
+from jaxmp._audit._section import Section
 from jaxmp.errors import missing_dependency
 
 try:
+    from rich.console import Console, ConsoleOptions
     from rich.text import Text
 except ModuleNotFoundError as error:
     raise missing_dependency("rich", "coloured tables", "cli") from error
@@ -24,11 +24,11 @@ _STYLES = {
 
 
 class Renderable:
-    """Sections that rich prints in the width of its console."""
+    """Sections of a report, which rich prints in the width of its console."""
 
     def __init__(self, sections: list[Section]) -> None:
         self.sections = sections
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         for line in text_lines(self.sections, options.max_width):
             yield Text(line.text, style=_STYLES.get(line.role, ""))

@@ -27,7 +27,8 @@ import numpy as np
 import jaxmp
 from jaxmp._audit import audit_call
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._context import PolicyContext, named
+from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._program import named
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations, inners, is_literal

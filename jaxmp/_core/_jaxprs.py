@@ -5,11 +5,27 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from jaxmp._core._compat import jaxpr_body
 
 Path = tuple[str, ...]
+# A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
+# dtype.
+Atom: TypeAlias = Any
+
+
+class Equation(Protocol):
+    """Equation of a jaxpr, such as `jax.extend.core.JaxprEqn`."""
+
+    primitive: Any
+    invars: list[Any]
+    outvars: list[Any]
+    params: dict[str, Any]
+    source_info: Any
+
+    def replace(self, **changes: Any) -> Equation: ...
+
 
 # Transformations around a scope in a name stack: `transpose(jvp(block))`, `vmap(block)`.
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")

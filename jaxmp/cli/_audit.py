@@ -13,7 +13,7 @@ import jaxmp
 from jaxmp._audit import AuditReport
 from jaxmp._audit._compile import check_target
 from jaxmp._audit._script import ScriptAudit, audit_script
-from jaxmp._audit._sections import counted, flops_words
+from jaxmp._audit._units import counted, flops_text
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
@@ -183,6 +183,6 @@ def _print_functions(result: ScriptAudit) -> None:
         purposes += ["returns an updated state"] if row.updates else []
         purpose = " and ".join(purposes) or "no gradients"
         table.add_row(
-            escape(row.name, "bold"), escape(row.location), flops_words(row.flops), purpose
+            escape(row.name, "bold"), escape(row.location), flops_text(row.flops), purpose
         )
     console().print(table)

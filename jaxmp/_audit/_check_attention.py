@@ -1,0 +1,121 @@
+"""Check of attention that does not run as a fused kernel."""
+
+from __future__ import annotations
+
+import math
+
+from jaxmp._attention import ASKED, AttentionExplanation, choice_of, implementation_of
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._checks import WARNING, Check
+from jaxmp._audit._labels import Logits
+from jaxmp._audit._program import OpOccurrence, is_attention
+from jaxmp._audit._units import bytes_text
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._jaxprs import FORWARD, inners
+from jaxmp._core._matmuls import matmul_of
+
+UNFUSED_ATTENTION = Check(
+    id="unfused_attention",
+    severity=WARNING,
+    explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
+    " softmax, or jaxmp's attention cannot use cuDNN's kernel, for the reason in the message.",
+    fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
+)
+
+# What each implementation of jaxmp's attention does with the logits.
+_LOGITS = {
+    "xla": "stores the logits of all pairs of positions in memory",
+    "blockwise": "computes one block of keys after another in a loop",
+}
+
+
+@UNFUSED_ATTENTION.on_operation("dot_general")
+def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports attention that is written as two matmuls around a softmax."""
+    logits = _attention_logits(op, audit)
+    if logits is None or any(map(is_attention, op.enclosing)):
+        return
+    aval = logits.equation.outvars[0].aval
+    size = math.prod(aval.shape) * aval.dtype.itemsize * logits.times
+    message = (
+        f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
+        f" {bytes_text(size)} of memory."
+    )
+    flops = 2 * matmul_of(op.equation).flops * op.times
+    audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
+
+
+@UNFUSED_ATTENTION.on_operation("jit", "pjit")
+def check_calls(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports calls of jaxmp's attention that do not run cuDNN's kernel."""
+    if not is_attention(op.equation) or op.location.phase != FORWARD:
+        return
+    name = op.equation.params["name"]
+    implementation, argument = implementation_of(name)
+    if implementation == "cudnn":
+        return
+    choice = choice_of(name, [var.aval for var in op.equation.invars])
+    message, fix = _explain_choice(implementation, argument, choice)
+    flops = sum(audit.flops_of(inner.jaxpr) for inner in inners(op.equation)) * op.times
+    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops)
+
+
+def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
+    """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
+    if op.location.phase != FORWARD:
+        return None
+    contracted, batch = op.equation.params["dimension_numbers"]
+    for index, var in enumerate(op.equation.invars[:2]):
+        for label in audit.flow.of(var):
+            if not isinstance(label, Logits) or not label.normalised:
+                continue
+            logits = label.op.equation
+            batches = logits.params["dimension_numbers"][1][0]
+            is_one_axis = len(contracted[index]) == 1 and len(batches) == len(batch[0])
+            size = math.prod(logits.outvars[0].aval.shape)
+            if is_one_axis and size == math.prod(var.aval.shape):
+                return label.op
+    return None
+
+
+def _why_unfused(logits: OpOccurrence) -> str:
+    """Returns the reason why no fused kernel computes attention that is written as matmuls."""
+    equation = logits.equation
+    operand = equation.invars[0].aval
+    (axes, _), _ = equation.params["dimension_numbers"]
+    head = math.prod(operand.shape[axis] for axis in axes)
+    if not is_16bit(operand.dtype):
+        return f"the operands are {operand.dtype.name}, and cuDNN's fused kernel requires 16 bits"
+    if head % 8 or head > 256:
+        return (
+            f"the head size is {head}, and cuDNN's fused kernel requires a multiple of 8 up to 128"
+            " (up to 256 on H100 and later)"
+        )
+    return "attention is written as two matmuls and a softmax, and XLA stores the logits"
+
+
+def _explain_choice(
+    implementation: str, argument: str, choice: AttentionExplanation | None
+) -> tuple[str, str]:
+    """Returns message and fix for a call of jaxmp's attention.
+
+    Args:
+      implementation: "xla" or "blockwise".
+      argument: the argument that prevents cuDNN's kernel; "" if none does.
+      choice: the reasons for the implementation, if they are known.
+    """
+    message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
+    if choice is None:
+        reason = argument or "the requested implementation"
+        fix = "jaxmp.explain_attention(query, key, value)"
+        return f"{message}; the reason is: {reason}.", fix
+    blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.blockers]
+    why = f"; cuDNN's kernel cannot run, {'; '.join(blockers)}" if blockers else ""
+    # The call cannot change the device, so other reasons come first.
+    others = [blocker for blocker in choice.blockers if blocker.argument != "device"]
+    changes = [blocker.change for blocker in others or choice.blockers]
+    if choice.reason == ASKED:
+        changes.insert(0, f"Remove {implementation!r}, so that attention is 'auto'.")
+    if choice.blockers and not others:
+        changes.append("audit(..., target='h200') reports the choice for a GPU.")
+    return f"{message}: {choice.reason}{why}.", " ".join(changes)

@@ -1,0 +1,228 @@
+"""Checks of the operand dtypes and sizes of matmuls and convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_promotions import promotion_fix
+from jaxmp._audit._checks import ERROR, WARNING, Check
+from jaxmp._audit._labels import WAS_16_BITS
+from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, is_internal_matmul, named
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._trace import Traced
+from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
+from jaxmp._core._jaxprs import FORWARD
+from jaxmp._core._locations import FULL_PRECISION, call_site
+from jaxmp._core._matmuls import Matmul, multiple_of, padded
+from jaxmp.fp8._eligible import explain_exclusion
+
+FP32_MATMUL = Check(
+    id="fp32_matmul",
+    severity=ERROR,
+    explanation="A matmul or convolution reads FP32 where the policies require 16 bits. Without"
+    " policies: it reads FP32 that was cast up from 16 bits.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)\nfn = jaxmp.autocast(fn, 'bf16')",
+)
+OFF_POLICY_MATMUL = Check(
+    id="off_policy_matmul",
+    severity=ERROR,
+    explanation="A matmul or convolution reads a 16-bit dtype that the policies do not allow for"
+    " its module.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)",
+)
+MIXED_OPERANDS = Check(
+    id="mixed_operands",
+    severity=ERROR,
+    explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
+    " one.",
+    fix="y = y.astype(x.dtype)",
+)
+MISALIGNED_MATMUL = Check(
+    id="misaligned_matmul",
+    severity=ERROR,
+    explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
+    " FP32, 16 in FP8). A warning if padding costs more than a quarter, or if the matmul has less"
+    " than 1 % of all FLOPs.",
+    fix="width = -(-width // 8) * 8",
+)
+NOT_FP8 = Check(
+    id="not_fp8",
+    severity=WARNING,
+    explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
+    " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
+    " not applied to it.",
+    fix="jaxmp.Rule('**/head', 'matmul=default')",
+)
+
+# Primitives between a user's cast and the matmul that reads it.
+_MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
+
+
+# ---------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------
+
+
+@MIXED_OPERANDS.on_matmul
+def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports operands of two dtypes."""
+    dtypes = matmul.lhs, matmul.rhs
+    if dtypes[0] == dtypes[1] or is_internal_matmul(op, matmul) or not FLOATS & set(dtypes):
+        return
+    narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
+    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
+    fix = f"Cast the wide operand:\n    y = y.astype(jnp.{narrow.name})"
+    if op.location.phase != FORWARD:
+        # The cotangent of a matmul with a wider preferred_element_type is wide.
+        fix = "Cast the result instead of setting preferred_element_type:\n"
+        fix += "    (x @ w).astype(jnp.float32)"
+    audit.add(MIXED_OPERANDS, op, message, promotion_fix(op, audit) or fix, flops=flops)
+
+
+@FP32_MATMUL.on_matmul
+def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
+    if not (matmul.lhs == matmul.rhs == FLOAT32) or is_internal_matmul(op, matmul):
+        return
+    allowed = audit.context.allowed_dtypes(op.location)
+    if not allowed:
+        _check_upcast(op, flops, audit)
+    elif FLOAT32 not in allowed:
+        _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
+
+
+@OFF_POLICY_MATMUL.on_matmul
+def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports a 16-bit dtype that the policies do not allow."""
+    dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
+    if dtype != matmul.rhs or dtype == FLOAT32 or dtype not in CASTABLE:
+        return
+    if not allowed or dtype in allowed or is_internal_matmul(op, matmul):
+        return
+    names = " or ".join(sorted(dtype.name for dtype in allowed))
+    message = f"{op.name} of {dtype.name}, but the policies require {names}."
+    fix = f"Remove casts by hand, and apply the policies:\n    {_policy_code(op, audit)}"
+    audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
+
+
+@FP32_MATMUL.on_program
+def suggest_autocast(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
+    del traced
+    rows = audit.matmuls
+    if any(names and is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+        for finding in audit.findings:
+            if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
+                context = audit.context
+                finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
+    return ()
+
+
+def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
+    if FULL_PRECISION in op.location.names:
+        return
+    if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
+        message = f"{op.name} of float32, and an operand was cast up from 16 bits."
+        fix = promotion_fix(op, audit) or _fix_cast(op, audit) or _policy_code(op, audit)
+        audit.add(FP32_MATMUL, op, message, fix, flops=flops)
+
+
+def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
+    is_highest = "HIGHEST" in str(op.equation.params.get("precision"))
+    message = f"{op.name} of float32, but the policies require {required}"
+    message += "; the code sets precision=HIGHEST." if is_highest else "."
+    fix = promotion_fix(op, audit) or _fix_cast(op, audit)
+    if op.location.names and not promotion_fix(op, audit):
+        module = op.location.names[-1].partition(".")[0]
+        fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
+        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
+    severity = WARNING if is_highest else ERROR
+    fix = fix or _policy_code(op, audit)
+    audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns code that applies the policies to a matmul.
+
+    If no matmul of a module is in low precision, the model is not wrapped. Otherwise the layer
+    casts its operands itself, or the matmul is outside of layers, and only autocast reaches it.
+    """
+    return audit.context.wrap_code if op.location.names else audit.context.autocast_code
+
+
+def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns a fix of the user's own cast to FP32 that an operand comes from; "" without one."""
+    for var in op.equation.invars[:2]:
+        maker = op.body.maker_through(var, _MOVES)
+        if maker is None or maker.primitive.name != "convert_element_type":
+            continue
+        source = dtype_of(maker.invars[0])
+        if not is_16bit(source) or not audit.findings.is_own_call(maker):
+            continue
+        if call_site(maker) == call_site(op.equation):
+            return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
+        where = audit.findings.where(op._replace(equation=maker))
+        return f"Remove .astype(jnp.float32) at {where}."
+    return ""
+
+
+# ---------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------
+
+
+@MISALIGNED_MATMUL.on_matmul
+def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports innermost dimensions that are not multiples of 16 bytes."""
+    multiple = multiple_of(matmul.lhs) if matmul.lhs != FLOAT64 else 1
+    sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
+    if not sizes:
+        return
+    paddings = {role: padded(size, multiple) for role, size in sizes.items()}
+    text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
+    cost = max(paddings[role] / size for role, size in sizes.items()) - 1
+    is_worthwhile = any(paddings[role] <= 1.25 * size for role, size in sizes.items())
+    plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
+    message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
+    widths = sorted(set(paddings.values()))
+    fix = "Round the width of the layer up:\n" + "\n".join(f"    width = {n}" for n in widths)
+    severity = ERROR if is_worthwhile else WARNING
+    audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+# ---------------------------------------------------------------------------
+# FP8
+# ---------------------------------------------------------------------------
+
+
+@NOT_FP8.on_matmul
+def check_fp8(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports a linear layer in 16 bits for which the policies require FP8."""
+    operands = op.equation.invars[:2]
+    if op.name != "dot_general" or op.location.phase != FORWARD:
+        return
+    (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
+    # Linear layers have no batched matmuls; those of attention and of stacked kernels are.
+    if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
+        return
+    if audit.context.policies is None or not audit.context.requires_fp8(op.location):
+        return
+    shape = operands[1].aval.shape
+    inputs = math.prod(shape[axis] for axis in contracted)
+    sizes = inputs, math.prod(shape) // max(inputs, 1)
+    scaling: Any = audit.context.policies.fp8
+    reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
+    message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
+    message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
+    module = "/".join(op.location.names[-1:]) or "module"
+    fix = "Exclude the module by a rule:\n"
+    fix += f"    jaxmp.Rule('**/{module}', 'matmul=default')"
+    if "narrow" in reason or "min_width" in reason:
+        toml = "    [fp8]\n    min_width = 0"
+        fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
+    audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)

@@ -1,0 +1,313 @@
+"""Checks of a training step's state: masters, moments, accumulators and the loss scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, FIX_ACCUMULATOR
+from jaxmp._audit._checks import ERROR, WARNING, Check
+from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._labels import SCALED
+from jaxmp._audit._program import FLOATS, dtype_of
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+
+# ---------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------
+
+OPTIMIZER_STATE_16BIT = Check(
+    id="optimizer_state_16bit",
+    severity=ERROR,
+    explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
+    " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
+    fix="tx = recipe.optimizer(tx)",
+)
+UNUSED_LOSS_SCALE = Check(
+    id="unused_loss_scale",
+    severity=ERROR,
+    explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
+    " it.",
+    fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_LOSS_SCALE = Check(
+    id="missing_loss_scale",
+    severity=ERROR,
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
+    fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
+    "loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_MASTER = Check(
+    id="missing_master",
+    severity=ERROR,
+    explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
+    ' what rounding loses. A warning under a recipe with `master = "none"`.',
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+)
+
+# A first moment in the key path of an optimizer state, as optax names it.
+_FIRST_MOMENT = re.compile(r"\.mu\b")
+_FIX_OPTAX_STATE = (
+    "Remove mu_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
+    "    tx = recipe.optimizer(tx)"
+)
+# Limits of each dtype, for messages.
+_TEXTS = {
+    "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
+    "float16": {"least": "2**-12", "limit": "2048", "recipe": "fp16_params"},
+}
+
+
+def label_arguments(audit: Auditor, traced: Traced) -> None:
+    """Labels the arguments before the walk, so that updates of them are known."""
+    for _, var in traced.scales():
+        audit.flow.mark(var, SCALED)
+    for label, var in traced.inputs():
+        audit.flow.mark(var, label)
+    for number, var in traced.variables.items():
+        if dtype_of(var) in FLOATS:
+            audit.flow.mark(var, SCALAR if var.aval.size == 1 else From(number, PLUS))
+    for var in traced.jaxpr.constvars:
+        if dtype_of(var) in FLOATS and var.aval.size == 1:
+            audit.flow.mark(var, SCALAR)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+@OPTIMIZER_STATE_16BIT.on_program
+def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
+    # (path of the state, dtype) -> (path, number) of its leaves.
+    states: dict[tuple[Any, str], list[tuple[str, int]]] = {}
+    number = 0
+    for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=is_optax_state)[0]:
+        is_stored = is_optax_state(node) or names_optimizer(path)
+        owner = path if is_optax_state(node) else ()
+        for below, leaf in jtu.tree_flatten_with_path(node)[0]:
+            dtype = _trees.dtype_of(leaf)
+            if is_stored and dtype is not None and dtype in FLOATS_16BIT:
+                leaves = states.setdefault((owner, dtype.name), [])
+                leaves.append((jtu.keystr((*path, *below)), number))
+            number += 1
+    for (_, dtype), leaves in states.items():
+        yield _optimizer_state_finding(dtype, leaves, traced)
+    if not states:
+        yield from _check_moments(_step_of(audit, traced))
+
+
+@UNUSED_LOSS_SCALE.on_program
+def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports loss scales that the backward pass does not depend on."""
+    if not audit.has_backward or audit.flow.scale_used:
+        return
+    for location, _ in traced.scales():
+        message = (
+            f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
+            " gradients underflow."
+        )
+        yield Finding(check=UNUSED_LOSS_SCALE.id, message=message, fix=UNUSED_LOSS_SCALE.fix)
+
+
+def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: Traced) -> Finding:
+    location, number = leaves[0]
+    file, line = traced.first_use(number)
+    example = argument_text(location)
+    # A step adds a tenth of the gradient to a first moment, which 8 bits of precision resolve.
+    is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in leaves)
+    if is_first:
+        message = f"{len(leaves)} first moments are bfloat16 (mu_dtype), such as {example}."
+    else:
+        message = (
+            f"{len(leaves)} arrays are {dtype}, such as {example}: small updates are rounded away,"
+            " and second moments underflow."
+        )
+    return Finding(
+        check=OPTIMIZER_STATE_16BIT.id,
+        severity=WARNING if is_first else ERROR,
+        file=file,
+        line=line,
+        message=message,
+        fix=_FIX_OPTAX_STATE,
+        count=len(leaves),
+    )
+
+
+# ---------------------------------------------------------------------------
+# Updates
+# ---------------------------------------------------------------------------
+
+
+class _Step:
+    """The arguments that a program updates."""
+
+    def __init__(self, audit: Auditor, traced: Traced) -> None:
+        self.audit, self.flow = audit, audit.flow
+        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
+        self.locations = [argument_text(jtu.keystr(path)) for path, _ in leaves]
+        self.in_optimizer = traced.optimizer_leaves()
+        # Number of an argument -> its updates among the results.
+        self.updates: dict[int, list[Update]] = {}
+        for var in traced.jaxpr.outvars:
+            for label in self.flow.of(var):
+                if isinstance(label, Update):
+                    argument = traced.variables[label.number].aval
+                    if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
+                        self.updates.setdefault(label.number, []).append(label)
+        self.dtypes = {n: traced.variables[n].aval.dtype for n in self.updates}
+
+    @property
+    def is_training(self) -> bool:
+        """True if an argument is updated with gradients."""
+        return any(update.has_gradient for row in self.updates.values() for update in row)
+
+    def updates_16bit(self) -> dict[int, Update]:
+        """Returns the first update of each 16-bit argument of a training step."""
+        if not self.is_training:
+            return {}
+        return {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+
+    def is_parameter(self, number: int, update: Update) -> bool:
+        """Returns True for an argument that the loss reads and gradients update."""
+        is_read = number in self.flow.differentiated
+        return is_read and update.has_gradient and not self.is_average(update)
+
+    def is_average(self, update: Update) -> bool:
+        """Returns True for an average of parameters, such as an EMA."""
+        masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
+        trained = masters | (self.flow.differentiated & self.updates.keys())
+        # A parameter of which a small part is subtracted (weight decay) is not an average.
+        is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
+        return not is_parameter and bool(update.others & trained)
+
+    def is_gradient_sum(self, number: int, update: Update) -> bool:
+        """Returns True for an array, unknown to the loss, that gradients are added to."""
+        is_read = number in self.flow.differentiated
+        return not is_read and update.has_gradient and not self.is_average(update)
+
+    def _is_master(self, number: int, dtype: Any) -> bool:
+        return not is_16bit(dtype) and any(
+            update.factor == PLUS and update.has_gradient for update in self.updates[number]
+        )
+
+    def findings(
+        self, check: Check, updates: dict[int, Update], text: str, fix: str, severity: str = ERROR
+    ) -> Iterator[Finding]:
+        """Yields one finding for each dtype of some updated arguments.
+
+        Args:
+          check: the check.
+          updates: number of an argument -> its update.
+          text: the predicate of the message, with the names of `_TEXTS` in braces.
+          fix: the remedy, with the same names.
+          severity: "error" or "warning".
+        """
+        for dtype in sorted({self.dtypes[n].name for n in updates}):
+            numbers = [n for n in updates if self.dtypes[n].name == dtype]
+            file, line = self.audit.findings.line_of(updates[numbers[0]].op)
+            example = self.locations[numbers[0]]
+            message = f"arguments in {dtype}, such as {example}, {text}."
+            yield Finding(
+                check=check.id,
+                severity=severity,
+                file=file,
+                line=line,
+                message=_fill(message, dtype),
+                fix=_fill(fix, dtype),
+                count=len(numbers),
+            )
+
+
+def _step_of(audit: Auditor, traced: Traced) -> _Step:
+    """Returns the step of an audit, which is made once."""
+    if not audit.collected[_Step]:
+        audit.collected[_Step].append(_Step(audit, traced))
+    return audit.collected[_Step][0]
+
+
+def _fill(text: str, dtype: str) -> str:
+    for key, value in (_TEXTS[dtype] | {"dtype": dtype}).items():
+        text = text.replace(f"{{{key}}}", value)
+    return text
+
+
+@MISSING_MASTER.on_program
+def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit parameters that are updated in 16 bits."""
+    step = _step_of(audit, traced)
+    updates = {n: u for n, u in step.updates_16bit().items() if step.is_parameter(n, u)}
+    recipe = audit.context.recipe
+    severity = WARNING if recipe is not None and recipe.master == "none" else ERROR
+    fix = (
+        "Store FP32 masters in the optimizer state, made from FP32 parameters:\n"
+        "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
+        if any(step.in_optimizer)
+        else "Store FP32 parameters, and cast them inside the loss:\n"
+        "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
+    )
+    text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
+    yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
+
+
+@ACCUMULATOR_16BIT.on_program
+def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit sums of gradients and averages of parameters over steps."""
+    step = _step_of(audit, traced)
+    updates = step.updates_16bit()
+    sums = {
+        n: update
+        for n, update in updates.items()
+        if step.is_gradient_sum(n, update) and update.factor == PLUS and not step.in_optimizer[n]
+    }
+    text = "accumulate gradients: a sum of ones stops at {limit}"
+    yield from step.findings(ACCUMULATOR_16BIT, sums, text, FIX_ACCUMULATOR)
+    averages = {n: update for n, update in updates.items() if step.is_average(update)}
+    fix = (
+        "Store the average in FP32:\n"
+        "    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
+    )
+    text = "average parameters: changes below {least} of a value are rounded away"
+    yield from step.findings(ACCUMULATOR_16BIT, averages, text, fix)
+
+
+def _check_moments(step: _Step) -> Iterator[Finding]:
+    """Reports the moments of an optimizer that is written by hand."""
+    moments = {
+        n: update
+        for n, update in step.updates_16bit().items()
+        if step.is_gradient_sum(n, update) and update.factor in (LARGE, UNKNOWN)
+    }
+    fix = "Make the moments in FP32:\n    jnp.zeros(p.shape, jnp.float32)"
+    text = "average gradients: small updates are rounded away"
+    yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, fix)
+
+
+@MISSING_LOSS_SCALE.on_program
+def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Reports a backward pass in float16 whose cotangents are not scaled."""
+    op, step = audit.float16_backward, _step_of(audit, traced)
+    if op is None or not step.is_training or audit.flow.scale_used or audit.flow.has_scale:
+        return
+    if traced.scales():
+        # Reported as an unused loss scale.
+        return
+    file, line = audit.findings.line_of(op)
+    yield Finding(
+        check=MISSING_LOSS_SCALE.id,
+        message="the backward pass multiplies in float16 without a loss scale: gradients below"
+        " 6e-8 become zero.",
+        fix=MISSING_LOSS_SCALE.fix
+        if any(step.in_optimizer)
+        else "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)",
+        file=file,
+        line=line,
+    )

@@ -1,0 +1,223 @@
+"""Matmuls and convolutions of a compiled program: their dtypes, FLOPs and kernels."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxmp._core._hlo import Computation, Instruction, Program, Shape, Step
+
+_CONVOLUTIONS = ("__cudnn$conv",)
+_BLOCK_SCALED = "__cudnn$blockScaledDot"
+_ALGORITHM = re.compile(r"dot_([a-z0-9]+)_", re.I)
+_MOVES = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
+# Scaling and clipping do not change that an operand is quantized.
+_SCALES = frozenset({"multiply", "divide", "broadcast", "clamp", "select", "pad", "slice"})
+_SCALES |= {"abs", "negate", "maximum", "minimum"}
+
+
+class HloMatmul(NamedTuple):
+    """Matmul or convolution of a compiled program."""
+
+    lhs: str
+    rhs: str
+    out: str
+    kernel: str
+    was_fp8: str
+    flops: int
+    # The instruction with the name stack.
+    named: Instruction
+
+
+def parts(program: Program, step: Step) -> Iterator[tuple[Computation, Instruction]]:
+    """Yields a kernel, or the instructions of a fusion, which may contain library calls."""
+    instruction = step.instruction
+    if instruction.opcode in ("fusion", "fusion-start"):
+        yield from fused(program, instruction)
+    else:
+        yield step.computation, instruction
+
+
+def fused(program: Program, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    computation = program.inside(fusion)
+    if computation is None:
+        return
+    for inner in computation.instructions.values():
+        yield computation, inner
+        if inner.opcode == "fusion":
+            yield from fused(program, inner)
+
+
+def matmul_of_instruction(
+    program: Program, step: Step, inside: Computation, instruction: Instruction
+) -> HloMatmul | None:
+    """Returns the matmul or convolution of an instruction; None for other instructions."""
+    target = (
+        instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
+    )
+    if target.startswith("__cublas$"):
+        return _cublas(program, step, inside, instruction)
+    if target.startswith(_CONVOLUTIONS):
+        return _cudnn_convolution(inside, instruction, target)
+    if target == _BLOCK_SCALED:
+        return _block_scaled(inside, instruction)
+    if instruction.opcode in ("dot", "convolution", "scaled-dot"):
+        return _plain(program, step, inside, instruction)
+    return None
+
+
+def _kernel(holder: Instruction) -> str:
+    """Returns the library that runs a matmul inside of a fusion."""
+    check = str(holder.config.get("fusion_backend_config", {}).get("check", ""))
+    return "cudnn" if "cudnn" in check else "triton" if "triton" in check else "xla"
+
+
+def _plain(program: Program, step: Step, inside: Computation, dot: Instruction) -> HloMatmul:
+    lhs, rhs = (shape_of(inside, name) for name in dot.operands[:2])
+    out = dot.shapes[0]
+    if dot.opcode == "convolution":
+        labels = dot.attribute("dim_labels").partition("_")[2].partition("-")[0]
+        flops = 2 * out.elements * rhs.elements // max(1, rhs.sizes[labels.index("o")])
+    else:
+        inner = math.prod(lhs.sizes[axis] for axis in dot.numbers("lhs_contracting_dims"))
+        flops = 2 * out.elements * inner
+    precision = dot.attribute("operand_precision")
+    algorithm = dot.attribute("algorithm")
+    dtypes = _runs_in(lhs.dtype, precision, algorithm), _runs_in(rhs.dtype, precision, algorithm)
+    was_fp8 = "" if _is_fp8(dtypes) else _was_fp8(program, step, dot, inside)
+    named = dot if dot.op_name else step.instruction
+    return HloMatmul(*dtypes, out.dtype, _kernel(step.instruction), was_fp8, flops, named)
+
+
+def _cublas(
+    program: Program, step: Step, inside: Computation, instruction: Instruction
+) -> HloMatmul:
+    config = instruction.config.get("gemm_backend_config", {})
+    lhs, rhs = (shape_of(inside, name) for name in instruction.operands[:2])
+    axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
+    flops = 2 * instruction.shapes[0].elements * math.prod(lhs.sizes[int(axis)] for axis in axes)
+    settings = config.get("precision_config", {})
+    precision = ",".join(settings.get("operand_precision", ())).lower()
+    algorithm = str(settings.get("algorithm", "")).lower().removeprefix("alg_")
+    dtypes = _runs_in(lhs.dtype, precision, algorithm), _runs_in(rhs.dtype, precision, algorithm)
+    fp8 = _is_fp8(dtypes)
+    was_fp8 = "" if fp8 else _was_fp8(program, step, instruction, inside)
+    kernel = "cublas fp8" if fp8 else "cublas"
+    return HloMatmul(*dtypes, instruction.shapes[0].dtype, kernel, was_fp8, flops, instruction)
+
+
+def _cudnn_convolution(inside: Computation, instruction: Instruction, target: str) -> HloMatmul:
+    """Returns a convolution of cuDNN. Its backward passes have the FLOPs of the forward pass."""
+    first, second = (shape_of(inside, name) for name in instruction.operands[:2])
+    result = instruction.shapes[0]
+    kernel, out = second, result
+    if target.endswith("convBackwardInput"):
+        out = first
+    elif target.endswith("convBackwardFilter"):
+        kernel, out = result, second
+    labels = instruction.attribute("dim_labels").partition("_")[2].partition("-")[0]
+    flops = 2 * out.elements * kernel.elements // max(1, kernel.sizes[labels.index("o")])
+    dtypes = _runs_in(first.dtype, "", ""), _runs_in(second.dtype, "", "")
+    return HloMatmul(*dtypes, result.dtype, "cudnn", "", flops, instruction)
+
+
+def _block_scaled(inside: Computation, instruction: Instruction) -> HloMatmul:
+    """Returns a matmul of `[B, M, K]` and `[B, N, K]` with scales per block along K."""
+    lhs, rhs = (shape_of(inside, name) for name in instruction.operands[:2])
+    flops = 2 * instruction.shapes[0].elements * lhs.sizes[-1]
+    return HloMatmul(
+        lhs.dtype, rhs.dtype, instruction.shapes[0].dtype, "cudnn mx", "", flops, instruction
+    )
+
+
+def shape_of(computation: Computation, name: str) -> Shape:
+    return computation.instructions[name].shapes[0]
+
+
+def _is_fp8(dtypes: tuple[str, str]) -> bool:
+    return all(dtype.startswith("float8") for dtype in dtypes)
+
+
+def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
+    """Returns the dtype in which operands are multiplied.
+
+    All GPUs since the A100 round FP32 operands to TF32, unless the matmul has precision "highest"
+    (XLA, `GemmConfig`) or an algorithm, which specifies the dtype.
+    """
+    algorithm_match = _ALGORITHM.match(algorithm)
+    if algorithm_match:
+        name = algorithm_match[1].lower()
+        times = re.search(r"_(x\d)$", algorithm, re.I)
+        plain = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(name, name)
+        return plain + (f"_{times[1].lower()}" if times else "")
+    if dtype == "float32" and "highest" not in precision:
+        return "tf32"
+    return dtype
+
+
+class _Value(NamedTuple):
+    """Name of a value in a computation; `holder` is the fusion that contains the computation."""
+
+    computation: Computation
+    name: str
+    holder: Instruction | None
+
+
+def _was_fp8(program: Program, step: Step, dot: Instruction, inside: Computation) -> str:
+    """Returns the FP8 dtype that an operand had before casts and elementwise operations, or ""."""
+    holder = step.instruction if inside is not step.computation else None
+    waiting = [_Value(inside, name, holder) for name in dot.operands[:2]]
+    seen: set[tuple[str, str]] = set()
+    while waiting and len(seen) < 200:
+        value = waiting.pop()
+        instruction = value.computation.instructions.get(value.name)
+        if instruction is None or (value.computation.name, value.name) in seen:
+            continue
+        seen.add((value.computation.name, value.name))
+        if len(instruction.shapes) == 1 and instruction.shapes[0].dtype.startswith("float8"):
+            return instruction.shapes[0].dtype
+        waiting += _sources(program, step, value, instruction)
+    return ""
+
+
+def _sources(program: Program, step: Step, value: _Value, instruction: Instruction) -> list[_Value]:
+    """Returns the values that a value is an elementwise function of.
+
+    It is empty if a matmul, a sum or another device computes the value.
+    """
+    holder = value.holder
+    if instruction.opcode == "parameter" and holder is not None:
+        number = int(instruction.rest.partition(")")[0])
+        if number < len(holder.operands) and holder.name in step.computation.instructions:
+            return [_Value(step.computation, holder.operands[number], None)]
+    elif instruction.opcode == "get-tuple-element":
+        # XLA combines fusions of several layers. Follow only this result.
+        (index,) = instruction.numbers("index")
+        maker = value.computation.instructions[instruction.operands[0]]
+        body = _simple_body(program, maker)
+        if body is not None and body.root.opcode == "tuple":
+            return [_Value(body, body.root.operands[index], maker)]
+        if maker.opcode == "tuple":
+            return [_Value(value.computation, maker.operands[index], holder)]
+    elif instruction.opcode == "fusion":
+        body = _simple_body(program, instruction)
+        return [] if body is None else [_Value(body, body.root.name, instruction)]
+    elif _is_elementwise(instruction):
+        return [_Value(value.computation, operand, holder) for operand in instruction.operands]
+    return []
+
+
+def _simple_body(program: Program, fusion: Instruction) -> Computation | None:
+    """Returns the computation of a fusion without matmuls and sums; None for others."""
+    body = program.inside(fusion) if fusion.opcode == "fusion" else None
+    if body is None or any(
+        instruction.opcode in ("dot", "reduce") for instruction in body.instructions.values()
+    ):
+        return None
+    return body
+
+
+def _is_elementwise(instruction: Instruction) -> bool:
+    return instruction.opcode in _MOVES | _SCALES

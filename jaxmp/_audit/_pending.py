@@ -1,0 +1,105 @@
+"""Pending findings: findings of the traced program whose module and severity are not final."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxmp._audit._checks import Check
+from jaxmp._audit._program import OpOccurrence
+from jaxmp._core._jaxprs import Equation, Path
+from jaxmp._core._locations import Lines, call_site
+
+
+@dataclasses.dataclass
+class PendingFinding:
+    """A finding of the traced program, while operations are still being counted."""
+
+    check: Check
+    severity: str
+    names: Path
+    primitive: str
+    line: tuple[str, int]
+    message: str
+    fix: str
+    count: int = 0
+    flops: int = 0
+    # True for an operation outside of modules and derivatives. If the program has a backward pass,
+    # such an operation belongs to the optimizer, and the finding is dropped.
+    outside: bool = False
+    # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
+    harmed_flops: int = 0
+    has_other_harm: bool = False
+
+    def add_harm(self, flops: int | None) -> None:
+        """Counts a consequence: a matmul of that many FLOPs, or (None) of another type."""
+        self.harmed_flops += flops or 0
+        self.has_other_harm |= flops is None
+
+
+class PendingFindings:
+    """Findings of the walk, one for each check, module and source line."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[object, ...], PendingFinding] = {}
+        self._lines = Lines()
+
+    def add(
+        self,
+        check: Check,
+        op: OpOccurrence,
+        message: str,
+        fix: str = "",
+        *,
+        severity: str = "",
+        flops: int = 0,
+    ) -> PendingFinding:
+        """Counts one operation.
+
+        Args:
+          check: the check.
+          op: the operation.
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          severity: "error" or "warning"; "" for that of the check.
+          flops: FLOPs of the operation, if it is a matmul.
+
+        Returns:
+          The finding that the operation is counted in.
+        """
+        severity = severity or check.severity
+        line = self.line_of(op)
+        outside = op.location.is_outside and not check.includes_optimizer
+        key = check.id, severity, op.location.names, line, outside
+        finding = self._by_key.get(key)
+        if finding is None:
+            finding = self._by_key[key] = PendingFinding(
+                check,
+                severity,
+                op.location.names,
+                op.name,
+                line,
+                message,
+                fix or check.fix,
+                outside=outside,
+            )
+        finding.count += 1
+        finding.flops += flops
+        return finding
+
+    def line_of(self, op: OpOccurrence) -> tuple[str, int]:
+        """Returns (file, line) of an operation in the user's code; ("", 0) if it is not known."""
+        return self._lines.of((op.equation, *op.enclosing))
+
+    def where(self, op: OpOccurrence) -> str:
+        """Returns the line of an operation as `model.py:12`."""
+        file, line = self.line_of(op)
+        return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
+
+    def is_own_call(self, equation: Equation) -> bool:
+        """Returns True if the user's own code contains the call that made an equation."""
+        call = call_site(equation)
+        return call is not None and self._lines.is_own(call[0].co_filename)
+
+    def __iter__(self) -> Iterator[PendingFinding]:
+        return iter(self._by_key.values())

@@ -1,0 +1,195 @@
+"""Tracing of the audited function, and the roles of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr
+
+from jaxmp._audit._labels import FloatInput
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._jaxprs import Atom, Equation, inners
+from jaxmp._core._locations import Lines
+from jaxmp._core._trees import dtype_of
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale import DynamicLossScale
+
+_KeyPath = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced program with its arguments and results."""
+
+    closed: ClosedJaxpr
+    # The leaves that are arrays or their shapes, one for each input variable.
+    arrays: list[Any]
+    # (positional arguments, keyword arguments).
+    arguments: PyTree
+    # Number of a leaf among the arguments -> its variable.
+    variables: dict[int, Atom]
+    # (key path, abstract array) of each result.
+    results: list[tuple[_KeyPath, Any]]
+    # Names of the function's positional parameters; empty if they are not known.
+    names: list[str]
+
+    @property
+    def jaxpr(self) -> Any:
+        """The jaxpr without its constants."""
+        return jaxpr_body(self.closed)[0]
+
+    def scales(self) -> list[tuple[str, Atom]]:
+        """Returns (location among the arguments, variable) of each dynamic loss scale."""
+        pairs = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))
+        return [(location, var) for location, var in pairs if var is not None]
+
+    def inputs(self) -> list[tuple[FloatInput, Atom]]:
+        """Returns the FP32 arguments that are not part of a model's state, and their variables."""
+        inputs, number = [], 0
+        for path, node in jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]:
+            leaves = jtu.tree_flatten_with_path(node)[0]
+            var = self.variables.get(number)
+            keys = [_key(key) for key in path]
+            number += len(leaves)
+            if len(leaves) != 1 or leaves[0][0] or var is None or "params" in keys:
+                continue
+            if dtype_of(leaves[0][1]) == FLOAT32:
+                # The first key distinguishes positional from keyword arguments.
+                name = next((key for key in reversed(keys[1:]) if isinstance(key, str)), "")
+                location = jtu.keystr(path[1:])
+                inputs.append((FloatInput(name or self._parameter(keys[1:]), location), var))
+        return inputs
+
+    def optimizer_leaves(self) -> list[bool]:
+        """Returns for each leaf of the arguments whether an optimizer state contains it."""
+        flags: list[bool] = []
+        leaves = jtu.tree_flatten_with_path(self.arguments, is_leaf=is_optax_state)[0]
+        for path, node in leaves:
+            is_stored = is_optax_state(node) or names_optimizer(path)
+            flags += [is_stored] * len(jax.tree.leaves(node))
+        return flags
+
+    def optimizer_arrays(self) -> list[bool]:
+        """Returns for each array among the arguments whether an optimizer state contains it."""
+        flags = self.optimizer_leaves()
+        return [flags[number] for number in self.variables]
+
+    def first_use(self, number: int) -> tuple[str, int]:
+        """Returns (file, line) of the user's code that reads an argument first, or ("", 0).
+
+        Args:
+          number: of the leaf among the arguments.
+        """
+        jaxpr, var = self.jaxpr, self.variables.get(number)
+        enclosing: list[Equation] = []
+        while var is not None:
+            reader = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
+            if reader is None:
+                break
+            enclosing.insert(0, reader)
+            inside = [
+                (inner.jaxpr, inner_var)
+                for inner in inners(reader)
+                for outer_var, inner_var in zip(inner.operands, inner.jaxpr.invars, strict=True)
+                if outer_var is var
+            ]
+            jaxpr, var = inside[0] if inside else (jaxpr, None)
+        return Lines().of(enclosing)
+
+    def _parameter(self, keys: list[Any]) -> str:
+        return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Traces a function for arguments of these shapes and dtypes; nothing is computed."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+    results: list[tuple[_KeyPath, Any]] = []
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        filled = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        args, kwargs = structure.unflatten(filled)
+        out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
+        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if _is_array(leaf)]
+        # A function may write into its arguments, such as an NNX model, and return nothing. A
+        # compiler would remove the computation of such values, so they are returned, too.
+        after = jax.tree.leaves((args, kwargs))
+        before = {id(leaf) for leaf in filled}
+        written = [leaf for leaf in after if _is_array(leaf) and id(leaf) not in before]
+        return [leaf for _, leaf in out if _is_array(leaf)] + written
+
+    arrays = [leaves[n] for n in positions]
+    closed = jax.make_jaxpr(run)(*arrays)
+    variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
+    return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn))
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _key(key: Any) -> Any:
+    """Returns the dict key, attribute name or index of one step of a key path."""
+    return next(
+        (getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), str(key)
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+# ---------------------------------------------------------------------------
+# Roles of arguments
+# ---------------------------------------------------------------------------
+
+
+def argument_text(location: str) -> str:
+    """Returns `opt_state[0].mu['w']` for the key path `[0][1].opt_state[0].mu['w']`."""
+    return location.removeprefix("[0]").removeprefix("[1]")
+
+
+def is_optax_state(node: Any) -> bool:
+    """Returns True for a state of an optax transformation."""
+    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
+
+
+def names_optimizer(path: _KeyPath) -> bool:
+    """Returns True for a key path with a field such as `opt_state`."""
+    return any(getattr(key, "name", None) in ("opt_state", "optimizer_state") for key in path)
+
+
+def _is_state(node: Any) -> bool:
+    """Returns True for a state of optax, Flax or jaxmp, such as a train state or an NNX module."""
+    packages = (cls.__module__.partition(".")[0] for cls in type(node).__mro__)
+    return any(package in ("flax", "optax", "jaxmp") for package in packages)
+
+
+def _scales(tree: PyTree) -> list[tuple[_KeyPath, int]]:
+    """Returns (path, leaf number of its value) of each dynamic loss scale of jaxmp or Flax."""
+    scales, number = [], 0
+    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=_is_scale)[0]:
+        names = [jtu.keystr(below) for below, _ in jtu.tree_flatten_with_path(node)[0]]
+        if _is_scale(node):
+            offset = next(n for n, name in enumerate(names) if name.startswith(".scale"))
+            scales.append((path, number + offset))
+        number += len(names)
+    return scales
+
+
+def _is_scale(node: Any) -> bool:
+    cls = type(node)
+    is_flax = (cls.__module__, cls.__name__) == ("flax.training.dynamic_scale", "DynamicScale")
+    return isinstance(node, DynamicLossScale) or is_flax
