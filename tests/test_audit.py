@@ -779,17 +779,32 @@ def test_evaluation_needs_no_loss_scale():
 
 def test_which_rule_decided_and_which_never_fired():
     report = audit_small("linen")
-    rules = {row.rule.partition(":")[0]: row for row in report.rules}
-    assert rules["'**/lm_head'"].modules == ("lm_head",)
-    assert rules["'**/router/**'"].modules == ()
+    rules = {row.rule.partition(",")[0]: row for row in report.rules}
+    assert rules["Rule('**/lm_head'"].modules == ("lm_head",)
+    assert rules["Rule('**/router/**'"].modules == ()
     decided = {row.module: row.rule for row in report.modules}
-    assert decided["lm_head"].startswith("'**/lm_head'") and decided["block_0/mlp_up"] == ""
+    assert decided["lm_head"].startswith("Rule('**/lm_head'") and decided["block_0/mlp_up"] == ""
 
 
 def test_a_required_rule_that_never_fired():
     policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32")])
     finding = the_only(audit(lambda x: x @ x, shape(16, 16), policies=policies), "unused_rule")
-    assert "decoder/**" in finding.message and "required=False" in finding.fix
+    assert "decoder/**" in finding.message
+    # The fix can be pasted.
+    (line,) = (line.strip() for line in finding.fix.splitlines() if line.startswith("    "))
+    rule = eval(line, {"jaxmp": jaxmp})
+    fixed = jaxmp.PolicyMap(BF16, [rule])
+    assert audit(lambda x: x @ x, shape(16, 16), policies=fixed).ok
+
+
+def test_the_fix_of_an_unused_rule_is_the_most_similar_path():
+    policies = jaxmp.PolicyMap("fp32", [jaxmp.Rule("stuborn", "c=f32")])
+    loss, args = linen_loss(Outer())
+    finding = the_only(audit(jax.grad(loss), *args, policies=policies), "unused_rule")
+    assert "    jaxmp.Rule('stubborn', compute_dtype='float32')" in finding.fix.splitlines()
+
+
+def test_an_optional_rule_may_match_nothing():
     optional = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32", required=False)])
     assert audit(lambda x: x @ x, shape(16, 16), policies=optional).ok
 
