@@ -109,13 +109,13 @@ def _explain_choice(
         reason = argument or "the requested implementation"
         fix = "jaxmp.explain_attention(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
-    blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.blockers]
+    blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     why = f"; cuDNN's kernel cannot run, {'; '.join(blockers)}" if blockers else ""
     # The call cannot change the device, so other reasons come first.
-    others = [blocker for blocker in choice.blockers if blocker.argument != "device"]
-    changes = [blocker.change for blocker in others or choice.blockers]
+    others = [blocker for blocker in choice.rows if blocker.argument != "device"]
+    changes = [blocker.change for blocker in others or choice.rows]
     if choice.reason == ASKED:
         changes.insert(0, f"Remove {implementation!r}, so that attention is 'auto'.")
-    if choice.blockers and not others:
+    if choice.rows and not others:
         changes.append("audit(..., target='h200') reports the choice for a GPU.")
     return f"{message}: {choice.reason}{why}.", " ".join(changes)
