@@ -1,8 +1,11 @@
-"""Pairwise subsets of grids of test cases."""
+"""Subsets of grids of test cases."""
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
 
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -22,16 +25,51 @@ def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
       >>> pairwise("ab", "xy", [0, 1])
       [('a', 'x', 0), ('a', 'y', 1), ('b', 'x', 1), ('b', 'y', 0)]
     """
+    return _subset(parameters, 2)
+
+
+def each_value(*parameters: Iterable[Any]) -> list[Any]:
+    """Returns a whole grid for `pytest.mark.parametrize`, of which the fast suite runs few cases.
+
+    In the fast cases every value of each parameter occurs. The others have the mark `slow`.
+
+    Args:
+      *parameters: the values of each parameter.
+
+    Example:
+      >>> [(case.values, len(case.marks)) for case in each_value("ab", [0, 1])]
+      [(('a', 0), 0), (('a', 1), 1), (('b', 0), 1), (('b', 1), 0)]
+    """
     values = [tuple(parameter) for parameter in parameters]
-    grid = list(itertools.product(*(range(len(row)) for row in values)))
-    missing = set().union(*map(_pairs, grid)) if grid else set()
+    fast = _subset([range(len(row)) for row in values], 1)
+    return [
+        pytest.param(
+            *(row[i] for row, i in zip(values, case, strict=True)),
+            marks=[] if case in fast else [pytest.mark.slow],
+        )
+        for case in _indices(values)
+    ]
+
+
+def _indices(values: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(len(row)) for row in values)))
+
+
+def _subset(parameters: Iterable[Iterable[Any]], strength: int) -> list[tuple[Any, ...]]:
+    """Returns cases in which the values of each `strength` parameters occur in all combinations."""
+    values = [tuple(parameter) for parameter in parameters]
+    grid = _indices(values)
+    covered = {case: set(itertools.combinations(enumerate(case), strength)) for case in grid}
+    missing = set().union(*covered.values())
+    used: Counter[tuple[int, int]] = Counter()
+    uses = lambda case: sum(used[value] for value in enumerate(case))
     cases = []
     while missing:
-        case = max(grid, key=lambda case: len(_pairs(case) & missing))
-        missing -= _pairs(case)
+        most = max(len(covered[case] & missing) for case in grid)
+        best = [case for case in grid if len(covered[case] & missing) == most]
+        # Single values are distributed evenly; for pairs, the first case leads to a small subset.
+        case = best[0] if strength > 1 else min(best, key=uses)
+        missing -= covered[case]
+        used.update(enumerate(case))
         cases.append(case)
     return [tuple(row[i] for row, i in zip(values, case, strict=True)) for case in sorted(cases)]
-
-
-def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(case), 2))

@@ -143,6 +143,13 @@ class Build:
         gradients, (out, state) = lowered.compile()(params)
         return out, state, gradients
 
+    @functools.cache  # noqa: B019
+    def output(self, policies: str | None) -> Any:
+        """Runs the forward pass alone; returns the output."""
+        function, params = self.function(policies)
+        with self.case.promotion():
+            return jax.jit(lambda params: function(params)[0])(params)
+
 
 class LinenBuild(Build):
     framework = "linen"

@@ -25,6 +25,7 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
+from grids import each_value
 from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
 from jaxmp._audit._checks import Check, documentation_table
@@ -86,8 +87,9 @@ def audit_small(framework, recipe="bf16", **sizes):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16", "bf16_params", "fp32"])
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("framework", "recipe"), each_value(["linen", "nnx"], ["bf16", "fp16", "bf16_params", "fp32"])
+)
 def test_a_clean_step_has_no_fault(framework, recipe):
     report = audit_small(framework, recipe)
     assert report.ok, str(report)

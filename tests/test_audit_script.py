@@ -230,7 +230,13 @@ def run(folder, capfd):
     return run
 
 
-@pytest.mark.parametrize("style", STYLES)
+SLOW_STYLES = ("absl", "ahead_of_time", "thread")
+
+
+@pytest.mark.parametrize(
+    "style",
+    [pytest.param(style, marks=[pytest.mark.slow] * (style in SLOW_STYLES)) for style in STYLES],
+)
 def test_a_script_is_audited_without_an_edit(run, folder, style):
     if style == "equinox" and importlib.util.find_spec("equinox") is None:
         pytest.skip("equinox is not installed")

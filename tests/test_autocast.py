@@ -711,8 +711,8 @@ NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_models(build):
-    """Checks the operand dtypes of all matmuls, norms and softmaxes, and the error against FP32."""
-    traced, program, forward = under_autocast(build)
+    """Checks the operand dtypes of all matmuls, norms and softmaxes."""
+    _, program, forward = under_autocast(build)
     kept = [rule.path.strip("*/") for rule in build.case.rules if rule.compute_dtype == F32]
     matmuls = [equation for equation in products(program) if not is_outer(equation)]
     assert len(matmuls) >= 3
@@ -728,13 +728,7 @@ def test_models(build):
     for equation in wide:
         assert dtypes(equation)[0] == F32, (equation.primitive.name, module_path(equation))
 
-    logs = log_error_ratios(build, traced)
-    RATIOS[str(build)] = np.exp(np.mean(logs, axis=0))
-    # The tolerance is twice the standard error, at most 6 %.
-    assert (RATIOS[str(build)] < 1.1 * np.exp(2 * standard_error(logs))).all(), RATIOS[str(build)]
 
-
-RATIOS: dict[str, np.ndarray] = {}
 FEWEST_SETS, MOST_SETS = 128, 2048
 
 
@@ -765,11 +759,29 @@ def log_error_ratios(build, traced):
     return logs
 
 
-def test_models_are_as_close_to_fp32_as_at_module_level():
-    """In the geometric mean over all networks, the error is not larger than at module level."""
-    if len(RATIOS) < len(BUILDS):
-        pytest.skip("runs after test_models of every model")
-    assert np.exp(np.mean(np.log(list(RATIOS.values())))) < 1.0
+# Networks of each kind of layer, alternately of the two frameworks.
+FEW = ("mlp-linen", "cnn-nnx", "attention-linen", "moe-linen", "transformer-nnx")
+
+
+@pytest.mark.parametrize(
+    "builds",
+    [
+        pytest.param([build for build in BUILDS if str(build) in FEW], id="few"),
+        pytest.param(BUILDS, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_models_are_as_close_to_fp32_as_at_module_level(builds):
+    """Neither a network nor the geometric mean over the networks has a larger error."""
+    assert len(builds) >= len(FEW)
+    ratios = {}
+    for build in builds:
+        logs = log_error_ratios(build, under_autocast(build)[0])
+        ratios[str(build)] = np.exp(np.mean(logs, axis=0))
+        # The tolerance is twice the standard error, at most 6 %.
+        limit = 1.1 * np.exp(2 * standard_error(logs))
+        assert (ratios[str(build)] < limit).all(), (build, ratios[str(build)])
+    if builds is BUILDS:
+        assert np.exp(np.mean(np.log(list(ratios.values())))) < 1.0
 
 
 def test_a_mask_of_the_fp32_minimum_stays_finite():

@@ -19,6 +19,7 @@ def two_layers(monkeypatch):
     step_counts.init_params.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_layers")
 def test_operations_and_calls():
     """Measured: 1.002 times the operations, and 1.06 to 1.07 times the calls of Python functions.

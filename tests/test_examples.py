@@ -128,7 +128,10 @@ class Stopped(Exception):
     """Exception that simulates a preempted machine."""
 
 
-@pytest.mark.parametrize(("framework", "other"), [("linen", "nnx"), ("nnx", "linen")])
+@pytest.mark.parametrize(
+    ("framework", "other"),
+    [pytest.param("linen", "nnx", marks=pytest.mark.slow), ("nnx", "linen")],
+)
 def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, capsys):
     straight = tiny_run("fp16_params", framework)
     batch = train_lm.random_batch

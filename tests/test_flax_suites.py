@@ -81,6 +81,7 @@ def outcomes(checkout):
     return [flax_suites.run(checkout, files, recipe) for recipe in recipes]
 
 
+@pytest.mark.slow
 def test_fp32_gives_plain_results(outcomes):
     plain, fp32, _ = outcomes
     compared = flax_suites.compare(plain, fp32)
@@ -94,6 +95,7 @@ def test_fp32_gives_plain_results(outcomes):
     }
 
 
+@pytest.mark.slow
 def test_a_wrong_wrap_is_an_exception(outcomes):
     plain, _, wrong = outcomes
     exceptions = flax_suites.compare(plain, wrong)["exceptions"]
@@ -107,6 +109,7 @@ def test_a_wrong_wrap_is_an_exception(outcomes):
     assert flax_suites.unexplained(report) == list(exceptions)
 
 
+@pytest.mark.slow
 def test_crashes_leave_failed_assertions_out(outcomes):
     plain, _, wrong = outcomes
     crashes = flax_suites.compare(plain, wrong, crashes=True)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gpu_compiler import needs_compiler
+from grids import each_value
 from jaxmp import audit, fp8
 from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
@@ -549,8 +550,10 @@ def test_bad_calls(call, message):
         call(fp8.dot_general(), jnp.ones((16, 16)))
 
 
-@pytest.mark.parametrize("kind", ["current", "rowwise", "mx"])
-@pytest.mark.parametrize("sizes", [(0, 32, 16), (4, 0, 16), (4, 32, 0)])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    each_value(["current", "rowwise", "mx"], [(0, 32, 16), (4, 0, 16), (4, 32, 0)]),
+)
 def test_operands_of_no_size(kind, sizes):
     m, k, n = sizes
     product = fp8.dot_general(kind)

@@ -110,7 +110,12 @@ def names_in(fn, *args):
 # ---------------------------------------------------------------------------
 
 
-CASES = [(linen, name, "bf16") for name in MASKS]
+# Eager calls and compilation take long; the fast cases have each part of a mask once.
+FAST = ("causal, padding", "window", "padded keys")
+CASES = [
+    pytest.param(linen, name, "bf16", marks=[pytest.mark.slow] * (name not in FAST))
+    for name in MASKS
+]
 CASES += [(in_nnx, "causal, padding", "bf16"), (linen, "causal", "fp32")]
 
 

@@ -329,7 +329,7 @@ def interleaved(model, actor, critic, x_actor, x_critic, critic_first):
         optimizer.update(model, grads)
 
 
-@pytest.mark.parametrize("critic_first", [False, True])
+@pytest.mark.parametrize("critic_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("check_leaks")
 def test_two_optimizers_undo_only_their_own_calls(critic_first):
     step = nnx.jit(functools.partial(interleaved, critic_first=critic_first))

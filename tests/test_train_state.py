@@ -12,6 +12,7 @@ import pytest
 from flax.training import train_state as flax_train_state
 
 import jaxmp
+from grids import each_value
 from relaxed import relaxed
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
@@ -103,18 +104,18 @@ BAD = {
 
 
 PACKED = jaxmp.load_recipe("bf16_params").replace(master="packed")
-RUNS = [(recipe, True) for recipe in (*RECIPES, PACKED)] + [("fp16", False), (PACKED, False)]
+RUNS = [(recipe, True) for recipe in (*RECIPES, "packed")] + [("fp16", False), ("packed", False)]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "jitted"),
-    RUNS,
-    ids=lambda x: {True: "jit", False: "eager", PACKED: "packed"}.get(x, x),
+    ("run", "kind"),
+    each_value(RUNS, BAD),
+    ids=lambda x: x if type(x) is str else f"{x[0]}-{'jit' if x[1] else 'eager'}",
 )
-@pytest.mark.parametrize("kind", BAD)
-def test_a_skipped_step_changes_only_scale_and_counters(recipe, kind, jitted):
+def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
+    recipe, jitted = run
     microbatches, poison_loss, spoil = BAD[kind]
-    state, batch = setup(recipe)
+    state, batch = setup(PACKED if recipe == "packed" else recipe)
     good = make_step(microbatches)
     bad = make_step(microbatches, poison_loss)
     if jitted:
