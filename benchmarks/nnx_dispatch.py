@@ -89,11 +89,11 @@ def compiled():
     return jaxmp.nnx.compile_step(shrink, model, optimizer, donate=False)
 
 
-def jitted(policied):
+def jitted(wrapped):
     def make():
         model = Chain(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        model = jaxmp.nnx.apply_policy(model, POLICY) if policied else model
+        model = jaxmp.nnx.apply_policy(model, POLICY) if wrapped else model
         step = nnx.jit(shrink)
         return lambda x: step(model, optimizer, x)
 
@@ -102,8 +102,8 @@ def jitted(policied):
 
 COMPARISONS = [
     ("compile_step", compiled, "jax.jit on a dict", on_a_dict),
-    ("nnx.jit, policied model", jitted(policied=True), "nnx.jit, plain model", jitted(False)),
-    ("nnx.jit, plain model", jitted(policied=False), "jax.jit on a dict", on_a_dict),
+    ("nnx.jit, wrapped model", jitted(wrapped=True), "nnx.jit, plain model", jitted(False)),
+    ("nnx.jit, plain model", jitted(wrapped=False), "jax.jit on a dict", on_a_dict),
 ]
 
 

@@ -113,9 +113,9 @@ class Wrapper:
             # If the method is called on a class, the first argument is not a module.
             if not self._is_outermost() or not isinstance(module, nn.Module):
                 return method(module, *args, **kwargs)
-            policied = self._wrap_linen(module)
+            model = self._wrap_linen(module)
             with _one_deeper(self.depth):
-                return getattr(policied, name)(*args, **kwargs)
+                return getattr(model, name)(*args, **kwargs)
 
         return wrapped
 

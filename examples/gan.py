@@ -160,7 +160,7 @@ def train(
     for _ in track(range(epochs), "GAN"):
         for batch in batches(digits.train_images, digits.train_labels, batch_size, rng):
             reports.append(step(batch))
-    step.write_back()
+    _ = step.nodes  # updates the models and the optimizers
     for optimizer in (both.generator_optimizer, both.discriminator_optimizer):
         jaxmp.check(optimizer)  # raises if gradients overflow at the smallest scale
     return both.generator, StepReport(*map(np.stack, zip(*reports, strict=True)))

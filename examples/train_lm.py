@@ -161,23 +161,22 @@ class NnxTraining:
     @property
     def state(self) -> jaxmp.nnx.Optimizer:
         """Optimizer with masters, loss scale and skip counters."""
-        return self.step.write_back()[1]
+        return self.step.nodes[1]
 
     def loss(self, tokens_BS: np.ndarray) -> jax.Array:
         """Returns the loss of a batch without training on it."""
-        return self._loss(self.step.write_back()[0], tokens_BS)
+        return self._loss(self.step.nodes[0], tokens_BS)
 
     def arrays(self) -> Any:
         """Returns the arrays of a checkpoint."""
         names = ("model", "optimizer")
-        nodes = dict(zip(names, self.step.write_back(), strict=True))
+        nodes = dict(zip(names, self.step.nodes, strict=True))
         return {name: nnx.as_pure(nnx.state(node)) for name, node in nodes.items()}
 
     def restore(self, arrays: Any) -> None:
         """Restores the arrays of a checkpoint."""
-        for node, values in zip(self._nodes, arrays.values(), strict=True):
+        for node, values in zip(self.step.nodes, arrays.values(), strict=True):
             nnx.update(node, values)
-        self.step.read_back()
 
 
 class Framework(enum.StrEnum):

@@ -157,7 +157,7 @@ def train(
     for _ in range(epochs):
         for batch in shuffled_batches(digits.train_images, digits.train_labels, batch_size, rng):
             history.append(step(batch))
-        step.write_back()
+        _ = step.nodes  # updates the model and the optimizer
         jaxmp.check(optimizer)  # raises if gradients overflow at the smallest loss scale
         predictions = predict(model, digits.test_images)
         accuracies.append(100 * float(np.mean(predictions == digits.test_labels)))

@@ -840,7 +840,7 @@ def test_weights_that_are_asked_for_are_held_or_refused():
     sown = functools.partial(layer.apply, sow_weights=True, mutable=["intermediates"])
     assert sown(variables, x)[1]["intermediates"]
     model = jaxmp.linen.apply_policy(layer, "c=bf16,implementation=blockwise")
-    with pytest.raises(AttentionError, match="sow_weights needs the attention weights"):
+    with pytest.raises(AttentionError, match="sow_weights requires the attention weights"):
         model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
 
 

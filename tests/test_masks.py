@@ -10,8 +10,8 @@ from flax import nnx
 import jaxmp
 from jaxmp import AttentionError, audit, load_recipe
 from jaxmp._core._static_values import Known, walk
-from jaxmp._flax._attention import policied_function
-from jaxmp._flax._linen_interceptor import AttentionFunction
+from jaxmp._flax._attention import attention_function
+from jaxmp._flax._linen_attention import AttentionFunction
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -191,12 +191,12 @@ def test_a_bias_stays_beside_a_declared_mask():
     query = jax.random.normal(jax.random.key(3), (1, LENGTH, 2, 8), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(4), (1, 2, LENGTH, LENGTH), jnp.bfloat16)
     mask = nn.make_causal_mask(TOKENS[:1])
-    declared = policied_function(
+    declared = attention_function(
         nn.dot_product_attention,
         nn.dot_product_attention,
         AttentionFunction,
         recipe(mask="causal").policies.default,
-        ("layer",),
+        "layer",
     )
     operands = query, query, query
     wide = bias.astype(jnp.float32)

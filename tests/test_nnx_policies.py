@@ -875,7 +875,7 @@ def test_a_shared_module_and_a_shared_parameter_stay_shared():
 
 
 def test_a_shared_module_under_two_policies_is_refused_and_the_fix_works():
-    with pytest.raises(RuleError, match=r"Linear that several paths.*'a': .*'b': ") as error:
+    with pytest.raises(RuleError, match=r"Linear has several paths.*'a': .*'b': ") as error:
         apply_policy(Shares(rngs()), PolicyMap(MIXED, [Rule("b", "c=f32")]))
     fix = "Rule('re:a|b', 'c=f32')"
     assert fix in str(error.value)
@@ -903,7 +903,7 @@ def test_a_tied_head_follows_a_rule_about_outputs_only_where_all_its_paths_do(he
         return dtypes(product)[2], model.embed(ids).dtype.name
 
     rule = Rule(head, "o=f32")
-    with pytest.raises(RuleError, match=f"Embed that .*'{head}': o=f32") as error:
+    with pytest.raises(RuleError, match=f"Embed has .*'{head}': o=f32") as error:
         dtypes_of(rule)
     fix = f"Rule('re:{'|'.join(sorted(['embed', head]))}', 'o=f32')"
     assert fix in str(error.value)
@@ -913,7 +913,7 @@ def test_a_tied_head_follows_a_rule_about_outputs_only_where_all_its_paths_do(he
 
 
 def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works():
-    with pytest.raises(RuleError, match=r"parameter that several.*'a:kernel'.*'c:kernel'") as error:
+    with pytest.raises(RuleError, match=r"parameter has several.*'a:kernel'.*'c:kernel'") as error:
         apply_policy(Shares(rngs()), PolicyMap("bf16-true", [Rule("c:kernel", "p=f32")]))
     pattern = "re:a:kernel|b:kernel|c:kernel"
     assert f"Rule({pattern!r}, 'p=f32')" in str(error.value)
@@ -953,10 +953,10 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
     ("model", "message"),
     [
         (nn.Dense(3), r"Use jaxmp.linen.apply_policy\(model, policies\)"),
-        (nnx.Linear, r"the class Linear, not a model. Give an instance"),
+        (nnx.Linear, r"the class Linear instead of a model. Pass an instance"),
         (nn.Dense, r"Use jaxmp.linen.apply_policy\(model, policies\)"),
         (lambda x: x, r"not a flax.nnx.Module. .* jaxmp.autocast\(fn, policies\)"),
-        (None, "not a flax.nnx.Module. Give a"),
+        (None, "not a flax.nnx.Module. Pass a"),
     ],
     ids=["linen", "class", "linen_class", "function", "none"],
 )
@@ -968,7 +968,7 @@ def test_what_is_no_nnx_model_is_refused(model, message):
 def test_each_function_names_itself_and_its_twin():
     for run in (explain, lambda model, _: module_paths(model)):
         with pytest.raises(
-            CompositionError, match=r"was given .* Use jaxmp\.linen\.(\w+)\(m"
+            CompositionError, match=r"received .* Use jaxmp\.linen\.(\w+)\(m"
         ) as error:
             run(nn.Dense(3), MIXED)
         function, _, rest = str(error.value).partition(" ")
@@ -1578,18 +1578,26 @@ def test_a_compiled_step_is_nnx_jit_step_for_step(recipe):
         assert bits_of(next(states)) == bits_of(next(states))
 
 
-def test_a_compiled_step_writes_back_and_reads_back():
+def test_the_nodes_of_a_compiled_step_are_updated_and_read_again():
     model, optimizer = training("bf16")
     step = compile_step(train, model, optimizer, donate=False)
     before = bits_of(model.linear.kernel)
     step(floats(4, 3))
     assert bits_of(model.linear.kernel) == before
-    assert step.write_back() == (model, optimizer)
+    assert step.nodes == (model, optimizer)
     assert bits_of(model.linear.kernel) != before
     model.linear.kernel[...] = jnp.zeros((3, 3))
-    step.read_back()
-    step.write_back()
-    np.testing.assert_array_equal(model.linear.kernel[...], jnp.zeros((3, 3)))
+    step(jnp.zeros((4, 3)))
+    assert jnp.abs(step.nodes[0].linear.kernel[...]).max() < 0.01
+
+
+def test_a_compiled_step_reads_static_attributes_again():
+    model = Normed(rngs())
+    model.factor = 1.0
+    step = compile_step(lambda model, x: x * model.factor, model)
+    assert float(step(jnp.ones(()))) == 1.0
+    step.nodes[0].factor = 2.0
+    assert float(step(jnp.ones(()))) == 2.0
 
 
 def test_a_donating_step_takes_arrays_that_stand_twice():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._flax import _nnx_subclass
+from jaxmp._flax import _nnx_calls
 
 X = jnp.ones((2, 8))
 
@@ -18,7 +18,7 @@ X = jnp.ones((2, 8))
 @pytest.fixture(autouse=True)
 def fresh_warnings():
     """Resets the record of warnings that are shown once for a class."""
-    _nnx_subclass._counted.clear()
+    _nnx_calls._counted.clear()
 
 
 # ---------------------------------------------------------------------------

@@ -1,38 +1,46 @@
-"""The attention function of Flax's layers under a policy."""
+"""Attention function of a Flax layer under a policy, common to Linen and NNX."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from jaxmp._attention._declared import Declaration
-from jaxmp._attention._layer import Stated
+from jaxmp._attention._layer import MaskHints
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._policies._policy import Policy
 
+Function = TypeVar("Function", bound=Callable[..., jax.Array])
 
-def policied_function(
-    own: Any, flax: Any, make: Callable[[Stated], Any], policy: Policy, path: tuple[str, ...]
-) -> Any:
-    """What stands for a layer's attention function under a policy; an author's own stays.
+
+def attention_function(
+    current: Function,
+    default: Any,
+    make: Callable[[MaskHints], Function],
+    policy: Policy,
+    path: str,
+) -> Function:
+    """Returns the attention function of a layer under a policy.
 
     Args:
-      own: the layer's.
-      flax: the default one of the framework.
-      make: makes one of jaxmp's.
-      policy: the layer's.
-      path: the layer's.
+      current: the function that the layer has. One that is neither `default` nor jaxmp's is kept.
+      default: the framework's default function.
+      make: makes one of jaxmp's functions.
+      policy: the policy of the layer.
+      path: the path of the layer.
     """
-    stated = getattr(own, "jaxmp_stated", None)
-    is_asked = policy.implementation != "auto" or policy.mask != "array"
-    if own is flax and (is_asked or is_16bit(policy.compute_dtype)):
-        stated = Stated()
-    if stated is None:
-        return own
-    if stated.implementation == "auto":
-        stated = dataclasses.replace(stated, implementation=policy.implementation)
+    hints = getattr(current, "mask_hints", None)
+    is_requested = policy.implementation != "auto" or policy.mask != "array"
+    if current is default and (is_requested or is_16bit(policy.compute_dtype)):
+        hints = MaskHints()
+    if hints is None:
+        return current
+    if hints.implementation == "auto":
+        hints = dataclasses.replace(hints, implementation=policy.implementation)
     if policy.mask != "array":
-        declared = Declaration(policy.mask, policy.window, "/".join(path))
-        stated = dataclasses.replace(stated, declared=declared)
-    return make(stated)
+        declared = Declaration(policy.mask, policy.window, path)
+        hints = dataclasses.replace(hints, declared=declared)
+    return make(hints)

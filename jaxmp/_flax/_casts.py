@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
+from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
@@ -23,22 +24,6 @@ from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
 # ---------------------------------------------------------------------------
 # Policies of modules
 # ---------------------------------------------------------------------------
-
-
-class LayerTraits(NamedTuple):
-    """Properties of a module class that do not depend on the policy."""
-
-    # Flax, not a user, defined the class's `dtype`.
-    takes_dtype: bool
-    # Statistics, scale and bias are FP32.
-    is_norm: bool
-    # Parameters are read in FP32: norms, and wrappers that normalise the weights of a layer.
-    upcasts_params: bool
-    # The class casts its parameters itself.
-    casts_params: bool
-    is_cell: bool
-    is_rnn: bool
-    is_attention: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,6 +68,11 @@ class ModulePolicy:
         """Returns the dtype in which the module reads a parameter."""
         if self.traits.upcasts_params:
             return self.upcast_dtype
+        wide, traits = self.resolved.wide_output, self.traits
+        is_added = traits.registered is not None and traits.dot is not None
+        if wide is not None and is_added and name != traits.kernel:
+            # A registered layer adds its other parameters to the result of its dot.
+            return wide
         path = f"{self.resolved.path}:{name}"
         return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen import merge_param
 from jax import lax
 
+from jaxmp._core._compat import einsum_bias_shape
+from jaxmp._core._typing import DTypeLike
 from jaxmp._core._wide_dot import wide_product
-from jaxmp.errors import JaxmpError
+from jaxmp._overwritten import OVERWRITE
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide
 from jaxmp.fp8._scaling import Scaling
+from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -26,12 +32,12 @@ from jaxmp.fp8._scaling import Scaling
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerProduct:
+class LayerDot:
     """Replacement of a Flax layer's `dot_general`. Hashable; ignores `path` and `state`."""
 
     scaling: Scaling
     # Result dtype; None: `preferred_element_type`, or by default the dtype of the operands.
-    wide: Any = None
+    wide: DTypeLike | None = None
     path: str = dataclasses.field(default="", compare=False)
     # Returns the layer's state; None for a scaling without state.
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
@@ -65,7 +71,7 @@ class LayerEinsum:
     """Replacement of a Flax layer's `jnp.einsum`. Hashable; ignores `path` and `state`."""
 
     scaling: Scaling
-    wide: Any = None
+    wide: DTypeLike | None = None
     path: str = dataclasses.field(default="", compare=False)
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
@@ -82,12 +88,12 @@ class LayerEinsum:
         try:
             (_, contract), (_, batch) = plan_einsum(equation, lhs.ndim, rhs.ndim).numbers
         except JaxmpError as error:
-            why = str(error)
+            exclusion = str(error)
         else:
-            why = ""
+            exclusion = ""
             k = math.prod(rhs.shape[axis] for axis in contract)
             n = rhs.size // max(k * math.prod(rhs.shape[axis] for axis in batch), 1)
-        if decide(self.scaling, self.path, k, n, why):
+        if decide(self.scaling, self.path, k, n, exclusion):
             wide = preferred_element_type if self.wide is None else self.wide
             if self.state is not None:
                 options["state"] = self.state()
@@ -107,7 +113,7 @@ def einsum_sizes(
       kernel_shape: shape of the kernel.
 
     Returns:
-      `(k, n, "")`, or `(0, 0, why)` with the reason why a single dot cannot compute the equation.
+      `(k, n, "")`; or `(0, 0, exclusion)` if one dot cannot compute the equation, with the reason.
     """
     if ndim is None:
         term = equation.replace(" ", "").partition(",")[0]
@@ -121,8 +127,72 @@ def einsum_sizes(
     return k, n, ""
 
 
-def _plain(product: Callable[..., jax.Array], lhs: Any, rhs: Any, wide: Any, preferred: Any) -> Any:
+def _plain(
+    product: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    wide: DTypeLike | None,
+    preferred: DTypeLike | None,
+) -> jax.Array:
     """Computes the dot without FP8."""
     if wide is not None and lhs.dtype == rhs.dtype != wide:
         return wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
+
+
+# ---------------------------------------------------------------------------
+# Linen
+# ---------------------------------------------------------------------------
+
+
+def linen_dot(
+    dot: type[LayerDot] | type[LayerEinsum],
+    module: Any,
+    scaling: Scaling,
+    wide: DTypeLike | None,
+    path: str,
+) -> LayerDot | LayerEinsum:
+    """Returns the FP8 dot of a Linen layer. It reads the layer's state when it is called."""
+    state = functools.partial(_read_state, weakref.ref(module), scaling)
+    return dot(scaling, wide, path, state if scaling.is_stateful else None)
+
+
+def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array]:
+    """Returns the state of delayed scaling of one layer; its gradient is its next value."""
+    module = ref()
+    names = {name: f"{PREFIX}{name}" for name in NAMES}
+    if not module.has_variable(OVERWRITE, names[AGE]):
+        if not module.is_mutable_collection(OVERWRITE):
+            raise CompositionError(
+                f"DelayedScaling finds no state for {'/'.join(module.scope.path)!r}. Pass all "
+                f"variables that `init` returned, including {OVERWRITE!r}, to `apply`: "
+                "model.apply(variables, x); TrainState.create(params=variables) trains them. "
+                "Layers under nn.scan and nn.vmap require "
+                f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
+            )
+        for name, value in init_state(scaling).items():
+            # Not `module.variable`, which is allowed in `setup` and compact methods only.
+            module.put_variable(OVERWRITE, names[name], value)
+    return {name: module.get_variable(OVERWRITE, names[name]) for name in NAMES}
+
+
+def einsum_call(module: Any, dot: LayerEinsum) -> Callable[..., jax.Array]:
+    """Returns `flax.linen.Einsum.__call__` with an FP8 dot; that layer has no field for its dot."""
+
+    def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        equation = merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in equation or equation.count(",") != 1:
+            raise ValueError(
+                f"einsum_str={equation!r} must have two operands, one comma, and include '->'."
+            )
+        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+        bias, bias_shape = None, None
+        if module.use_bias:
+            shape, bias_shape = einsum_bias_shape(module, equation, inputs, kernel)
+            bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+        inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+        preferred = module.preferred_element_type
+        out = dot(equation, inputs, kernel, module.precision, preferred)
+        return out if bias is None else out + jnp.reshape(bias, bias_shape)
+
+    return call

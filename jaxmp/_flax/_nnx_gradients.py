@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
-from jaxmp._flax._nnx_subclass import OverwriteWithGradient
+from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp.errors import JaxmpError
 
 # The tag of the update context that maps objects inside the gradient to those outside.
@@ -588,6 +588,11 @@ def _is_carried(leaf: Any) -> bool:
     """Returns True for arrays, except sown ones, that each microbatch passes to the next."""
     arrays = jax.tree.leaves(_value(leaf))
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
+
+
+def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
+    """Excludes state that is overwritten by its gradient, which is not a parameter."""
+    return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
 
 
 def _text(path: tuple[Any, ...]) -> str:

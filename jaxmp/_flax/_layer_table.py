@@ -1,0 +1,268 @@
+"""Table of layer classes: what jaxmp knows of each class, whatever the policy.
+
+`_linen_layers` and `_nnx_layers` contain the rows of Flax's own classes. Users add rows with
+`jaxmp.linen.register_layer` and `jaxmp.nnx.register_layer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
+from jaxmp.errors import CompositionError
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+class DotAttribute(NamedTuple):
+    """Attribute through which jaxmp replaces the dot of a layer.
+
+    Attributes:
+      name: of the attribute; a dataclass field in Linen. "": the layer has none.
+      function: the default value; it may also be None. For an attribute that is a dtype, None.
+      fp8: the class of its replacement under `matmul = "fp8"`; None: the dot never runs in FP8.
+    """
+
+    name: str
+    function: Callable[..., Any] | None
+    fp8: type[LayerDot] | type[LayerEinsum] | None
+
+
+DOT_GENERAL = DotAttribute("dot_general", lax.dot_general, LayerDot)
+EINSUM_OP = DotAttribute("einsum_op", jnp.einsum, LayerEinsum)
+CONV = DotAttribute("conv_general_dilated", lax.conv_general_dilated, None)
+PREFERRED = DotAttribute("preferred_element_type", None, None)
+
+# (module, shape of its kernel) -> (axes that a transformation stacked, inputs, outputs). An unknown
+# number of inputs or outputs is 0.
+KernelSizes = Callable[[Any, tuple[int, ...]], tuple[tuple[int, ...], int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTraits:
+    """Row of a table of layer classes: properties of a class that do not depend on the policy.
+
+    Subclasses inherit a row. The name of an attribute, which is a dataclass field in Linen, is ""
+    if the class has no such attribute.
+    """
+
+    # The class of Flax that has the row, or a base class of a registered class. A policy replaces a
+    # method only if it is the one of this class.
+    layer: type = object
+    # The class that a user registered.
+    registered: type | None = None
+    # Inputs, statistics, scale and bias are FP32; the result is returned in the compute dtype.
+    is_norm: bool = False
+    # Parameters are read in FP32: norms, and wrappers that normalize the weights of a layer.
+    upcasts_params: bool = False
+    # The class casts its parameters itself. Subclasses do not inherit this.
+    casts_params: bool = False
+    # Carries of recurrent layers keep their dtypes.
+    is_cell: bool = False
+    is_rnn: bool = False
+    # The attribute that a policy sets to the compute dtype. For Flax's own classes it follows from
+    # their signatures.
+    dtype: str = ""
+    # The parameter that the dot multiplies by. A dot with a wider result adds the other parameters
+    # in the dtype of that result.
+    kernel: str = ""
+    dot: DotAttribute | None = None
+    # (module, FP8 dot) -> replacement of `__call__`, for a layer without an attribute for its dot.
+    fp8_call: Callable[[Any, Any], Callable[..., Any]] | None = None
+    # NNX: the sizes of the kernel, from which the FP8 state is created.
+    kernel_sizes: KernelSizes | None = None
+    attention_fn: str = ""
+    # Linen: collections, NNX: attributes, that attention reads in the compute dtype.
+    caches: tuple[str, ...] = ()
+    # The parameter whose rows `__call__` looks up. The rows are cast, and not the whole table.
+    embedding: str = ""
+
+    @property
+    def takes_dtype(self) -> bool:
+        return bool(self.dtype)
+
+    @property
+    def is_attention(self) -> bool:
+        return bool(self.attention_fn)
+
+
+# ---------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------
+
+
+class LayerTable:
+    """The rows of one framework.
+
+    A row never changes once its class, or a subclass, has been used under a policy: compiled
+    functions and wrapped models depend on it.
+
+    Args:
+      framework: "linen" or "nnx".
+      module_class: `flax.linen.Module` or `flax.nnx.Module`.
+      rows: class -> traits, for Flax's own classes.
+      flax_dtype: returns the name of the `dtype` attribute that Flax defines for a class, or "".
+      check_attribute: raises an error if a class cannot have an attribute of this name.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        module_class: type,
+        rows: Mapping[type, LayerTraits],
+        flax_dtype: Callable[[type], str],
+        check_attribute: Callable[[type, str, str], None] = lambda *_: None,
+    ) -> None:
+        self._framework, self._module_class = framework, module_class
+        self._rows = {cls: dataclasses.replace(row, layer=cls) for cls, row in rows.items()}
+        self._flax_dtype, self._check_attribute = flax_dtype, check_attribute
+        # The traits of all classes that have been used under a policy.
+        self._used: dict[type, LayerTraits] = {}
+        self._lock = threading.Lock()
+
+    def traits(self, cls: type) -> LayerTraits:
+        """Returns the traits of a class, or of the class that a wrapped class was made from."""
+        traits = self._used.get(cls)
+        if traits is None:
+            with self._lock:
+                traits = self._used[cls] = self._find(getattr(cls, "_jaxmp_class", cls))
+        return traits
+
+    def _find(self, cls: type) -> LayerTraits:
+        row = self._row(cls.__mro__)
+        return dataclasses.replace(
+            row,
+            dtype=row.dtype or self._flax_dtype(cls),
+            casts_params=row.casts_params and row.layer is cls,
+        )
+
+    def _row(self, bases: tuple[type, ...]) -> LayerTraits:
+        return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())
+
+    def register(
+        self,
+        cls: type,
+        *,
+        norm: bool | None,
+        dot_general: str | None,
+        einsum: str | None,
+        **names: str | None,
+    ) -> None:
+        """Adds a row. Arguments that are None keep the value of the row of a base class.
+
+        Args:
+          cls: a user's class.
+          norm: value of `is_norm` and `upcasts_params`.
+          dot_general, einsum: name of the attribute with a function like `jax.lax.dot_general`, or
+            like `jax.numpy.einsum`.
+          **names: `dtype`, `kernel` and `attention_fn`, as in `LayerTraits`.
+
+        Raises:
+          CompositionError: if an argument is wrong, the class has another row, or it has been used
+            under a policy.
+        """
+        self._check_class(cls)
+        attributes = {**names, "dot_general": dot_general, "einsum": einsum}
+        for argument, name in attributes.items():
+            if name is not None:
+                self._check_name(cls, argument, name)
+        changes: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
+        if norm is not None:
+            changes |= {"is_norm": norm, "upcasts_params": norm}
+        if dot_general is not None:
+            changes["dot"] = DOT_GENERAL._replace(name=dot_general)
+        if einsum is not None:
+            changes["dot"] = EINSUM_OP._replace(name=einsum)
+        with self._lock:
+            inherited = dataclasses.replace(self._row(cls.__mro__[1:]), casts_params=False)
+            row = dataclasses.replace(inherited, **changes, registered=cls)
+            self._check_combination(cls, changes, row, both=bool(dot_general and einsum))
+            if self._rows.get(cls) == row:
+                return
+            self._check_unused(cls)
+            self._rows[cls] = row
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    @property
+    def _function(self) -> str:
+        return f"jaxmp.{self._framework}.register_layer"
+
+    def _check_class(self, cls: Any) -> None:
+        if isinstance(cls, type) and issubclass(cls, self._module_class):
+            if hasattr(cls, "_jaxmp_class"):
+                raise CompositionError(
+                    f"{self._function} received the class of a wrapped model. Register the class "
+                    f"itself: {self._function}({cls.__name__}, ...)."
+                )
+            return
+        kind, framework = type(cls), f"flax.{self._framework}.Module"
+        if isinstance(cls, self._module_class):
+            fix = f"Pass its class: {self._function}({kind.__name__}, ...)"
+        elif isinstance(cls, type) and cls.__module__.startswith("flax"):
+            fix = f"Pass a subclass of {framework}"
+        else:
+            fix = (
+                f"Pass a subclass of {framework}; for the other framework use "
+                f"jaxmp.{'nnx' if self._framework == 'linen' else 'linen'}.register_layer"
+            )
+        raise CompositionError(
+            f"{self._function} received {cls!r}, which is not a subclass of {framework}. {fix}."
+        )
+
+    def _check_name(self, cls: type, argument: str, name: Any) -> None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise CompositionError(
+                f"{self._function}({cls.__name__}, {argument}={name!r}): {argument} must be the "
+                f"name of an attribute, for example {argument}={argument!r}."
+            )
+        self._check_attribute(cls, argument, name)
+
+    def _check_combination(
+        self, cls: type, changes: dict[str, Any], row: LayerTraits, both: bool
+    ) -> None:
+        if not changes:
+            raise CompositionError(
+                f"{self._function}({cls.__name__}) specifies nothing about the class. Pass at "
+                "least one property, for example norm=True or dot_general='dot_general'."
+            )
+        if both:
+            raise CompositionError(
+                f"{self._function}({cls.__name__}): a layer has one dot. Pass either dot_general "
+                "or einsum, not both."
+            )
+        if row.is_norm and row.dot is not None:
+            raise CompositionError(
+                f"{self._function}({cls.__name__}): a norm computes in FP32, but "
+                f"{row.dot.name!r} would run in FP8. Pass either norm=True or the attribute of a "
+                "dot, not both."
+            )
+        if row.dot is not None and not row.kernel:
+            raise CompositionError(
+                f"{self._function}({cls.__name__}): the name of the parameter that "
+                f"{row.dot.name!r} multiplies by is missing. Pass it too, for example "
+                "kernel='kernel'."
+            )
+
+    def _check_unused(self, cls: type) -> None:
+        if cls in self._rows:
+            raise CompositionError(
+                f"{self._function}: {cls.__module__}.{cls.__qualname__} has a row with other "
+                "values already. Register a class once; to change the row of a class of Flax, "
+                "register a subclass of it."
+            )
+        users = [used for used in self._used if issubclass(used, cls)]
+        if users:
+            raise CompositionError(
+                f"{self._function}: {users[0].__module__}.{users[0].__qualname__} has been used "
+                "under a policy already, and compiled functions depend on it. Register "
+                f"{cls.__name__} directly below its definition, before a model is wrapped."
+            )

@@ -1,0 +1,283 @@
+"""Fields and functions that a policy replaces on a bound Linen module."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
+from jaxmp._core._wide_dot import wide_product
+from jaxmp._flax._attention import attention_function
+from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
+from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, linen_dot
+from jaxmp._flax._linen_attention import AttentionFunction
+
+_UNSET = object()
+SetField = Callable[[str, Any], None]
+
+
+def author_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class of a module as the author of the model wrote it."""
+    return getattr(type(module), "_jaxmp_class", type(module))
+
+
+# ---------------------------------------------------------------------------
+# Fields
+# ---------------------------------------------------------------------------
+
+
+def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -> bool:
+    """Sets the fields of a module that its policy replaces.
+
+    Args:
+      module: a bound module.
+      module_policy: its policy.
+      keeps_dtype: the operands require the dtype that the author of the model chose.
+
+    Returns:
+      False if the module keeps its author's fields.
+    """
+    policy, traits = module_policy.policy, module_policy.traits
+    author = module.__dict__.get("_jaxmp_author", {})
+    if traits.dtype:
+        dtype = author.get(traits.dtype, getattr(module, traits.dtype))
+        explicit = policy.respect_explicit and dtype is not None
+        if (
+            keeps_dtype
+            or is_complex(dtype)
+            or (explicit and np.dtype(dtype) != policy.compute_dtype)
+        ):
+            _restore(module, author)
+            return False
+    if module.__dict__.get("_jaxmp_policy") is module_policy:
+        return True
+    object.__setattr__(module, "_jaxmp_policy", module_policy)
+    object.__setattr__(module, "_jaxmp_author", author)
+
+    def set_field(name: str, value: Any) -> None:
+        author.setdefault(name, module.__dict__.get(name, _UNSET))
+        object.__setattr__(module, name, value)
+
+    if traits.dtype:
+        set_field(traits.dtype, module_policy.field_dtype)
+    if traits.attention_fn:
+        current, default = getattr(module, traits.attention_fn), nn.dot_product_attention
+        path = module_policy.resolved.path
+        function = attention_function(current, default, AttentionFunction, policy, path)
+        set_field(traits.attention_fn, function)
+    if traits.caches:
+        set_field("variable", _casting_variable(weakref.ref(module), module_policy))
+    if traits.dot is not None:
+        _replace_dot(module, module_policy, set_field)
+    if not traits.casts_params:
+        set_field("param", _casting_param(weakref.ref(module), module_policy))
+    return True
+
+
+def author_fields(module: nn.Module) -> dict[str, Any]:
+    """Returns the author's values of the fields that `prepare` replaced."""
+    author = module.__dict__.get("_jaxmp_author", {})
+    fields = {field.name for field in dataclasses.fields(module)}
+    return {name: value for name, value in author.items() if name in fields and value is not _UNSET}
+
+
+def _restore(module: nn.Module, author: dict[str, Any]) -> None:
+    """Restores the author's values until the next `prepare`."""
+    if module.__dict__.pop("_jaxmp_policy", None) is None:
+        return
+    for name, value in author.items():
+        if value is _UNSET:
+            module.__dict__.pop(name, None)
+        else:
+            object.__setattr__(module, name, value)
+
+
+# ---------------------------------------------------------------------------
+# Parameters and caches in the compute dtype
+# ---------------------------------------------------------------------------
+
+
+def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
+    """Returns `module.param` that casts what it returns. The stored parameter keeps its dtype."""
+
+    def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        value = type(module).param(module, name, init_fn, *init_args, **kwargs)
+        dtype, cast_float64 = module_policy.param_dtype(name), module_policy.policy.cast_float64
+        return cast_floating(value, dtype, cast_float64=cast_float64)
+
+    return param
+
+
+class _CastVariable(nn.Variable):
+    """Variable that is read in one dtype and stored in another."""
+
+    def __init__(self, source: nn.Variable, dtype: np.dtype) -> None:
+        super().__init__(source.scope, source.collection, source.name, source.unbox)
+        self.dtype = dtype
+
+    @property
+    def value(self) -> Any:
+        stored = super().value
+        return cast(stored, self.dtype) if is_castable(stored) else stored
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        read, stored = self.value, super().value
+        if is_castable(stored):
+            value = written_back(value, read, stored)
+        nn.Variable.value.fset(self, value)  # pyright: ignore
+
+
+def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
+    """Returns `module.variable` that reads caches in the compute dtype."""
+
+    def variable(collection: str, name: str, *args: Any, **kwargs: Any) -> nn.Variable:
+        module = ref()
+        source = type(module).variable(module, collection, name, *args, **kwargs)
+        if collection not in module_policy.traits.caches or not is_castable(source.value):
+            return source
+        return _CastVariable(source, module_policy.policy.compute_dtype)
+
+    return variable
+
+
+# ---------------------------------------------------------------------------
+# Dots
+# ---------------------------------------------------------------------------
+
+
+def _replace_dot(module: nn.Module, module_policy: ModulePolicy, set_field: SetField) -> None:
+    """Replaces the dot of a layer by one in FP8 or one with a wider result, if the policy asks."""
+    dot, resolved = module_policy.traits.dot, module_policy.resolved
+    assert dot is not None
+    wide = resolved.wide_output
+    # An author who replaced Flax's promotion of the operands has chosen their dtypes.
+    promotes = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+    if not promotes or not dot.name or not _has_default_dot(module, dot.name):
+        return
+    if resolved.scaling is not None and dot.fp8 is not None:
+        function = linen_dot(dot.fp8, module, resolved.scaling, wide, resolved.path)
+    elif wide is None:
+        return
+    else:
+        function = wide if dot.function is None else wide_operator(dot.function, wide)
+    set_field(dot.name, function)
+    if wide is not None and hasattr(module, "promote_dtype"):
+        set_field("promote_dtype", _wide_promote(wide))
+
+
+def _has_default_dot(module: nn.Module, name: str) -> bool:
+    value = getattr(module, name)
+    defaults = {field.name: field.default for field in dataclasses.fields(module)}
+    # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
+    is_default = value is defaults[name] or isinstance(value, (LayerDot, LayerEinsum))
+    return is_default and getattr(module, f"{name}_cls", None) is None
+
+
+@functools.cache
+def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
+    """Returns Flax's `promote_dtype` that casts the bias to the dtype of the result."""
+
+    def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+        operands = promote_dtype(*arrays[:2], dtype=dtype, inexact=inexact)
+        return operands + [None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:]]
+
+    return promote
+
+
+# ---------------------------------------------------------------------------
+# Methods that a policy replaces
+# ---------------------------------------------------------------------------
+
+
+def method_under_policy(
+    module: nn.Module,
+    module_policy: ModulePolicy,
+    method: str,
+    call: Callable[..., Any],
+    *,
+    at_boundary: bool,
+    is_overridden: bool,
+    keeps_dtype: bool,
+) -> Callable[..., Any]:
+    """Returns the function that is called in place of a method of a Flax layer.
+
+    A method that a user overrides in a subclass is called as it is.
+
+    Args:
+      module: a bound module.
+      module_policy: its policy.
+      method: name of the method.
+      call: the method.
+      at_boundary: the caller is another module.
+      is_overridden: the policy replaces the author's dtypes.
+      keeps_dtype: the operands require the dtype that the author of the model chose.
+    """
+    traits, resolved = module_policy.traits, module_policy.resolved
+    if not traits.embedding and traits.fp8_call is None:
+        return call
+    if getattr(author_class(module), method, None) is not getattr(traits.layer, method, call):
+        return call
+    if method == "attend" and traits.embedding:
+        if at_boundary and resolved.wide_output is not None and not keeps_dtype:
+            return _wide_attend(module, resolved.wide_output)
+    elif method == "__call__" and is_overridden:
+        if resolved.scaling is not None and traits.fp8_call is not None:
+            args = resolved.scaling, resolved.wide_output, resolved.path
+            return traits.fp8_call(module, linen_dot(LayerEinsum, module, *args))
+        if at_boundary and _looks_up_float32(module, module_policy):
+            return _lookup(module, module_policy, call)
+    return call
+
+
+def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
+    """Returns `Embed.attend` with a wide result. The layer has no field for its dot."""
+
+    def attend(query: jax.Array) -> jax.Array:
+        query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)
+        return wide_product(jnp.dot, query, embedding.T, wide)
+
+    return attend
+
+
+def _looks_up_float32(module: Any, module_policy: ModulePolicy) -> bool:
+    """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
+    if not module_policy.traits.embedding or module.promote_dtype is not promote_dtype:
+        return False
+    if not is_16bit(module_policy.policy.compute_dtype):
+        return False
+    return _stored_table(module, module_policy).dtype == np.float32
+
+
+def _stored_table(module: nn.Module, module_policy: ModulePolicy) -> jax.Array:
+    return nn.unbox(module.get_variable(PARAMS, module_policy.traits.embedding))
+
+
+def _lookup(
+    module: Any, module_policy: ModulePolicy, call: Callable[..., Any]
+) -> Callable[..., jax.Array]:
+    """Returns `Embed.__call__` that casts the rows and not the table, which has the same result.
+
+    The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
+    """
+    stored = [_stored_table(module, module_policy)]
+
+    def lookup(*args: Any, **kwargs: Any) -> jax.Array:
+        object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
+        try:
+            return cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
+        finally:
+            object.__setattr__(module, "promote_dtype", promote_dtype)
+
+    return lookup

@@ -1,0 +1,437 @@
+"""Subclasses of the classes of Linen models, whose methods run under policies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxmp._audit._share import warn_if_low
+from jaxmp._core._compat import context, current_context
+from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
+from jaxmp._flax._casts import cast_like, cast_tree, resolve_module
+from jaxmp._flax._linen_fields import author_fields
+from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, root_of
+from jaxmp._flax._linen_layers import LINEN_LAYERS
+from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
+from jaxmp._overwritten import OVERWRITE
+from jaxmp._policies._required import check_required
+from jaxmp._policies._resolve import PolicyMap
+
+# Collections that `init` returns in the author's dtypes. Others have those that `apply` writes.
+_AUTHORS_COLLECTIONS = ("params", "batch_stats")
+
+# ---------------------------------------------------------------------------
+# Wrapped classes
+# ---------------------------------------------------------------------------
+
+_classes: dict[tuple[type, PolicyMap, Origin], type] = {}
+_classes_lock = threading.Lock()
+
+
+def wrapped_class(
+    cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE
+) -> type[nn.Module]:
+    """Returns the subclass of `cls` whose methods run under `policies`.
+
+    Equal arguments give the same class, so equal models under equal policies are equal.
+
+    Args:
+      cls: the class that the author of the model wrote.
+      policies: the policies.
+      origin: the location of a submodule that was taken out of its model.
+    """
+    key = (cls, policies, origin)
+    with _classes_lock:
+        if key not in _classes:
+            _classes[key] = _make_class(*key)
+        return _classes[key]
+
+
+def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> type[nn.Module]:
+    members: dict[str, Any] = {name: _under_policy(getattr(cls, name)) for name in _methods(cls)}
+    members |= {
+        # Otherwise Flax would generate them, and override those of the class.
+        **{name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")},
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce__": nn.nowrap(_reduce),
+        "__getattribute__": nn.nowrap(_make_lookup(cls.__getattribute__)),
+        "__getattr__": nn.nowrap(_make_lookup(cls.__getattr__)),
+        "__post_init__": nn.nowrap(_make_post_init(cls)),
+        "clone": nn.nowrap(_make_clone(cls)),
+        "apply": nn.nowrap(_make_apply(cls)),
+        "init_with_output": nn.nowrap(_make_init_with_output(cls)),
+        "tabulate": nn.nowrap(_make_tabulate(cls)),
+        "_jaxmp_class": cls,
+        "_jaxmp_policies": policies,
+        "_jaxmp_origin": origin,
+        # Modules that appear to ignore their policy, after a call with many; () when reported.
+        "_jaxmp_suspects": None,
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+def _methods(cls: type[nn.Module]) -> list[str]:
+    """Returns the names of the methods that users call on a bound `cls`, except `setup`."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    members = {
+        name: value
+        for base in reversed(cls.__mro__)
+        if base not in nn.Module.__mro__
+        for name, value in vars(base).items()
+    }
+    return [
+        name
+        for name, value in members.items()
+        if inspect.isfunction(value)
+        and name not in fields
+        and (name == "__call__" or not name.startswith("__"))
+        and name != "setup"
+        and (not hasattr(value, "nowrap") or hasattr(value, "compact_name_scope"))
+    ]
+
+
+def _under_policy(inherited: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inherited)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _entered(self):
+            return inherited(self, *args, **kwargs)
+
+    return nn.nowrap(method)
+
+
+@contextlib.contextmanager
+def _entered(module: Any) -> Iterator[None]:
+    """Runs a block under the policies of `module`, unless they, or plain `init`, are active."""
+    if module.scope is None or isinstance(current_context().policies, Plain):
+        yield
+        return
+    root = _root_of(module)
+    if current_context().policies == root:
+        yield
+        return
+    if is_by_path(root.policies):
+        key_scopes(module)
+    interceptor = PolicyInterceptor(root, module.scope)
+    with nn.intercept_methods(interceptor), context(policies=root):
+        yield
+    if type(module)._jaxmp_suspects is None:
+        type(module)._jaxmp_suspects = interceptor.many_suspects() or None
+
+
+def _root_of(module: Any) -> Root:
+    path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
+    return root_of(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
+
+
+def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.apply)
+    def apply(
+        self: nn.Module, variables: Any, *args: Any, method: Any = None, **kwargs: Any
+    ) -> Any:
+        out = cls.apply(self, variables, *args, method=_method_of_apply(self, method), **kwargs)
+        wrapped: Any = type(self)
+        suspects = wrapped._jaxmp_suspects
+        if suspects:
+            wrapped._jaxmp_suspects = ()
+            call = functools.partial(cls.apply, self, method=_method_of_apply(self, method))
+            warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
+        return out
+
+    return apply
+
+
+def _method_of_apply(module: nn.Module, method: Any) -> Any:
+    """Returns the `method` argument of `apply` as a function that runs under the policies."""
+    if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
+        return _method_of_apply(module, _submodule_caller(method))
+    # A name, or None, means a method of the wrapped class, which runs under the policies anyway.
+    if not callable(method):
+        return method
+    if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
+        method = method.__func__
+
+    @functools.wraps(method)
+    def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _entered(bound):
+            out = method(bound, *args, **kwargs)
+        return _cast_to_output(bound, out) if _is_foreign(module, method) else out
+
+    return run
+
+
+def _submodule_caller(name: str) -> Callable[..., Any]:
+    return lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs)
+
+
+def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Returns True if `function` is not a method of the module's class: nothing cast its result."""
+    own = getattr(type(module), getattr(function, "__name__", ""), None)
+    return own is None or inspect.unwrap(own) is not inspect.unwrap(function)
+
+
+def _cast_to_output(module: Any, out: Any) -> Any:
+    """Casts the result of a function that `apply` called with the module to its output dtype."""
+    cls = type(module)
+    (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
+    module_policy = resolve_module(
+        cls._jaxmp_policies, path, author, above, LINEN_LAYERS.traits(author)
+    )
+    return cast_tree(out, module_policy.resolved.output_dtype, module_policy.policy.cast_float64)
+
+
+# Attributes that Flax itself reads; none of them is a submodule.
+_FLAX_NAMES = frozenset(
+    {
+        *dir(nn.Module),
+        *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
+        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path", "_jaxmp_above"),
+        "_jaxmp_suspects",
+    }
+)
+
+
+def _make_lookup(inherited: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """Returns `__getattribute__`, or `__getattr__`, whose submodules have policies."""
+
+    @functools.wraps(inherited)
+    def lookup(self: nn.Module, name: str) -> Any:
+        if name in _FLAX_NAMES or name.startswith("__") or self.scope is None:
+            return inherited(self, name)
+        active = current_context().policies
+        if isinstance(active, Plain) or active == _root_of(self):
+            return inherited(self, name)
+        with _entered(self):
+            value = inherited(self, name)
+        return _with_policies(self, value)
+
+    return lookup
+
+
+def _with_policies(owner: nn.Module, value: Any) -> Any:
+    """Returns an attribute of a bound model for a caller outside: submodules have policies."""
+    if not modules_in(value):
+        return value
+    return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
+
+
+def _submodule_with_policies(owner: Any, child: Any) -> Any:
+    if not isinstance(child, nn.Module) or child.scope is None or is_wrapped(child):
+        return child
+    cls, root = type(owner), _root_of(owner)
+    wrapped = object.__new__(wrapped_class(type(child), cls._jaxmp_policies, cls._jaxmp_origin))
+    # Both share one dictionary, so a call of the wrapped module also changes the submodule.
+    object.__setattr__(wrapped, "__dict__", child.__dict__)
+    object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
+    # The classes are read now, because a module refers to its parent weakly.
+    object.__setattr__(wrapped, "_jaxmp_above", _classes_above(child))
+    return wrapped
+
+
+def _classes_above(module: Any) -> tuple[type, ...]:
+    """Returns the classes of the modules above a bound module, the nearest first."""
+    classes, parent = [], module.parent
+    while isinstance(parent, nn.Module) and parent.scope is not None:
+        classes.append(getattr(type(parent), "_jaxmp_class", type(parent)))
+        parent = parent.parent
+    return tuple(classes)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Returns True if a module has policies of its own."""
+    return hasattr(type(module), "_jaxmp_class")
+
+
+def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.clone)
+    def clone(self: nn.Module, **changes: Any) -> nn.Module:
+        with context(policies=Plain()), _author_fields_in(self):
+            copy = cls.clone(self, **changes)
+        if "_jaxmp_root_path" not in self.__dict__:
+            return copy
+        # A submodule that leaves its model keeps its policies; inside, the model applies them.
+        is_unbound = copy.scope is None
+        object.__setattr__(copy, "__class__", _taken_out(self) if is_unbound else cls)
+        return copy
+
+    return clone
+
+
+@contextlib.contextmanager
+def _author_fields_in(module: Any) -> Iterator[None]:
+    """Runs a block in which a module, and the modules in its fields, have their author's values."""
+    modules = _with_submodules(module)
+    own = [(part.__dict__, author_fields(part)) for part in modules]
+    prepared = [(fields, {name: fields[name] for name in author}) for fields, author in own]
+    for fields, author in own:
+        fields.update(author)
+    try:
+        yield
+    finally:
+        for fields, current in prepared:
+            fields.update(current)
+
+
+def _with_submodules(module: Any) -> list[Any]:
+    """Returns a module and the modules in its fields, at any depth."""
+    values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
+    below = [child for value in values for child in modules_in(value)]
+    return [module, *(part for child in below for part in _with_submodules(child))]
+
+
+def _taken_out(module: Any) -> type[nn.Module]:
+    """Returns the class of a submodule outside of its model. Rules match its path in the model."""
+    root, cls = _root_of(module), type(module)
+    path = root.origin.path + module.scope.path[len(root.path) :]
+    above = (*module.__dict__["_jaxmp_above"], *root.origin.above)
+    origin = Origin(path, above[: len(path)])
+    return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, origin)
+
+
+def _make_post_init(cls: type[nn.Module]) -> Callable[..., None]:
+    @functools.wraps(cls.__post_init__)
+    def __post_init__(self: nn.Module) -> None:
+        with context(policies=Plain()):
+            cls.__post_init__(self)
+
+    return __post_init__
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    cls = type(self)
+    key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
+    return _rebuild, key, self.__getstate__()
+
+
+def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE) -> nn.Module:
+    return object.__new__(wrapped_class(cls, policies, origin))
+
+
+# ---------------------------------------------------------------------------
+# Initialization, with the dtypes that the author of the model chose
+# ---------------------------------------------------------------------------
+
+
+def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.init_with_output)
+    def init_with_output(
+        self: nn.Module, rngs: Any, *args: Any, method: Any = None, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        def init(*, plain: bool) -> tuple[Any, Any]:
+            called = method if plain else _method_of_apply(self, method)
+            return cls.init_with_output(self, rngs, *args, method=called, **kwargs)
+
+        if "_jaxmp_tabulated" in self.__dict__:
+            return init(plain=False)
+        if isinstance(current_context().policies, Plain):
+            return init(plain=True)
+        if method is None:
+            check_required_rules(self, rngs, args, kwargs)
+        with context(policies=Plain()):
+            out, variables = init(plain=True)
+        wrapped_init = lambda: init(plain=False)[1]
+        variables = _cast_computed(variables, wrapped_init)
+        variables = _with_fp8_state(self, variables, wrapped_init)
+        return _cast_to_output(self, out), variables
+
+    return init_with_output
+
+
+def _cast_computed(variables: Any, wrapped_init: Callable[[], Any]) -> Any:
+    """Casts caches and other computed state to the dtypes that `apply` writes."""
+    computed = [
+        name
+        for name, collection in variables.items()
+        if name not in _AUTHORS_COLLECTIONS
+        and any(is_castable(leaf, True) for leaf in jax.tree.leaves(collection))
+    ]
+    if not computed:
+        return variables
+    shapes = jax.eval_shape(wrapped_init)
+    return {
+        name: cast_like(value, shapes[name], True) if name in computed else value
+        for name, value in variables.items()
+    }
+
+
+def _with_fp8_state(module: Any, variables: Any, wrapped_init: Callable[[], Any]) -> Any:
+    """Adds the state of delayed scaling, which `init` without policies does not create."""
+    scaling = type(module)._jaxmp_policies.fp8
+    if scaling is None or not scaling.is_stateful:
+        return variables
+    shapes = jax.eval_shape(wrapped_init).get(OVERWRITE)
+    if shapes is None:
+        return variables
+    # The state before the first step is zero. State of the author's own layers is kept.
+    fresh = flatten_dict(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    kept = flatten_dict(variables.get(OVERWRITE, {}))
+    return {**variables, OVERWRITE: unflatten_dict({**fresh, **kept})}
+
+
+_TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
+
+
+def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
+    @functools.wraps(cls.tabulate)
+    def tabulate(self: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> str:
+        called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
+        check_required_rules(self, rngs, args, called_with)
+        shown = self.clone()
+        object.__setattr__(shown, "_jaxmp_tabulated", True)
+        return cls.tabulate(shown, rngs, *args, **kwargs)
+
+    return tabulate
+
+
+def check_required_rules(
+    module: Any, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises an error if a required rule matches nothing in a wrapped model.
+
+    Args:
+      module: the wrapped model. A part of a model, which lacks the other paths, is not checked.
+      rngs, args, kwargs: arguments of its `init`.
+    """
+    policies = type(module)._jaxmp_policies
+    if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
+        check_required(policies, module_paths(module, args, kwargs, rngs))
+
+
+def module_paths(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rngs: Any
+) -> dict[str, type | None]:
+    """Implements `jaxmp.linen.module_paths`."""
+    paths: dict[str, type | None] = {}
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def init(rngs: Any, values: list[Any]) -> Any:
+        filled = leaves.copy()
+        for index, value in zip(arrays, values, strict=True):
+            filled[index] = value
+        args, kwargs = structure.unflatten(filled)
+        return model.init(rngs, *args, **kwargs)
+
+    def record(call: Callable[..., Any], args: Any, kwargs: Any, where: Any) -> Any:
+        cls = type(where.module)
+        if where.module.scope is not None and hasattr(cls, where.method_name):
+            key_scopes(where.module)
+            paths.setdefault("/".join(where.module.path), getattr(cls, "_jaxmp_class", cls))
+        return call(*args, **kwargs)
+
+    with context(policies=Plain(object())), nn.intercept_methods(record):
+        rngs = jax.random.key(0) if rngs is None else rngs
+        variables = jax.eval_shape(init, rngs, [leaves[index] for index in arrays])
+    names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
+    return {**paths, **dict.fromkeys(map(parameter_path, names))}

@@ -1,0 +1,206 @@
+"""Application of policies to whole NNX models, and to modules that are assigned to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import short_name
+from jaxmp._flax._nnx_attributes import bind, unbind
+from jaxmp._flax._nnx_bound import Path, author_class, bound_of
+from jaxmp._flax._nnx_cast_on_read import is_member
+from jaxmp._flax._nnx_modules import (
+    ModuleEntry,
+    ModulePaths,
+    ancestors,
+    find_modules,
+    module_paths,
+)
+from jaxmp._flax._nnx_subclass import binds_assigned
+from jaxmp._policies._required import check_required
+from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy, storage_dtype
+from jaxmp.errors import RuleError
+
+M = TypeVar("M", bound=nnx.Module)
+
+# ---------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------
+
+
+def bind_model(model: M, policies: PolicyMap) -> M:
+    """Returns a copy of a model under policies, which shares the Variables of the model."""
+    entries = find_modules(model)
+    paths = module_paths(entries)
+    check_required(policies, paths)
+    _check_shared(entries, policies, paths)
+    copy = nnx.clone(model, variables=False)
+    for entry in find_modules(copy):
+        if not entry.has_own_policies:
+            unbind(entry.module)
+    copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
+    _separate_stored(copies, policies)
+    _bind_all(copies, policies, paths)
+    return copy
+
+
+def _bind_all(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+    for entry in entries:
+        path = _deciding_path(entry, policies, paths)
+        bind(entry.module, policies, path, ancestors(path, paths))
+
+
+# ---------------------------------------------------------------------------
+# Assigned modules
+# ---------------------------------------------------------------------------
+
+
+@binds_assigned
+def _bind_assigned(owner: nnx.Module, name: str, value: Any) -> Any:
+    """Returns a value that is assigned to a wrapped module, with policies for its modules.
+
+    As in `bind_model`, the modules are copies that share the Variables of the originals, which can
+    belong to another model. Modules that have policies are assigned unchanged.
+    """
+    bound = bound_of(owner)
+    assert bound is not None
+    above = dict(zip(_prefixes(bound.path), (bound.cls, *bound.ancestors), strict=False))
+    copies: dict[int, nnx.Module] = {}
+    value = _copy_unbound(value, copies)
+    if not copies:
+        return value
+    entries: dict[int, ModuleEntry] = {}
+    for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member):
+        if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
+            for entry in find_modules(leaf, (*bound.path, name, *_trees.path_names(key_path))):
+                empty = dataclasses.replace(entry, paths=[])
+                entries.setdefault(id(entry.module), empty).paths.extend(entry.paths)
+    new = [entry for entry in entries.values() if not entry.has_own_policies]
+    paths = {**above, **module_paths(list(entries.values()))}
+    _check_shared(new, bound.policies, paths)
+    _bind_all(new, bound.policies, paths)
+    return value
+
+
+def _prefixes(path: Path) -> list[str]:
+    """Returns the paths of a module and of the modules above it, the nearest first."""
+    return ["/".join(path[:length]) for length in range(len(path), -1, -1)]
+
+
+def _copy_unbound(value: Any, copies: dict[int, nnx.Module]) -> Any:
+    """Copies the modules in `value` that have no policies. The copies share the Variables."""
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Module) or bound_of(leaf) is not None:
+            return leaf
+        if id(leaf) not in copies:
+            new = copies[id(leaf)] = object.__new__(type(leaf))
+            for name, attribute in vars(leaf).items():
+                is_flax = name.startswith("_pytree__")
+                vars(new)[name] = attribute if is_flax else _copy_unbound(attribute, copies)
+        return copies[id(leaf)]
+
+    return jax.tree.map(copy, value, is_leaf=is_member)
+
+
+# ---------------------------------------------------------------------------
+# Modules and parameters with several paths
+# ---------------------------------------------------------------------------
+
+
+def _check_shared(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+    """Raises an error if a module or a parameter has different policies under its paths."""
+    owners: dict[int, list[Path]] = {}
+    for entry in entries:
+        if not entry.has_own_policies:
+            _check_shared_module(entry, policies, paths)
+        for _, param in entry.params:
+            owners.setdefault(id(param), [])
+    for entry in entries:
+        for name, param in entry.params:
+            owners[id(param)] += [(*path, *name.split("/")) for path in entry.paths]
+    for names in owners.values():
+        stored = {_trees.parameter_path(path): storage_dtype(policies, path) for path in names}
+        _check_equal("The parameter", stored, "p=f32")
+
+
+def _check_shared_module(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> None:
+    name = f"The {author_class(entry.module).__name__}"
+    resolved = {"/".join(path): _resolve(entry, path, policies, paths) for path in entry.paths}
+    _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
+    # Modules with equal policies differ if the rule of one path names an output dtype.
+    rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
+    required = [rule for rule in rules.values() if rule is not None and rule.required]
+    if required:
+        output = f"o={short_name(required[0].output_dtype)}"
+        outputs = {path: output if rule else "the compute dtype" for path, rule in rules.items()}
+        _check_equal(name, outputs, output)
+
+
+def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
+    if len(set(resolved.values())) < 2:
+        return
+    listed = ", ".join(f"{path!r}: {value}" for path, value in resolved.items())
+    first = next(iter(resolved))
+    raise RuleError(
+        f"{subject} has several paths, and its policies differ ({listed}). It is one object and "
+        "can have only one policy. Give all its paths the same rule, such as "
+        f"Rule('re:{'|'.join(map(re.escape, resolved))}', {fix!r}), or exclude {first!r}."
+    )
+
+
+def _resolve(
+    entry: ModuleEntry, path: Path, policies: PolicyMap, paths: ModulePaths
+) -> ResolvedPolicy:
+    """Resolves the policy of a module under one of its paths."""
+    return resolve_policy(policies, path, author_class(entry.module), ancestors(path, paths))
+
+
+def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> Path:
+    """Returns the path that determines the policy of a module.
+
+    If there are several, it is the first whose rule does not name an output dtype: an optional rule
+    for `lm_head` must not widen the output of an embedding with the same table. Otherwise, all
+    paths agree.
+    """
+    unwidened = (
+        path for path in entry.paths if not _resolve(entry, path, policies, paths).rule_names_output
+    )
+    return next(unwidened, entry.paths[0])
+
+
+# ---------------------------------------------------------------------------
+# Storage dtypes
+# ---------------------------------------------------------------------------
+
+
+def _separate_stored(entries: list[ModuleEntry], policies: PolicyMap) -> None:
+    """Copies the Variable of each parameter whose rule changes its storage dtype."""
+    copies: dict[int, nnx.Variable[Any]] = {}
+    for entry in entries:
+        for name, param in entry.params:
+            value = param.get_raw_value()
+            dtype = storage_dtype(policies, (*entry.paths[0], *name.split("/")))
+            if _trees.is_castable(value) and value.dtype != dtype:
+                copies.setdefault(id(param), param.copy())
+    if not copies:
+        return
+    for entry in entries:
+        for name, value in list(vars(entry.module).items()):
+            if not name.startswith("_pytree__"):
+                _replace_members(entry.module, name, value, copies)
+
+
+def _replace_members(
+    module: nnx.Module, name: str, value: Any, copies: Mapping[int, nnx.Variable[Any]]
+) -> None:
+    leaves = jax.tree.leaves(value, is_leaf=is_member)
+    if any(id(leaf) in copies for leaf in leaves):
+        replace = lambda leaf: copies.get(id(leaf), leaf)
+        vars(module)[name] = jax.tree.map(replace, value, is_leaf=is_member)

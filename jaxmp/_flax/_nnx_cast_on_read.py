@@ -1,0 +1,162 @@
+"""Attributes of NNX modules that are cast to the compute dtype when they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmp._core._compat import current_context
+from jaxmp._core._trees import cast, cast_floating, is_castable
+from jaxmp._core._typing import DTypeLike
+from jaxmp._flax._casts import written_back
+from jaxmp._flax._layer_table import LayerTraits
+from jaxmp._flax._nnx_bound import bound_of
+from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
+
+# ---------------------------------------------------------------------------
+# Attributes
+# ---------------------------------------------------------------------------
+
+
+def cast_on_read(module: nnx.Module, traits: LayerTraits) -> frozenset[str]:
+    """Returns the names of the attributes of a module that are cast when they are read."""
+    if traits.caches:
+        return frozenset(traits.caches)
+    return frozenset(name for name, value in vars(module).items() if _is_cast_on_read(value))
+
+
+def _is_cast_on_read(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=is_member)
+    return any(isinstance(leaf, nnx.Param) or is_stateful(leaf) for leaf in leaves)
+
+
+def is_member(value: Any) -> bool:
+    """Returns True for modules and Variables."""
+    return isinstance(value, (nnx.Variable, nnx.Module))
+
+
+class CastOnRead:
+    """Attribute that user code reads in the compute dtype while its module runs.
+
+    Parameters are read in the compute dtype. A dot that requires a state is read with the state of
+    its module, which is a different module in each trace. Other values, and the attributes of a
+    module that does not run, are returned as they are stored.
+
+    Args:
+      owner: the wrapped class that has this attribute.
+      name: of the attribute.
+    """
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __getattribute__(self, attribute: str) -> Any:
+        # Flax does not record an attribute that has a setter as data or static. Python takes the
+        # setter from the class, so it calls `__set__`, which Flax does not find.
+        if attribute == "__set__":
+            raise AttributeError(attribute)
+        return object.__getattribute__(self, attribute)
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return getattr(super(self.owner, owner), self.name, self)
+        if self.name not in vars(module):
+            # Another instance of the class has a parameter of this name.
+            try:
+                return getattr(super(self.owner, module), self.name)
+            except AttributeError:
+                raise AttributeError(
+                    f"{type(module).__name__!r} object has no attribute {self.name!r}"
+                ) from None
+        value = vars(module)[self.name]
+        bound = bound_of(module)
+        if bound is None or not bound.is_overridden or current_context().policies != bound.policies:
+            return value
+        dtype = bound.module_policy.param_dtype(self.name)
+        cast_float64 = bound.module_policy.policy.cast_float64
+
+        def read(leaf: Any) -> Any:
+            if isinstance(leaf, (nnx.Param, nnx.Cache)):
+                return read_as(leaf, dtype, cast_float64)
+            if is_stateful(leaf):
+                state = functools.partial(read_fp8_state, module, leaf)
+                return dataclasses.replace(leaf, state=state)
+            return leaf
+
+        return jax.tree.map(read, value, is_leaf=is_member)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self.name] = value
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self.name]
+
+
+# ---------------------------------------------------------------------------
+# Variables
+# ---------------------------------------------------------------------------
+
+
+def read_as(
+    source: nnx.Variable[Any], dtype: DTypeLike, cast_float64: bool = False
+) -> nnx.Variable[Any]:
+    """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
+    value = source.get_raw_value()
+    castable = isinstance(value, (jax.Array, np.ndarray)) and is_castable(value, cast_float64)
+    if not castable or value.dtype == dtype or not _is_ordinary(source):
+        return source
+    variable = _cast_class(type(source)).from_metadata(cast(value, dtype), source.get_metadata())
+    object.__setattr__(variable, "_source", source)
+    return variable
+
+
+def _is_ordinary(variable: Any) -> bool:
+    """Returns False for a Variable in a `jax.Ref` or of a hijax type."""
+    return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
+
+
+@functools.cache
+def _cast_class(cls: type) -> Any:
+    """Returns the subclass of a Variable class whose objects write to their source."""
+
+    class CastVariable(cls):
+        __slots__ = ("_source",)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            source = _source_of(self)
+            if name != "_raw_value" or source is None:
+                super().__setattr__(name, value)
+                return
+            read = object.__getattribute__(self, "_raw_value")
+            source.set_raw_value(written_back(value, read, source.get_raw_value()))
+            object.__setattr__(self, name, cast(value, read.dtype))
+
+        def set_value(self, value: Any, **index: Any) -> None:
+            source = _source_of(self)
+            if source is None:
+                super().set_value(value, **index)
+                return
+            read, stored = object.__getattribute__(self, "_raw_value"), source.get_raw_value()
+            if index.get("index", ...) is ...:
+                value = written_back(value, read, stored)
+            else:
+                value = cast_floating(value, stored.dtype, cast_float64=True)
+            source.set_value(value, **index)
+            object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), read.dtype))
+
+    CastVariable.__name__ = CastVariable.__qualname__ = cls.__name__
+    CastVariable.__module__ = cls.__module__
+    return CastVariable
+
+
+def _source_of(variable: Any) -> Any:
+    """Returns the Variable to which one writes; None if a transformation created a copy of it."""
+    try:
+        return object.__getattribute__(variable, "_source")
+    except AttributeError:
+        return None

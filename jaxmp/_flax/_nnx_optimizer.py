@@ -1,0 +1,238 @@
+"""Optimizer for NNX models in mixed precision."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+from flax import nnx
+from jax.core import Tracer
+
+from jaxmp import _gradients
+from jaxmp._core import _compat, _trees
+from jaxmp._core._typing import PyTree
+from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
+from jaxmp._flax._nnx_gradients import Gradient, Write, continued, trained, undo
+from jaxmp._loss_scale import DynamicLossScale, LossScale
+from jaxmp.errors import JaxmpError
+from jaxmp.optim import _find, _master
+from jaxmp.optim._apply import apply_update
+
+# Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
+# They are not a field, because the tree structure of the optimizer must not change in between.
+_pending: weakref.WeakKeyDictionary[Optimizer, list[Write]] = weakref.WeakKeyDictionary()
+# All optimizers, including those inside compiled functions.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Optimizer(nnx.Optimizer):
+    """Replacement of `flax.nnx.Optimizer` for mixed precision.
+
+    Masters are copied from the model's parameters before these are cast to their storage dtypes. A
+    step with non-finite gradients changes only the loss scale and the skip counters; `step` counts
+    the applied steps.
+
+    Args:
+      model: an NNX module. Its parameters are cast in place.
+      tx: an optax transformation, such as `recipe.optimizer(inner)`.
+      wrt: filter of the Variables to update.
+
+    Raises:
+      CompositionError: if a transformation around `mixed_precision` would break it silently.
+
+    Example:
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+      >>> optimizer = Optimizer(model, tx)
+      >>> model.kernel[...].dtype
+      dtype(bfloat16)
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+    ) -> None:
+        params = nnx.as_pure(nnx.state(model, trained(wrt)))
+        _find.check_composition(jax.eval_shape(tx.init, params))
+        super().__init__(model, tx, wrt=trained(wrt))
+        self.wrt = wrt
+        nnx.update(model, _master.store(params, self._pure_state()))
+
+    if not TYPE_CHECKING:
+        # Flax creates the copies of an optimizer inside compiled functions by setting attributes,
+        # so this setter is called for each of them.
+        @property
+        def tx(self) -> optax.GradientTransformation:
+            """The optax transformation."""
+            return vars(self)["tx"]
+
+        @tx.setter
+        def tx(self, value: optax.GradientTransformation) -> None:
+            vars(self)["tx"] = value
+            _optimizers.add(self)
+
+    def _pure_state(self) -> PyTree:
+        return nnx.as_pure(self.opt_state)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
+        return _find.shared_loss_scale(self._pure_state())
+
+    def value_and_grad(
+        self,
+        fn: Callable[..., Any] | None = None,
+        argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., Any]:
+        """Returns `jaxmp.nnx.value_and_grad` of `fn` with the loss scale of this optimizer.
+
+        The loss scale is read when the returned function is called. Values that the forward pass
+        writes to Flax objects are recorded until `update`, which restores them if the step is
+        skipped; RNG state advances. Call both in one `nnx.jit`, or both outside: the record does
+        not cross the boundary of a compiled function.
+
+        Args:
+          fn: as in `jaxmp.nnx.value_and_grad`.
+          argnums: the arguments to differentiate, as in `jaxmp.nnx.value_and_grad`.
+          has_aux: `fn` returns `(loss, aux)`.
+          **options: those of `jaxmp.nnx.value_and_grad`, except `wrt`, which is the optimizer's.
+
+        Returns:
+          A function of the arguments of `fn`. It can be created once, before the loop; in a
+          compiled function it reads the loss scale of the optimizer that is passed there.
+
+        Raises:
+          JaxmpError: if the returned function is called in a compiled function to which the
+            optimizer is not passed, so that a dynamic loss scale would be a constant.
+        """
+        if fn is None:
+            return functools.partial(
+                self.value_and_grad, argnums=argnums, has_aux=has_aux, **options
+            )
+        gradient = Gradient(fn, argnums, has_aux, trained(self.wrt))
+        _gradients.value_and_grad(fn, **options)  # Checks the options before the first call.
+
+        @functools.wraps(fn, updated=())
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+            optimizer = self._present()
+            out, writes = gradient(args, kwargs, optimizer._gradient_options(options))
+            optimizer._remember(writes)
+            return out
+
+        return value_and_grad_fn
+
+    def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        if "loss_scale" not in options:
+            options = {**options, "loss_scale": self._readable_loss_scale()}
+        return _find.gradient_options(self._pure_state(), options)
+
+    def _readable_loss_scale(self) -> LossScale:
+        scale = self.loss_scale
+        is_constant = not isinstance(scale.scale_value, Tracer)
+        if isinstance(scale, DynamicLossScale) and is_constant and not self._is_present():
+            raise JaxmpError(
+                "optimizer.value_and_grad was called in a compiled function that does not receive "
+                "the optimizer as an argument, so its loss scale would never change there. Pass "
+                "the optimizer: nnx.jit(lambda model, optimizer, batch: "
+                "optimizer.value_and_grad(loss_fn)(model, batch))."
+            )
+        return scale
+
+    def _is_present(self) -> bool:
+        """Returns False inside a compiled function that did not receive this optimizer."""
+        return _compat.can_update(self.step)
+
+    def _present(self) -> Optimizer:
+        """Returns this optimizer; in a compiled function, the copy that was passed to it."""
+        if self._is_present():
+            return self
+        signature = self._signature()
+        copies = [
+            other
+            for other in list(_optimizers)
+            if {"step", "opt_state", "wrt"} <= vars(other).keys()
+            and other._is_present()
+            and other._signature() == signature
+        ]
+        if len(copies) > 1:
+            raise JaxmpError(
+                "optimizer.value_and_grad was called outside of this compiled function, which "
+                f"received {len(copies)} optimizers of the same structure, so it is not known "
+                "whose loss scale applies. Call it inside, on the optimizer that the function "
+                "receives: loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)."
+            )
+        return copies[0] if copies else self
+
+    def _signature(self) -> Any:
+        leaves, structure = jax.tree.flatten(self._pure_state())
+        return self.tx, self.wrt, structure, [(x.shape, x.dtype) for x in leaves]
+
+    def _warn_of_wide(self, model: Any) -> None:
+        """Warns about frozen FP32 parameters, after other optimizers have cast theirs."""
+        if self.wrt is nnx.Param:
+            return
+        frozen = nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(self.wrt))))
+        fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
+        _master.warn_of_wide(frozen, self._pure_state(), fix, stacklevel=3)
+
+    def _remember(self, writes: list[Write]) -> None:
+        """Records the writes of a call, which replace those of an earlier call."""
+        earlier = {write.slot: write for write in _pending.pop(self, ())}
+        # `update` cannot reach writes inside a compiled function without the optimizer.
+        if self._is_present():
+            _pending[self] = [
+                continued(write, earlier[write.slot]) if write.slot in earlier else write
+                for write in writes
+                if write.is_restorable
+            ]
+
+    def update(self, model: nnx.Module, grads: PyTree, /, **extra_args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Applies one optimizer step to `model`, or skips it.
+
+        A skipped step restores the values that the last call of this optimizer's `value_and_grad`
+        wrote, and none that another optimizer or another call wrote. Variables of type
+        `OverwriteWithGradient` in `grads` are assigned instead of optimized.
+
+        Args:
+          model: the module with which this optimizer was created.
+          grads: unscaled gradients, as `value_and_grad` returns them.
+          **extra_args: passed to the optax transformation.
+        """
+        self._warn_of_wide(model)
+        params = nnx.as_pure(nnx.state(model, trained(self.wrt)))
+        overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))
+        grads = nnx.as_pure(nnx.state(grads, trained(self.wrt)))
+        new_params, opt_state, applied = apply_update(
+            self.tx, grads, self._pure_state(), params, **nnx.as_pure(extra_args)
+        )
+        writes = _pending.pop(self, [])
+        if applied is not None and writes:
+            others = [write for pending in list(_pending.values()) for write in pending]
+            for write in writes:
+                undo(write, others, applied)
+            # Parameters that the forward pass wrote, for example in nnx.SpectralNorm.
+            restored = nnx.as_pure(nnx.state(model, trained(self.wrt)))
+            new_params = jax.tree.map(
+                lambda new, old, undone: (
+                    new if undone is old else _trees.select_leaf(applied, new, undone)
+                ),
+                new_params,
+                params,
+                restored,
+            )
+        nnx.update(model, new_params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        if applied is not None and jax.tree.leaves(overwritten):
+            old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
+            overwritten = _trees.select(applied, overwritten, old)
+        nnx.update(model, overwritten)
+        self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)
