@@ -18,6 +18,7 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit, sum_dtype
 from jaxmp._core._typing import PyTree
+from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._loss_scale import NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._state import to_float32
@@ -206,9 +207,12 @@ def _evaluate(
         loss, weight, aux = _parse(out, options)
         return loss, (weight, to_float32(aux))
 
+    run = fn_of_inputs
+    if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):
+        run, inputs = with_fp32_gradients(fn_of_inputs, inputs)
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
-        loss, backward, (weight, aux) = jax.vjp(fn_of_inputs, *inputs, has_aux=True)
+        loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
     nan = jnp.full_like(loss, jnp.nan)
     scale = options.loss_scale.scale_value

@@ -1,0 +1,96 @@
+"""Weight gradients in FP32 for functions that compute in 16 bits on several devices.
+
+Under `jit` with sharded arrays, XLA adds the partial weight gradients of the devices in the dtype
+of the operation that computes them: 16 bits for a 16-bit matmul, whatever the dtype of the
+parameter is. A cast to FP32 comes after that sum (jax#27496).
+
+`with_fp32_gradients` runs a traced loss function again and follows the parameters through it. A
+16-bit copy of a parameter is represented by two arrays: the copy, through which no gradient passes,
+and an FP32 array of the same shape, the *carrier*, which only carries the gradient. Operations that
+move data are applied to both. A matmul with a copy computes the gradient of the copy with an FP32
+result, and passes it to the carrier. No result depends on the values of carriers, so XLA removes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._trees import is_castable
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._fp32_gradients._backward import is_16bit_aval
+from jaxmp._fp32_gradients._interpreter import run
+
+
+def is_on_several_devices(*trees: PyTree) -> bool:
+    """Returns True if an array of the trees is on a mesh of more than one device.
+
+    The mesh of an array is known while a function is traced, and its sharding is not (unless the
+    axes of the mesh are explicit).
+    """
+    return any(_mesh_size(leaf) > 1 for leaf in jax.tree.leaves(trees))
+
+
+def _mesh_size(leaf: Any) -> int:
+    if not isinstance(leaf, jax.Array):
+        return 1
+    return getattr(getattr(jax.typeof(leaf).sharding, "mesh", None), "size", 1)
+
+
+def with_fp32_gradients(
+    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...]
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
+
+    Args:
+      fn: function of the inputs.
+      inputs: pytrees of parameters. The leaves that are no floating-point arrays, such as FP8
+        state, are differentiated as they are.
+
+    Returns:
+      The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
+      those stored in 16 bits are converted to FP32, and so are their gradients.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    is_param = [is_castable(leaf) for leaf in leaves]
+
+    def fn_in_fp32(*inputs: PyTree) -> PyTree:
+        out_tree: Any = None
+        static: list[Any] = []
+
+        def flat(*leaves: Array) -> list[Array]:
+            nonlocal out_tree
+            out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
+            static[:] = [None if _is_array(leaf) else leaf for leaf in out]
+            return [leaf for leaf in out if _is_array(leaf)]
+
+        closed = jax.make_jaxpr(flat)(*leaves)
+        if not _computes_in_16_bits(closed):
+            return fn(*inputs)
+        results = iter(run(closed, jax.tree.leaves(inputs), is_param))
+        return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
+
+    in_fp32 = [
+        leaf.astype(FLOAT32) if param and is_16bit(leaf.dtype) else leaf
+        for leaf, param in zip(leaves, is_param, strict=True)
+    ]
+    return fn_in_fp32, structure.unflatten(in_fp32)
+
+
+def _computes_in_16_bits(closed: ClosedJaxpr) -> bool:
+    return any(
+        is_16bit_aval(var.aval)
+        for equation in equations(closed)
+        for var in (*equation.invars, *equation.outvars)
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

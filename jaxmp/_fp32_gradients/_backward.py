@@ -1,0 +1,145 @@
+"""Backward passes whose results are not rounded to 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._jaxprs import consumers
+from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._typing import Array
+from jaxmp._fp32_gradients._values import results_of
+
+# Operations that move the elements of their first operand, and compute nothing.
+MOVES = frozenset(
+    {
+        "all_gather",
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "pvary",
+        "reshape",
+        "reshard",
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+        "unstack",
+    }
+)
+MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+# Operations that may follow the matmul of a weight gradient, such as the factor of a scale.
+_FACTORS = frozenset({"add", "add_any", "div", "mul", "neg"})
+
+
+def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> list[Array]:
+    """Runs a backward pass; some of its results are returned in FP32.
+
+    If a gradient is computed by a matmul, possibly followed by data movement and factors, the
+    matmul has an FP32 result. If a gradient is rounded at the end, the rounding is left out.
+
+    Args:
+      closed: the traced backward pass.
+      args: its arguments.
+      wide: for each result, True to return it in FP32.
+    """
+    jaxpr, consts = jaxpr_body(_inlined(closed))
+    # Variables that can be computed in FP32, and those of them that are.
+    possible: set[Var] = set()
+    for equation in jaxpr.eqns:
+        if _can_be_wide(equation, possible):
+            possible |= {var for var in equation.outvars if is_16bit_aval(var.aval)}
+    outputs = [pair for pair in zip(jaxpr.outvars, wide, strict=True) if isinstance(pair[0], Var)]
+    asked = {var for var, w in outputs if w}
+    narrow = {var for var, w in outputs if not w}
+    chosen = (asked & possible) - narrow
+    readers = consumers(jaxpr)
+    for equation in reversed(jaxpr.eqns):
+        if chosen.isdisjoint(equation.outvars) or equation.primitive.name in MATMULS:
+            continue
+        for var in possible.intersection(v for v in equation.invars if isinstance(v, Var)):
+            if all(r is not None and not chosen.isdisjoint(r.outvars) for r in readers[var]):
+                chosen.add(var)
+    values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+    for equation in jaxpr.eqns:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
+        with as_recorded(equation):
+            run = bind if chosen.isdisjoint(equation.outvars) else _in_fp32
+            results = results_of(equation, run(equation, operands))
+        values |= zip(equation.outvars, results, strict=True)
+    results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [r.astype(FLOAT32) if w else r for r, w in zip(results, wide, strict=True)]
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr without calls of jitted functions and without unused equations."""
+
+    def run(closed: ClosedJaxpr, *args: Array) -> list[Array]:
+        jaxpr, consts = jaxpr_body(closed)
+        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+        for equation in jaxpr.eqns:
+            operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
+            with as_recorded(equation):
+                if equation.primitive.name in CALLS:
+                    results = run(equation.params["jaxpr"], *operands)
+                else:
+                    results = results_of(equation, bind(equation, operands))
+            values |= zip(equation.outvars, results, strict=True)
+        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+    if any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
+        closed = jax.make_jaxpr(lambda *args: run(closed, *args))(*closed.in_avals)
+    return _without_unused(closed)
+
+
+def _without_unused(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr without the equations that its results do not depend on."""
+    jaxpr, consts = jaxpr_body(closed)
+    used = {var for var in jaxpr.outvars if isinstance(var, Var)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            kept.append(equation)
+            used |= {var for var in equation.invars if isinstance(var, Var)}
+    return ClosedJaxpr(jaxpr.replace(eqns=kept[::-1]), consts)
+
+
+def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
+    """Returns True if an equation of a backward pass can compute its 16-bit result in FP32."""
+    name = equation.primitive.name
+    if name in MATMULS or not equation.invars:
+        return name in MATMULS
+    first, *_ = variables = [v if isinstance(v, Var) else None for v in equation.invars]
+    if name == "convert_element_type":
+        return first in wide or getattr(equation.invars[0].aval, "dtype", None) == FLOAT32
+    if name in MOVES:
+        return first in wide
+    return name in _FACTORS and any(var in wide for var in variables)
+
+
+def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
+    name = equation.primitive.name
+    if name in MATMULS:
+        return bind(equation, operands, preferred_element_type=FLOAT32)
+    if name == "convert_element_type":
+        return operands[0]
+    if name in _FACTORS:
+        return bind(equation, [operand.astype(FLOAT32) for operand in operands])
+    return bind(equation, [operands[0].astype(FLOAT32), *operands[1:]])
+
+
+def is_16bit_aval(aval: Any) -> bool:
+    """Returns True for the type of a 16-bit floating-point array."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and is_16bit(dtype)

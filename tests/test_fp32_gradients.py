@@ -1,0 +1,429 @@
+"""Gradients of parameters in FP32 for steps on several devices.
+
+Each case multiplies its loss by a number for which a gradient, summed over the batch, exceeds the
+largest float16. On one device such a gradient is infinite, since it is computed in float16. On
+several devices it must be finite and equal to that of FP32.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp._audit._gpus import GPUS
+from jaxmp._core._compat import described_gpus
+from jaxmp._core._jaxprs import equations
+
+ROWS, WIDTH = 64, 8
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+
+def placed(mesh, params, batch):
+    replicated = NamedSharding(mesh, P())
+    return jax.device_put(params, replicated), jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+
+def low(tree, dtype=jnp.float16):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def full(rows):
+    return jnp.sum(rows.astype(jnp.float32)) * 4000
+
+
+def uniform(shape, seed=0):
+    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
+
+
+MATRIX = {"w": uniform((WIDTH, WIDTH))}
+LAYER = {"w": uniform((WIDTH, WIDTH)), "b": uniform(WIDTH, 1)}
+
+
+# ---------------------------------------------------------------------------
+# Uses of a parameter: (params in any dtype, x in FP32, dtype) -> rows, and params
+# ---------------------------------------------------------------------------
+
+
+def dense(params, x, dtype):
+    p = low(params, dtype)
+    return x.astype(dtype) @ p["w"] + jnp.broadcast_to(p["b"], (len(x), WIDTH))
+
+
+def bias_of_one_row(params, x, dtype):
+    p = low(params, dtype)
+    return x.astype(dtype) @ p["w"] + p["b"][None]
+
+
+def einsum(params, x, dtype):
+    return jnp.einsum("bi,io->bo", x.astype(dtype), params["w"].astype(dtype))
+
+
+def transposed(params, x, dtype):
+    return x.astype(dtype) @ params["w"].astype(dtype).reshape(WIDTH, WIDTH).T
+
+
+def weight_on_the_left(params, x, dtype):
+    return params["w"].astype(dtype) @ x.astype(dtype).T
+
+
+def wide_result(params, x, dtype):
+    kernel = params["w"].astype(dtype)
+    return jnp.matmul(x.astype(dtype), kernel, preferred_element_type=jnp.float32)
+
+
+def in_jit(params, x, dtype):
+    return jax.jit(dense, static_argnums=2)(params, x, dtype)
+
+
+def in_remat(params, x, dtype):
+    return jax.checkpoint(functools.partial(dense, dtype=dtype))(params, x)
+
+
+def in_scan(params, x, dtype):
+    def body(carry, layer):
+        return carry, dense(layer, x, dtype)
+
+    return jax.lax.scan(body, 0, jax.tree.map(lambda p: jnp.stack([p, p]), params))[1]
+
+
+def outside_of_scan(params, x, dtype):
+    return jax.lax.scan(lambda c, row: (c, dense(params, row[None], dtype)), 0, x)[1]
+
+
+def in_cond(params, x, dtype):
+    return jax.lax.cond(x.sum() > 0, *(functools.partial(dense, dtype=dtype),) * 2, params, x)
+
+
+def table(params, x, dtype):
+    rows = jnp.where(x[:, 0] > 0, 3, 0)
+    return jnp.take(params["w"].astype(dtype), rows, axis=0)
+
+
+def positions(params, x, dtype):
+    rows = jnp.take(params["w"].astype(dtype), jnp.arange(WIDTH), axis=0)
+    return x.astype(dtype)[..., None] + rows[None]
+
+
+def product_of_weights(params, x, dtype):
+    w = params["w"].astype(dtype)
+    return x.astype(dtype) @ (w @ w)
+
+
+def parts(params, x, dtype):
+    left, right = jnp.split(params["w"].astype(dtype), 2, axis=1)
+    return x.astype(dtype) @ jnp.concatenate([right, left], axis=1)
+
+
+def scaled_weight(params, x, dtype):
+    return x.astype(dtype) @ (params["w"].astype(dtype) * jnp.asarray(0.5, dtype))
+
+
+def convolution(params, x, dtype):
+    kernel = params["w"].astype(dtype).reshape(WIDTH, 1, WIDTH)
+    signal = x.astype(dtype)[:, :, None]
+    return jax.lax.conv_general_dilated(
+        signal, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+
+@jax.custom_vjp
+def own_derivative(x, w):
+    return x @ w
+
+
+own_derivative.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, g: (g @ saved[1].T, (saved[0].T @ g).astype(saved[1].dtype)),
+)
+
+
+def custom_vjp(params, x, dtype):
+    return own_derivative(x.astype(dtype), params["w"].astype(dtype))
+
+
+@jax.custom_jvp
+def own_tangent(x, w):
+    return x @ w
+
+
+own_tangent.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+def custom_jvp(params, x, dtype):
+    return own_tangent(x.astype(dtype), params["w"].astype(dtype))
+
+
+def in_shard_map(params, x, dtype):
+    run = functools.partial(dense, dtype=dtype)
+    mesh = mesh_of()
+    return jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))(params, x)
+
+
+USES = {
+    fn.__name__: (fn, params)
+    for fn, params in (
+        (dense, LAYER),
+        (bias_of_one_row, LAYER),
+        (einsum, MATRIX),
+        (transposed, MATRIX),
+        (weight_on_the_left, MATRIX),
+        (wide_result, MATRIX),
+        (in_jit, LAYER),
+        (in_remat, LAYER),
+        (in_scan, LAYER),
+        (outside_of_scan, LAYER),
+        (in_cond, LAYER),
+        (table, MATRIX),
+        (positions, MATRIX),
+        (parts, MATRIX),
+        (scaled_weight, MATRIX),
+        (convolution, MATRIX),
+        (custom_vjp, MATRIX),
+        (custom_jvp, MATRIX),
+        (in_shard_map, LAYER),
+    )
+}
+
+
+def gradients(use, params, x, dtype, **options):
+    loss_fn = lambda params, x: full(use(params, x, dtype))
+    return jax.jit(jaxmp.value_and_grad(loss_fn, **options))(params, x)[1]
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("name", USES)
+def test_gradients_are_summed_in_fp32(name, stored):
+    use, params = USES[name]
+    x = uniform((ROWS, WIDTH), 2)
+    exact = gradients(use, params, x, jnp.float32)
+    assert all(abs(leaf).max() > 65504 for leaf in jax.tree.leaves(exact))
+    on_mesh = placed(mesh_of(), low(params, stored), x)
+    result = gradients(use, *on_mesh, jnp.float16)
+    for leaf, reference in zip(jax.tree.leaves(result), jax.tree.leaves(exact), strict=True):
+        assert leaf.dtype == jnp.float32
+        # Cotangents and operands are rounded to float16: 2**-11 each.
+        np.testing.assert_allclose(leaf, reference, rtol=4 * 2**-11)
+
+
+@pytest.mark.parametrize("name", ["dense", "table", "in_scan", "custom_vjp", "convolution"])
+def test_the_gradients_of_these_cases_overflow_in_float16(name):
+    use, params = USES[name]
+    result = gradients(use, params, uniform((ROWS, WIDTH), 2), jnp.float16)
+    assert not np.isfinite(result["w"]).all()
+
+
+def test_a_product_of_weights_is_rounded_after_the_sum():
+    x = uniform((ROWS, WIDTH), 2) / 64
+    exact = gradients(product_of_weights, MATRIX, x, jnp.float32)["w"]
+    result = gradients(product_of_weights, *placed(mesh_of(), MATRIX, x), jnp.float16)["w"]
+    # Three roundings more: of the product, of its gradient, and of its backward matmuls.
+    np.testing.assert_allclose(result, exact, rtol=8 * 2**-11)
+
+
+@pytest.mark.parametrize("name", ["dense", "in_remat", "in_scan", "einsum"])
+def test_explicit_axes(name):
+    use, params = USES[name]
+    mesh, x = mesh_of(AxisType.Explicit), uniform((ROWS, WIDTH), 2)
+    exact = gradients(use, params, x, jnp.float32)
+    with jax.set_mesh(mesh):
+        result = gradients(use, *placed(mesh, params, x), jnp.float16)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=4 * 2**-11), result, exact)
+
+
+def test_inside_shard_map():
+    use, params = USES["dense"]
+    mesh, x = mesh_of(), uniform((ROWS, WIDTH), 2)
+    exact = gradients(use, params, x, jnp.float32)
+    step = functools.partial(gradients, use, dtype=jnp.float16, axis_name="data")
+    step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    result = step(*placed(mesh, params, x))
+    # The loss of each device is a sum over its rows, and `axis_name` averages.
+    average = lambda a, b: np.testing.assert_allclose(4 * np.asarray(a), b, rtol=4 * 2**-11)
+    jax.tree.map(average, result, exact)
+
+
+def test_a_16_bit_reduce_dtype_keeps_gradients_in_16_bits():
+    use, params = USES["dense"]
+    on_mesh = placed(mesh_of(), params, uniform((ROWS, WIDTH), 2))
+    result = gradients(use, *on_mesh, jnp.float16, reduce_dtype="float16")
+    assert not np.isfinite(result["w"]).all()
+
+
+def test_the_program_of_one_device_does_not_change():
+    use, params = USES["dense"]
+    x = uniform((ROWS, WIDTH), 2)
+    loss_fn = lambda params, x: full(use(params, x, jnp.float16))
+    run = jaxmp.value_and_grad(loss_fn)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def operations(params, x):
+        jaxpr = jax.make_jaxpr(run)(params, x)
+        # JAX adds `reshard` to constants next to arrays on a mesh.
+        return [e.primitive.name for e in equations(jaxpr) if e.primitive.name != "reshard"]
+
+    assert operations(*placed(mesh, params, x)) == operations(params, x)
+
+
+def test_auxiliary_data_and_values_that_are_no_arrays_are_returned():
+    def loss_fn(params, x):
+        return full(dense(params, x, jnp.bfloat16)), {"rows": len(x), "name": "x", "mean": x.mean()}
+
+    x = uniform((ROWS, WIDTH), 2)
+    run = jaxmp.value_and_grad(loss_fn, has_aux=True)
+    (_, aux), _ = run(*placed(mesh_of(), LAYER, x))
+    assert aux["rows"] == ROWS and aux["name"] == "x"
+    np.testing.assert_allclose(aux["mean"], x.mean(), rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Embedding, norm, scanned layers and a head with a wide result."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16, name="embed")(tokens)
+        x = x + nn.Embed(8, 16, name="positions")(jnp.arange(8))[None]
+        axes = {"params": 0, "_overwrite_with_gradient": 0}
+        scan = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=2)
+        x, _ = scan(name="layers")(x, None)
+        return nn.Dense(32, name="lm_head")(nn.LayerNorm(name="norm")(x))
+
+
+class Layer(nn.Module):
+    """Residual layer for a scan."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(16)(x))), None
+
+
+class NnxModel(nnx.Module):
+    """Embedding and two layers."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.lm_head = nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.lm_head(self.norm(self.embed(tokens)))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 32, (16, 8)).astype(np.int32)
+RECIPES = ["bf16", "fp16", "bf16_params", "fp16_params", "fp8", "fp8_delayed"]
+
+
+def token_loss(logits, tokens):
+    return jaxmp.losses.softmax_cross_entropy(logits, tokens).mean()
+
+
+def rounded_sums(jaxpr):
+    """Returns the operations with 16-bit results that become FP32 gradients of parameters.
+
+    Follows each result of the jaxpr back through operations that move or convert elements.
+    """
+    producers = {var: eqn for eqn in equations(jaxpr) for var in eqn.outvars}
+    moves = {"convert_element_type", "transpose", "reshape", "select_n", "mul", "div"}
+    sums = {"dot_general", "reduce_sum", "scatter-add", "scan", "conv_general_dilated"}
+    result = []
+    for out in jaxpr.jaxpr.outvars:
+        pending = [out]
+        while pending:
+            var = pending.pop()
+            equation = producers.get(var)
+            if equation is None:
+                continue
+            name, aval = equation.primitive.name, var.aval
+            if name in sums and aval.ndim and aval.dtype in (jnp.bfloat16, jnp.float16):
+                result.append((name, aval.shape))
+            if name in moves:
+                pending += [v for v in equation.invars if not hasattr(v, "val")]
+    return result
+
+
+def linen_gradients(recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    model = recipe.wrap(Model())
+    params = model.init(jax.random.key(0), TOKENS)
+    tx = recipe.optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    loss_fn = lambda params, tokens: token_loss(model.apply(params, tokens), tokens)
+    return lambda state, tokens: state.value_and_grad(loss_fn)(tokens)[1], state
+
+
+def nnx_gradients(recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    model = recipe.wrap(NnxModel(nnx.Rngs(0)))
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
+    graph, state = nnx.split((model, optimizer))
+
+    def run(state, tokens):
+        model, optimizer = nnx.merge(graph, state)
+        loss_fn = lambda model, tokens: token_loss(model(tokens), tokens)
+        return nnx.to_pure_dict(optimizer.value_and_grad(loss_fn)(model, tokens)[1])
+
+    return run, state
+
+
+def autocast_gradients(recipe):
+    model = Model()
+    params = model.init(jax.random.key(0), TOKENS)
+    loss_fn = lambda params, tokens: token_loss(model.apply(params, tokens), tokens)
+    return lambda p, t: jaxmp.value_and_grad(jaxmp.autocast(loss_fn, recipe))(p, t)[1], params
+
+
+MODELS = {"linen": linen_gradients, "nnx": nnx_gradients, "autocast": autocast_gradients}
+CASES = [
+    (framework, recipe)
+    for framework in MODELS
+    for recipe in (RECIPES if framework != "autocast" else ("bf16", "fp16", "fp8"))
+]
+
+
+@pytest.mark.parametrize(("framework", "recipe"), CASES)
+def test_no_gradient_of_a_model_is_summed_in_16_bits(framework, recipe):
+    run, state = MODELS[framework](recipe)
+    assert rounded_sums(jax.make_jaxpr(run)(state, TOKENS))
+    assert not rounded_sums(jax.make_jaxpr(run)(*placed(mesh_of(), state, TOKENS)))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_losses_and_gradients_equal_those_of_one_device(framework):
+    run, state = MODELS[framework]("bf16")
+    one, several = run(state, TOKENS), run(*placed(mesh_of(), state, TOKENS))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
+        # On one device each gradient is rounded to bfloat16, 2**-9, and the sums round as well.
+        scale = np.abs(np.asarray(b)).max()
+        np.testing.assert_allclose(a, b, atol=2**-5 * scale)
+
+
+@needs_compiler
+def test_reductions_of_a_program_for_h200():
+    mesh = jax.sharding.Mesh(np.array(described_gpus(GPUS["h200"].description, 4)), ("data",))
+    run, state = linen_gradients("bf16_params")
+    shapes = jax.eval_shape(lambda: (state, TOKENS))
+    specs = jax.tree.map(lambda _: P(), state), P("data")
+    shaped = jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec)),
+        *(shapes, specs),
+    )
+    lowered = jax.jit(run).trace(*shaped).lower(lowering_platforms=("cuda",))
+    text = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"}).as_text()
+    reductions = [line for line in text.splitlines() if " all-reduce" in line and "bf16[" in line]
+    assert " all-reduce" in text and not reductions
