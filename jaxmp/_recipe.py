@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any, TypeVar, final
+from collections.abc import Hashable
+from typing import Any, TypeVar, Unpack, final
 
 import jax
 import optax
@@ -16,6 +17,7 @@ from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import (
+    RecipeChanges,
     RecipeData,
     RecipeLike,
     as_recipe_data,
@@ -133,7 +135,7 @@ class Recipe:
         return _load_adapter(model).apply_policy(model, self.policies)
 
     def optimizer(
-        self, inner: optax.GradientTransformation, axis_name: Any = None
+        self, inner: optax.GradientTransformation, axis_name: Hashable | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Adds this recipe's masters, loss scale and skipped steps to an optimizer.
 
@@ -186,7 +188,7 @@ class Recipe:
         master = "packed" if self.master == "packed" else "fp32"
         return optim.cast_params(params, self.policies, master)
 
-    def replace(self, **changes: Any) -> Recipe:
+    def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
 
         Args:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Union, Unpack, cast
 
 import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype
-from jaxmp._loss_scale import LossScale
+from jaxmp._core._typing import DTypeLike
+from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import (
     ATTENTION_FIELDS,
@@ -43,7 +44,7 @@ from jaxmp._recipe_files._schema import (
     read_contents,
 )
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
-from jaxmp.fp8._scaling import Scaling, as_scaling
+from jaxmp.fp8._scaling import ScalingLike, as_scaling
 
 if TYPE_CHECKING:
     from jaxmp._recipe import Recipe
@@ -329,31 +330,39 @@ _REPLACEABLE = {
 }
 
 
-def replace_settings(
-    data: RecipeData,
-    *,
-    policies: RecipeLike | None = None,
-    loss_scale: LossScaleData | Mapping[str, object] | LossScale | float | str | None = None,
-    ops: OpTable | Mapping[str, str] | None = None,
-    fp8: Scaling | str | None = None,
-    **settings: Any,
-) -> RecipeData:
-    """Returns a recipe with some settings replaced.
+class RecipeChanges(TypedDict, total=False):
+    """Keyword arguments of `Recipe.replace`. None leaves a setting unchanged."""
 
-    Args:
-      data: the recipe to start from.
-      policies: any argument of `as_policy_map`. A loss scale that "auto" has chosen is chosen again
-        for the new policies.
-      loss_scale: any argument of `loss_scale_data`.
-      ops: operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
-      fp8: a scaling of `jaxmp.fp8`, or its name.
-      **settings: `implementation`, `mask` or `window` of attention layers; `name`, `summary`,
-        `master`, `skip`, `accumulate_dtype` or `reduce_dtype`. None leaves a setting unchanged.
+    policies: RecipeLike | None
+    loss_scale: LossScaleData | LossScaleLike | Mapping[str, object] | str
+    # Operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
+    ops: OpTable | Mapping[str, str] | None
+    fp8: ScalingLike
+    # Attention layers.
+    implementation: str | None
+    mask: str | None
+    window: int | Sequence[int] | None
+    master: str | None
+    skip: str | None
+    accumulate_dtype: DTypeLike | None
+    reduce_dtype: DTypeLike | None
+    name: str | None
+    summary: str | None
+
+
+def replace_settings(data: RecipeData, **changes: Unpack[RecipeChanges]) -> RecipeData:
+    """Returns a recipe with some settings replaced; see `Recipe.replace`.
+
+    A loss scale that "auto" has chosen is chosen again for new policies.
 
     Raises:
       RecipeError: if a value is not allowed, or contradicts another.
       OpError: if an operation is unknown, or cannot have the category.
     """
+    settings: dict[str, Any] = dict(changes)
+    policies, loss_scale, ops, fp8 = (
+        settings.pop(key, None) for key in ("policies", "loss_scale", "ops", "fp8")
+    )
     new_policies = data.policies if policies is None else as_policy_map(policies)
     attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
     new_policies = _replace_attention(new_policies, attention)
@@ -369,16 +378,14 @@ def replace_settings(
     if loss_scale is None:
         is_automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if is_automatic else data.loss_scale
-    changes = {
-        key: _read_change(key, value) for key, value in settings.items() if value is not None
-    }
+    values = {key: _read_change(key, value) for key, value in settings.items() if value is not None}
     return _check(
         dataclasses.replace(
             data,
             policies=new_policies,
             loss_scale=loss_scale_data(loss_scale, new_policies),
             ops=data.ops if ops is None else _replace_ops(data.ops, ops),
-            **changes,
+            **values,
         )
     )
 

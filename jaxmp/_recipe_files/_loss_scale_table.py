@@ -12,6 +12,7 @@ import numpy as np
 from jaxmp._loss_scale import (
     DynamicLossScale,
     LossScale,
+    LossScaleLike,
     NoLossScale,
     StaticLossScale,
     as_loss_scale,
@@ -55,8 +56,7 @@ _KEYS_OF_KIND = {
 
 
 def loss_scale_data(
-    value: LossScaleData | Mapping[str, object] | LossScale | float | str | None,
-    policies: PolicyMap,
+    value: LossScaleData | LossScaleLike | Mapping[str, object] | str, policies: PolicyMap
 ) -> LossScaleData:
     """Converts a loss scale to plain data.
 

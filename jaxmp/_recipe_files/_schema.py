@@ -269,7 +269,7 @@ Settings = dict[tuple[str, str], Setting]
 
 
 class Contents(NamedTuple):
-    """Settings and rules of one file. Each value has been checked on its own."""
+    """Settings and rules of one file. Each value has been checked, but not their combination."""
 
     settings: Settings
     rules: tuple[Rule, ...]

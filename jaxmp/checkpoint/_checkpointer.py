@@ -691,8 +691,8 @@ def _check_recipe(description: Description, recipe: Recipe, name: str) -> None:
 def _same_recipe(text: str, recipe: Recipe) -> bool:
     if text == recipe.to_toml():
         return True
-    unnamed = dict(name="recipe", summary="")
-    return parse_recipe(text).replace(**unnamed) == recipe.replace(**unnamed)
+    unnamed = recipe.replace(name="recipe", summary="")
+    return parse_recipe(text).replace(name="recipe", summary="") == unnamed
 
 
 def _first_scale(recipe: Recipe | None) -> dict[str, Any] | None:

@@ -37,12 +37,12 @@ def load_function(name: str, example: str, returned: str) -> Callable[..., Any]:
 
     Args:
       name: `package.module:function` or `folder/file.py:function`. Modules are imported from the
-        current directory, and files from their own.
+        current directory, and files from the directory that contains them.
       example: a command line for error messages.
       returned: what the function returns, as code, for error messages.
 
     Raises:
-      JaxmpError: if there is no such function, or its module raises an error.
+      JaxmpError: if the function does not exist, or its module raises an error.
     """
     module_name, colon, function = name.partition(":")
     if not colon or not module_name or not function.isidentifier():
