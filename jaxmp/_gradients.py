@@ -107,7 +107,9 @@ def value_and_grad(
       interleave: part i takes the rows i, i + k, i + 2k, ... instead of a contiguous block, so that
         a batch that is sharded on axis 0 stays on its devices.
       accumulate_dtype: dtype in which the gradients of the parts are accumulated.
-      reduce_dtype: dtype in which gradients are averaged across devices.
+      reduce_dtype: dtype in which gradients are summed across devices. With sharded arrays under
+        `jit`, parameters are differentiated in FP32 for that purpose, unless it is a 16-bit dtype:
+        then XLA sums each gradient in the dtype in which it is computed.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The

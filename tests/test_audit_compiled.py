@@ -356,7 +356,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
             with jax.named_scope("Net"), jax.named_scope("lin"):
                 return ((x @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2.0).mean()
 
-        scope = {"jax": jax, "jnp": jnp, "P": PartitionSpec, "mesh": mesh, "loss_fn": loss_fn}
+        scope = {"jaxmp": jaxmp, "loss_fn": loss_fn}
         exec(finding.fix, scope | {"params": w, "batch": x}, given := {})
         return w - 0.1 * given["grads"]
 

@@ -573,7 +573,8 @@ def test_readme_before_and_after_both_train():
 
 @pytest.mark.parametrize(
     "name",
-    ["index", "recipes", "how-it-works", "nnx", "autocast", "audit", "attention", "losses", "fp8"],
+    ["index", "recipes", "how-it-works", "nnx", "autocast", "audit", "attention", "losses", "fp8"]
+    + ["sharding"],
 )
 def test_code_in_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -52,15 +52,8 @@ UNDONATED_STATE = Check(
 _SMALL = 4096  # bytes
 _WIDE = ("float32", "tf32")
 _HALF = ("bfloat16", "float16")
-# Under `jit` the compiler sums the result of the gradient's matmul. In `shard_map` the user's code
-# computes the sum.
-_FIX_REDUCE = """\
-def gradients(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    return jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')
-
-specs = dict(in_specs=(P(), P('data')), out_specs=P(), check_vma=False)
-grads = jax.shard_map(gradients, mesh=mesh, **specs)(params, batch)"""
+# Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
+_FIX_REDUCE = "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)"
 
 
 @dataclasses.dataclass(frozen=True)
