@@ -47,6 +47,13 @@ def slow(case):
     return pytest.param(case, marks=pytest.mark.slow)
 
 
+# Builds for which expensive tests are slow: one of each pair of twins.
+SECOND = {f"{case}-{('linen', 'nnx')[i % 2]}" for i, case in enumerate(TWINS)}
+one_build_of_twins = pytest.mark.parametrize(
+    "build", [slow(build) if str(build) in SECOND else build for build in BUILDS], ids=str
+)
+
+
 # ---------------------------------------------------------------------------
 # Unchanged by a policy
 # ---------------------------------------------------------------------------
@@ -152,7 +159,7 @@ def test_statistics_and_softmax_are_in_fp32(build):
         assert equation.invars[0].aval.dtype == jnp.float32, module_path(equation)
 
 
-@every_build
+@one_build_of_twins
 def test_parameters_stored_in_half_trace_the_same_products(build):
     """Statistics and outputs stay in FP32."""
     mixed, *_ = build.forward(MIXED)
@@ -169,11 +176,7 @@ def test_parameters_stored_in_half_trace_the_same_products(build):
 # ---------------------------------------------------------------------------
 
 
-# Builds whose gradient only slow tests compile: one of each pair of twins.
-SECOND = {f"{case}-{('linen', 'nnx')[i % 2]}" for i, case in enumerate(TWINS)}
-
-
-@pytest.mark.parametrize("build", [slow(b) if str(b) in SECOND else b for b in BUILDS], ids=str)
+@one_build_of_twins
 def test_result_and_gradients_are_close_to_fp32(build):
     reference, state, reference_gradients = build.run(None)
     out, new_state, gradients = build.run(MIXED)
