@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from flax import serialization, struct
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
-from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master, _skip
@@ -24,18 +25,18 @@ from jaxmp.optim._gradient_dtypes import GradientDtypesState
 
 
 class TrainState(struct.PyTreeNode):
-    """A drop-in for `flax.training.train_state.TrainState` that is right in mixed precision.
+    """Replacement of `flax.training.train_state.TrainState` for mixed precision.
 
-    Every leaf is an array, so it survives `jit`, donation, `scan` and checkpoints. Subclass it to
-    hold more (batch statistics, averages), as with Flax's.
+    Every leaf is an array, so the state passes through `jit`, donation, `scan` and checkpoints
+    unchanged. Subclass it to add fields (batch statistics, averages), as with Flax's.
 
     Attributes:
-      step: int32 scalar; counts the updates that were applied, skipped steps not among them.
+      step: int32 scalar; the number of applied updates, without skipped steps.
       apply_fn: usually `model.apply` (static).
       params: parameters in their storage dtypes; or a dict of collections with `params` and
         `_overwrite_with_gradient`.
       tx: the optax transformation (static).
-      opt_state: its state, with masters, loss scale and counters where it has them.
+      opt_state: the state of `tx`, including masters, loss scale and skip counters if it has any.
 
     Example:
       >>> recipe = jaxmp.load_recipe("bf16_params")
@@ -48,37 +49,43 @@ class TrainState(struct.PyTreeNode):
       dtype(bfloat16)
     """
 
-    step: Any
+    step: Array
     apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
-    params: Any = struct.field(pytree_node=True)
+    params: PyTree = struct.field(pytree_node=True)
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
-    opt_state: Any = struct.field(pytree_node=True)
+    opt_state: PyTree = struct.field(pytree_node=True)
+
+    if TYPE_CHECKING:
+        # Flax's has no annotations, which mypy reports in subclasses in strict mode.
+        def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
     @classmethod
     def create(
         cls,
         *,
         apply_fn: Callable[..., Any],
-        params: Any,
+        params: PyTree,
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> Self:
-        """Makes the state of step 0.
+        """Creates the state of step 0.
 
-        Masters are taken from `params` as they are; then `params` are cast to their storage
-        dtypes. Every array in the state is a new one, so a donated state cannot take the arrays
-        that were given here with it.
+        Masters are copied from `params` before these are cast to their storage dtypes. Every array
+        in the state is new, so donating the state does not delete the arrays in `params`.
 
         Args:
           apply_fn: usually `model.apply`.
-          params: the parameters `init` returned, in FP32; or the dict of `params` and
-            `_overwrite_with_gradient`. Shapes (`jax.ShapeDtypeStruct`, as `jax.eval_shape` returns
-            them) make a state of shapes, for shardings and for restoring checkpoints.
-          tx: an optax transformation; `recipe.optimizer(inner)` makes one.
+          params: the parameters that `init` returned, in FP32; or the dict of `params` and
+            `_overwrite_with_gradient`. Shapes (`jax.ShapeDtypeStruct`, as from `jax.eval_shape`)
+            create an abstract state, for shardings and for restoring checkpoints.
+          tx: an optax transformation, such as `recipe.optimizer(inner)`.
           **kwargs: fields of a subclass.
 
+        Returns:
+          The state.
+
         Raises:
-          CompositionError: if something around `mixed_precision` would break it silently.
+          CompositionError: if a transformation around `mixed_precision` would break it silently.
           RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
         """
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -91,8 +98,8 @@ class TrainState(struct.PyTreeNode):
         return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
 
     @property
-    def loss_scale(self) -> Any:
-        """The loss scale in the optimizer state; `NoLossScale()` if the optimizer keeps none."""
+    def loss_scale(self) -> LossScale:
+        """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
         return _find.shared_loss_scale(self.opt_state)
 
     def value_and_grad(
@@ -102,17 +109,17 @@ class TrainState(struct.PyTreeNode):
         has_aux: bool = False,
         **options: Any,
     ) -> Callable[..., Any]:
-        """`jaxmp.value_and_grad` of `fn(params, *args)` at this state's parameters and loss scale.
+        """Returns `jaxmp.value_and_grad` of `fn(params, *args)` with this state's loss scale.
 
         Args:
-          fn: takes the parameters first.
-          argnums: which arguments to differentiate; the parameters are argument 0.
-          has_aux: `fn` returns auxiliary data beside the loss.
+          fn: a function whose first argument is the parameters.
+          argnums: the arguments to differentiate; the parameters are argument 0.
+          has_aux: `fn` returns auxiliary data together with the loss.
           **options: the keyword arguments of `jaxmp.value_and_grad`; argument numbers count the
             parameters as 0. The optimizer decides the loss scale, the dtypes of sums and
             `axis_name`: with `recipe.optimizer(inner, axis_name="data")`, loss and gradients are
-            averaged over that axis once, here. For gradients that must not be averaged, as those
-            of parameters of which each device holds a part, use
+            averaged over that axis by this function, and only once. For gradients that must not
+            be averaged, such as those of parameters that are split over the devices, use
             `jaxmp.value_and_grad(fn, loss_scale=state.loss_scale)(state.params, *args)`.
 
         Returns:
@@ -126,29 +133,29 @@ class TrainState(struct.PyTreeNode):
         return lambda *args, **kwargs: run(self.params, *args, **kwargs)
 
     def apply_gradients(
-        self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **mutables: Any
+        self, *, grads: PyTree, extra_args: Mapping[str, Any] | None = None, **mutables: Any
     ) -> Self:
-        """One optimizer step, or none at all.
+        """Applies one optimizer step, or skips it.
 
         If the gradients are finite, parameters, masters, optimizer state and every field named in
-        `mutables` take their new values and `step` counts on. If not, all of them keep their old
-        values, bit for bit, and only the loss scale and the counters move (typed PRNG keys among
-        the mutables move on too).
+        `mutables` take their new values, and `step` increases by 1. Otherwise all of them keep
+        their old values bit for bit, and only the loss scale, the skip counters and typed PRNG keys
+        in the mutables change.
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
           extra_args: further arguments of the optimizer's `update`, which some transformations of
-            optax take: `{"value": loss}` for `optax.polyak_sgd` and
+            optax accept: `{"value": loss}` for `optax.polyak_sgd` and
             `optax.contrib.reduce_on_plateau`; `{"value": loss, "grad": grads, "value_fn": fn}` for
             line searches such as that of `optax.lbfgs`. Losses and gradients are unscaled, and a
-            function of the parameters is called with the FP32 ones.
+            function of the parameters is called with FP32 parameters.
           **mutables: new values of other fields, such as `batch_stats=...`.
 
         Returns:
           The next state.
 
         Raises:
-          JaxmpError: if a mutable is no field, or its new value has another structure.
+          JaxmpError: if a mutable is not a field, or its new value has another structure.
         """
         self._check_mutables(mutables)
         params, old_overwritten = _overwritten.split(self.params)
@@ -160,9 +167,9 @@ class TrainState(struct.PyTreeNode):
             old = {name: getattr(self, name) for name in mutables}
             mutables = _trees.select(applied, mutables, old)
             overwritten = _trees.select(applied, overwritten, old_overwritten)
-        one = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
+        increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         return self.replace(
-            step=jnp.asarray(self.step, jnp.int32) + one,
+            step=jnp.asarray(self.step, jnp.int32) + increment,
             params=_overwritten.join(new_params, overwritten, self.params),
             opt_state=opt_state,
             **mutables,
@@ -172,7 +179,7 @@ class TrainState(struct.PyTreeNode):
         for name, value in mutables.items():
             if name in ("step", "params", "opt_state", "tx", "apply_fn"):
                 raise JaxmpError(
-                    f"apply_gradients computes {name} itself; set it by state.replace({name}=...)."
+                    f"apply_gradients computes {name}. Set it with state.replace({name}=...)."
                 )
             if name not in self.__dataclass_fields__:
                 raise JaxmpError(
@@ -183,13 +190,13 @@ class TrainState(struct.PyTreeNode):
                 raise JaxmpError(
                     f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
                     f"dtypes, than the state's {name}, so a skipped step could not restore it. "
-                    f"Give {name} its full structure from the start: TrainState.create(..., "
-                    f"{name}=...), and cast what the step computes to the dtypes it has there."
+                    f"Create {name} with its full structure: TrainState.create(..., {name}=...), "
+                    "and cast the values that the step computes to its dtypes."
                 )
 
 
 def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
-    """Step, stored parameters and optimizer state of step 0."""
+    """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
     _find.check_composition(jax.eval_shape(tx.init, trainable))
@@ -211,14 +218,14 @@ def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
 
 
 def _abstract(leaf: Any) -> Any:
-    """The shape and dtype of an array; other leaves as they are."""
+    """Returns the shape and dtype of an array; other leaves unchanged."""
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _placed_as(leaf: Any, like: Any) -> Any:
-    """A shape with the sharding of the parameter that it was made from."""
+    """Adds the sharding of the original parameter to a shape."""
     sharding = getattr(like, "sharding", None)
     return leaf if sharding is None else leaf.update(sharding=sharding)
 
@@ -229,7 +236,7 @@ def _described(tree: Any) -> Any:
 
 
 def _strong(leaf: Any) -> Any:
-    """Arrays made from Python numbers are weakly typed, and step 2 would be traced anew."""
+    """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
     weak = getattr(leaf, "weak_type", False)
@@ -240,8 +247,8 @@ def _fresh_array(leaf: Any) -> Any:
     return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
 
 
-def _fresh(new: Any, given: Any) -> Any:
-    return jnp.array(new, copy=True) if new is given else new
+def _fresh(new: Any, original: Any) -> Any:
+    return jnp.array(new, copy=True) if new is original else new
 
 
 def _check_rules(opt_state: Any, params: Any) -> None:
