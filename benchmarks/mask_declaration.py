@@ -33,7 +33,7 @@ from jax.sharding import SingleDeviceSharding
 
 import byte_gpt
 import jaxmp
-from jaxmp._audit._compile import _WITHOUT_THE_CARD
+from jaxmp._audit._compile import _WITHOUT_GPU
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core import _compat
 from optimizer_bytes import kernels
@@ -125,7 +125,7 @@ def compile_for_h200(apply, params, batch, length):
     step = jax.jit(jax.value_and_grad(loss))
     with _compat.context(target="gpu", capability=(9, 0)):
         lowered = step.trace(params, tokens).lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=_WITHOUT_THE_CARD)
+        return lowered.compile(compiler_options=_WITHOUT_GPU)
 
 
 def moved(text):

@@ -509,7 +509,7 @@ def test_a_mesh_without_devices():
 @needs_compiler
 def test_meshes_of_different_devices_are_refused(mesh):
     pair = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(jaxmp.AuditError, match="two meshes of different devices"):
+    with pytest.raises(jaxmp.AuditError, match="meshes of different devices"):
         audit(by_constraint(mesh), sharded(pair, 256, 64), target="h200")
 
 

@@ -303,7 +303,7 @@ def test_a_module_runs_as_after_python_m(run, folder):
         "from . import __name__ as package\nassert package == 'package'\n" + ABSL
     )
     status, _, error = run("", "--list")  # a script without JAX
-    assert status == 2 and "train.py ended, and has not imported JAX" in error
+    assert status == 2 and "train.py ended, and did not import JAX" in error
     with pytest.raises(SystemExit) as stop:
         cli.main(["audit", "--script", "-m", "package.train", "--name=run", "--fail-on=none"])
     assert stop.value.code == 0
@@ -347,7 +347,7 @@ def test_the_script_prints_to_the_error_output(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--script", "absent.py"], "the script 'absent.py' is no file"),
+        (["--script", "absent.py"], "the script 'absent.py' does not exist"),
         (["--script", "-m"], "-m requires a module"),
         (["--script", "helper.py", "--recipe", "bf61"], "Did you mean 'bf16'"),
         (["--script", "helper.py", "--target", "H200"], "lower case"),

@@ -1,4 +1,4 @@
-"""Compiling a traced program for a GPU, which may be one that is not there."""
+"""Compilation of a traced program for a GPU, which does not have to be present."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from jaxmp.errors import AuditError, did_you_mean, missing_dependency
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
 )
-# Autotuning needs the card. Without it XLA would pick a Triton kernel for every matmul and never
-# try cuBLAS, whose FP8 kernels it finds by pattern; operand dtypes are what the card would run.
-_WITHOUT_THE_CARD = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+# Autotuning requires the GPU. Without it XLA would select a Triton kernel for every matmul and
+# never cuBLAS, whose FP8 kernels it finds by pattern. The dtypes are the same as on the GPU.
+_WITHOUT_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 class Compiled(NamedTuple):
-    """An optimized program."""
+    """Optimized program for a GPU."""
 
     text: str
     memory: Any  # CompiledMemoryStats of each device
     gpu: str
     devices: int
-    # Whether the card was there; then `gpu` is its own name for itself.
+    # True if the GPU is present; then `gpu` is its device kind.
     is_real: bool
 
 
 def check_target(target: Any) -> None:
-    """Refuses what is no card, before anything is traced.
+    """Checks the name of a target before anything is traced.
 
     Raises:
-      AuditError: naming the cards.
+      AuditError: if it is not the name of a GPU.
     """
     if not isinstance(target, str) or target not in GPUS:
-        given = str(target).lower()
+        name = str(target).lower()
         known = ", ".join(map(repr, GPUS))
-        if given in GPUS:
-            raise AuditError(f"target={target!r}: names of cards are in lower case: {given!r}.")
+        if name in GPUS:
+            raise AuditError(f"target={target!r}: write the GPU in lower case: target={name!r}.")
         raise AuditError(
-            f"target={target!r} is no card that jaxmp can compile for.{did_you_mean(given, GPUS)} "
+            f"target={target!r} is not a GPU that jaxmp can compile for.{did_you_mean(name, GPUS)} "
             f"Allowed: {known}; for example audit(train_step, state, batch, target='h200')."
         )
 
@@ -58,18 +58,18 @@ def check_target(target: Any) -> None:
 def compile_for(target: str, traced: Traced) -> Compiled:
     """Compiles a traced program.
 
-    On a machine with such a card the real compiler does it; elsewhere XLA's GPU compiler
-    does, from a description of the card.
+    On a machine with such a GPU, JAX compiles for that device. Otherwise XLA's GPU compiler uses a
+    description of the GPU.
 
     Args:
       target: a name of `GPUS`.
-      traced: its arrays may be sharded over a mesh of any devices, and so may what is inside; that
-        many cards are meant.
+      traced: the program. If its arrays or operations are sharded over a mesh of any devices, it is
+        compiled for as many GPUs.
 
     Raises:
-      AuditError: if there are several meshes, or host callbacks without the card; if XLA cannot
-        compile.
-      MissingDependencyError: if there is neither the card nor XLA's GPU compiler.
+      AuditError: if there are several meshes, if there are host callbacks and no such GPU, or if
+        XLA cannot compile the program.
+      MissingDependencyError: if neither the GPU nor XLA's GPU compiler is installed.
     """
     mesh = _mesh_of(traced)
     count = 1 if mesh is None else mesh.size
@@ -81,7 +81,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
     donated = _donated(traced.jaxpr)
-    options = None if real else _WITHOUT_THE_CARD
+    options = None if real else _WITHOUT_GPU
     try:
         with move.context():
             staged = jax.jit(run, donate_argnums=donated, keep_unused=True).trace(*shapes)
@@ -99,8 +99,8 @@ def compile_for(target: str, traced: Traced) -> Compiled:
 def _in_jit(traced: Traced) -> Any:
     """Returns the program as one call of a jitted function.
 
-    The body of a `shard_map` records the mesh that it was traced for, in each equation. JAX lowers
-    what is inside `jit` as it is recorded, whereas it would trace the body again for the new mesh.
+    Each equation in the body of a `shard_map` contains the mesh that it was traced for. JAX lowers
+    the body of a `jit` without tracing it again.
     """
     run = jax.jit(jax.extend.core.jaxpr_as_fun(traced.closed), inline=False)
     return jax.make_jaxpr(run)(*traced.arrays)
@@ -112,48 +112,48 @@ def _in_jit(traced: Traced) -> Any:
 
 
 def _real_gpus(target: str, mesh: Any, count: int) -> list[Any]:
-    """That many of this process's devices, if they are the card; else none.
+    """Returns `count` local devices if they are the target; otherwise none.
 
-    The arguments' own mesh is taken in its own order. Devices of other processes are none of ours:
-    a program for them is compiled by all processes together.
+    A mesh of the arguments keeps its order. Devices of other processes are not used, because all
+    processes would have to compile the program together.
     """
     if jax.default_backend() != "gpu":
         return []
-    found = [device for device in jax.local_devices() if _is_card(target, device.device_kind)]
-    own = _devices_of(mesh)
-    if own and set(own) <= set(found):
-        return own
-    return found[:count] if len(found) >= count else []
+    gpus = [device for device in jax.local_devices() if _is_target(target, device.device_kind)]
+    in_mesh = _devices_of(mesh)
+    if in_mesh and set(in_mesh) <= set(gpus):
+        return in_mesh
+    return gpus[:count] if len(gpus) >= count else []
 
 
-def _is_card(target: str, check: str) -> bool:
-    """Whether a device calls itself that card, as in "NVIDIA A100-SXM4-80GB", whole.
+def _is_target(target: str, device_kind: str) -> bool:
+    """Returns True for a device kind such as "NVIDIA A100-SXM4-80GB".
 
-    A slice of one, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", has fewer cores and less memory.
+    A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", has fewer cores and less memory.
     """
-    words = re.split(r"[^a-z0-9]+", check.lower())
-    return target in words and "mig" not in words
+    parts = re.split(r"[^a-z0-9]+", device_kind.lower())
+    return target in parts and "mig" not in parts
 
 
 def _devices_of(mesh: Any) -> list[Any]:
-    """The devices of a mesh, in its order; none of an abstract one."""
+    """Returns the devices of a mesh, in its order; an abstract mesh has none."""
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
 def _described(target: str, count: int) -> list[Any]:
     try:
-        found = any(
+        is_installed = any(
             importlib.util.find_spec(f"jax_plugins.xla_{cuda}") for cuda in ("cuda13", "cuda12")
         )
     except ModuleNotFoundError:
-        found = False
-    if not found:
+        is_installed = False
+    if not is_installed:
         raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {target}", "aot")
     try:
         return described_gpus(GPUS[target].description, count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
-            f"XLA's GPU compiler does not start ({error}). Install the packages of one version:\n"
+            f"XLA's GPU compiler does not start ({error}). Install packages of the same version:\n"
             '    pip install --upgrade "jaxmp[aot]"'
         ) from error
 
@@ -164,10 +164,9 @@ def _described(target: str, count: int) -> list[Any]:
 
 
 def _mesh_of(traced: Traced) -> Any:
-    """Returns the mesh of the arguments, or else the largest that the program names.
+    """Returns the mesh of the arguments, or the largest mesh of the program, or the current mesh.
 
-    Without either, it is the mesh that the caller has made the current one. A mesh of one device
-    counts, too: the program names that device, which is not the target.
+    A mesh of one device counts, too, because that device is not the target.
     """
     meshes = dict.fromkeys(
         mesh for array in traced.arrays for mesh in _meshes_in(getattr(array, "sharding", None))
@@ -175,37 +174,37 @@ def _mesh_of(traced: Traced) -> Any:
     if len([mesh for mesh in meshes if mesh.size > 1]) > 1:
         raise AuditError(
             f"the arguments are sharded over {len(meshes)} meshes: {', '.join(map(str, meshes))}. "
-            "Put all of them on one: jax.device_put(state, NamedSharding(mesh, spec))."
+            "Use one mesh: jax.device_put(state, NamedSharding(mesh, spec))."
         )
     if any(mesh.size > 1 for mesh in meshes):
         return max(meshes, key=lambda mesh: mesh.size)
-    values = (one for equation in equations(traced.jaxpr) for one in equation.params.values())
+    values = (v for equation in equations(traced.jaxpr) for v in equation.params.values())
     named = (mesh for value in values for mesh in _meshes_in(value))
     current = _meshes_in(current_mesh())
     return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
 
 
 def _meshes_in(value: Any) -> list[Any]:
-    """Returns the meshes, abstract ones too, of a sharding or a parameter."""
+    """Returns the meshes, including abstract ones, of a sharding or a parameter."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    meshes = (one.mesh if isinstance(one, NamedSharding) else one for one in values)
+    meshes = (v.mesh if isinstance(v, NamedSharding) else v for v in values)
     return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and not m.empty]
 
 
 def _asked_shardings(jaxpr: Any) -> dict[int, NamedSharding]:
-    """Number of an argument -> the sharding that the user's own jit asks for."""
+    """Returns the shardings that the user's `jit` sets, by the number of the argument."""
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-    found: dict[int, NamedSharding] = {}
+    shardings: dict[int, NamedSharding] = {}
     for equation in jaxpr.eqns:
         asked = equation.params.get("in_shardings") or [None] * len(equation.invars)
         for var, sharding in zip(equation.invars, asked, strict=True):
             if isinstance(sharding, NamedSharding) and not is_literal(var) and var in numbers:
-                found.setdefault(numbers[var], sharding)
-    return found
+                shardings.setdefault(numbers[var], sharding)
+    return shardings
 
 
 class _Move:
-    """Puts shardings on other devices."""
+    """Replaces the devices of shardings."""
 
     def __init__(self, mesh: Any, devices: list[Any]) -> None:
         self._devices = devices
@@ -216,8 +215,8 @@ class _Move:
         new = dict(zip(_devices_of(self._mesh), self._devices, strict=False))
         if new and not new.keys() >= set(_devices_of(mesh)):
             raise AuditError(
-                f"the program uses two meshes of different devices: {self._mesh} and {mesh}. Use "
-                "one, or meshes of the same devices."
+                f"the program uses meshes of different devices: {self._mesh} and {mesh}. Use one "
+                "mesh, or meshes of the same devices."
             )
         moved = [new[device] for device in _devices_of(mesh)] if new else []
         grid = np.array(moved or self._devices, dtype=object)
@@ -225,11 +224,11 @@ class _Move:
         return Mesh(grid.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
     def context(self) -> Any:
-        """Makes the new mesh the current one."""
+        """Returns a context in which the new mesh is the current one."""
         return jax.set_mesh(self._new) if self._new is not None else contextlib.nullcontext()
 
     def shape(self, array: Any, asked: NamedSharding | None) -> jax.ShapeDtypeStruct:
-        """The shape of an array, sharded as it is, or as it is asked for, over the new devices."""
+        """Returns the shape of an array, with its or the requested sharding on the new devices."""
         own = getattr(array, "sharding", None)
         sharding = own if _meshes_in(own) else asked
         if self._new is None:
@@ -242,7 +241,7 @@ class _Move:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
     def parameter(self, value: Any) -> Any:
-        """A parameter of an equation, on the new devices."""
+        """Returns a parameter of an equation with the new devices."""
         if isinstance(value, Mesh) and not value.empty:
             return self._moved(value)
         if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
@@ -251,24 +250,24 @@ class _Move:
 
 
 def _no_callbacks(target: str, traced: Traced) -> AuditError:
-    """What to say of a program that calls the host: XLA asks the device for that."""
+    """Returns the error for a program with host callbacks, which XLA compiles for real devices."""
     calls = (e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS)
     locations = {e.primitive.name: Lines().of((e,)) for e in calls}
-    words = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in locations.items())
+    text = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in locations.items())
     return AuditError(
-        f"the program calls Python on the host ({words}), which cannot be compiled for {target} "
-        "where the card is not there. Leave it out for the audit, as in\n"
+        f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
+        "on a machine without such a GPU. Remove the call for the audit, for example by\n"
         "    if verbose:\n        jax.debug.print(...)"
     )
 
 
 def _donated(jaxpr: Any) -> list[int]:
-    """Numbers of the arguments that the user's own jit is given to reuse."""
+    """Returns the numbers of the arguments that the user's `jit` donates."""
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-    found: dict[int, None] = {}
+    donated: dict[int, None] = {}
     for equation in jaxpr.eqns:
-        gives = equation.params.get("donated_invars") or [False] * len(equation.invars)
-        for var, given in zip(equation.invars, gives, strict=True):
-            if given and not is_literal(var) and var in numbers:
-                found[numbers[var]] = None
-    return sorted(found)
+        flags = equation.params.get("donated_invars") or [False] * len(equation.invars)
+        for var, is_donated in zip(equation.invars, flags, strict=True):
+            if is_donated and not is_literal(var) and var in numbers:
+                donated[numbers[var]] = None
+    return sorted(donated)

@@ -1,4 +1,4 @@
-"""Data flow of a training step: which results are updates of which arguments."""
+"""Data flow of a training step: labels that connect results with the arguments they update."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from jaxmp._audit._program import OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
 
-# A value that a backward pass computed, or that was computed from one.
+# Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
-# A scalar argument, or what was computed from scalars alone.
+# Label of a scalar argument, and of values computed from scalars alone.
 SCALAR = "a scalar of the state"
 
-# Factors with which an argument is part of a value.
+# Factors of an argument that is a summand of a value.
 PLUS, MINUS, LARGE, SMALL, UNKNOWN = "+", "-", "large", "small", "unknown"
-# Those of the array itself, as opposed to a weight decay's or an average's small share.
-_OWN = frozenset({PLUS, LARGE, UNKNOWN})
+# Factors of an updated argument. Weight decay and averages have small factors.
+_UPDATED = frozenset({PLUS, LARGE, UNKNOWN})
 
 
 class From(NamedTuple):
-    """A value that an argument is a summand of, times a scalar at most."""
+    """Label of a value that has an argument, possibly times a scalar, as a summand."""
 
     number: int
     factor: str
 
 
 class Scalar(NamedTuple):
-    """A scalar that was broadcast; its value if it is a constant."""
+    """Label of a scalar that was broadcast, with its value if it is a constant."""
 
     value: float | None
 
 
 class Terms(NamedTuple):
-    """A sum of that many 16-bit gradients."""
+    """Label of a sum of that many 16-bit gradients."""
 
     number: int
 
 
 class Update:
-    """A sum of an argument and what was computed from gradients, or from other arguments."""
+    """Label of a sum of an argument and of values computed from gradients or other arguments."""
 
     def __init__(
         self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
@@ -64,15 +64,15 @@ _RULES = _SAME | _SUMS | named("neg mul div")
 
 
 def is_lineage(label: Any) -> bool:
-    """Returns True for the labels of this module that `lineage` hands on."""
+    """Returns True for the labels that `lineage` propagates."""
     return isinstance(label, _LABELS)
 
 
 def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
-    """The labels of an equation's results, from those of its operands.
+    """Returns the labels of an equation's results, given those of its operands.
 
     Args:
-      op: the equation; what is differentiated, and derivatives, have no lineage.
+      op: the equation; differentiated functions and derivatives have no lineage.
       labels_of: operand -> its labels.
     """
     equation, name = op.equation, op.name
@@ -103,7 +103,7 @@ def _broadcast(equation: Any) -> set[Any]:
 
 
 def _value(var: Any) -> float | None:
-    """The value of a constant scalar."""
+    """Returns the value of a constant scalar, or None."""
     return float(var.val) if is_literal(var) and math.prod(var.aval.shape) == 1 else None
 
 
@@ -124,7 +124,7 @@ def _scaled(name: str, operands: Any, each: list[frozenset[Any]]) -> frozenset[A
 
 
 def _factor(name: str, scalar: Any, labels: frozenset[Any]) -> str | None:
-    """The size of a factor; None if it is an array."""
+    """Returns the size of a scalar factor; None for an array."""
     values = [x.value for x in labels if isinstance(x, Scalar)]
     if math.prod(scalar.aval.shape) == 1:
         values = [_value(scalar)]
@@ -145,9 +145,9 @@ def _times(first: str, second: str) -> str:
 def _updates(
     op: OpOccurrence, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
 ) -> set[Any]:
-    """The arguments that this sum updates.
+    """Returns labels of the arguments that a sum updates.
 
-    An argument that is subtracted too, as in `p + (new - p)`, is replaced by another value.
+    An argument that is also subtracted, as in `p + (new - p)`, is replaced, not updated.
     """
     numbers = {x.number for x in summands}
     replaced = {x.number for x in summands if x.factor == MINUS}
@@ -155,14 +155,14 @@ def _updates(
     updates = set()
     for summand in summands:
         others = frozenset(numbers - {summand.number})
-        is_own = summand.factor in _OWN and summand.number not in replaced
-        if is_own and (has_gradient or others):
+        is_updated = summand.factor in _UPDATED and summand.number not in replaced
+        if is_updated and (has_gradient or others):
             updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
     return updates
 
 
 def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
-    """The number of gradients that are summed, if nothing else is."""
+    """Returns the number of summed gradients, if all summands are gradients."""
     if not is_16bit(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
         return set()
     counts = []
@@ -175,7 +175,7 @@ def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[
 
 
 def is_chosen_scale(equation: Any) -> bool:
-    """Returns True for a large constant or NaN, as jaxmp seeds a static loss scale."""
+    """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
     if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
         return False
     values = [_value(var) for var in equation.invars[1:]]
@@ -185,7 +185,7 @@ def is_chosen_scale(equation: Any) -> bool:
 def is_scale(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     """Returns True for an equation of a backward pass that reads a loss scale.
 
-    That is a scalar of the program's state, or a constant factor that is large.
+    A loss scale is a scalar of the program's state, or a large constant factor.
     """
     if op.location.phase != BACKWARD:
         return False

@@ -1,4 +1,4 @@
-"""What a report says of a program compiled for a GPU, as plain data."""
+"""Rows of a report about a program compiled for a GPU, as plain data."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ class _Row:
 
     @property
     def location(self) -> str:
-        """`model.py:12`; "" where it is not known."""
+        """The source line as `model.py:12`; "" if it is not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRow(_Row):
-    """The matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
+    """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
-      module: the module path; "" is the root, or code outside of every module.
+      module: the module path; "" for the root and for code outside of modules.
       phase: "forward", "backward" or "recompute".
-      lhs: the dtype in which the GPU multiplies the first operand; "tf32" for FP32 operands that it
-        rounds to TF32.
-      rhs: the same of the second operand.
+      lhs: the dtype in which the GPU multiplies the first operand; "tf32" if it rounds FP32
+        operands to TF32.
+      rhs: the dtype of the second operand.
       out: the dtype of the result.
-      kernel: "cublas", "cublas fp8", "cudnn", "cudnn mx", "triton" or "xla". Without the card
-        there is no autotuning, and the card may pick another; the dtypes stay.
-      was_fp8: the FP8 dtype that an operand had before it was cast up for this product; "" if none.
-      flops: of all runs, on each device.
-      count: how many kernels.
-      file: the user's file; "" where it is not known.
-      line: the line in it.
+      kernel: "cublas", "cublas fp8", "cudnn", "cudnn mx", "triton" or "xla". If the GPU is not
+        present, there is no autotuning, and the GPU may use another kernel of the same dtypes.
+      was_fp8: the FP8 dtype that an operand had before it was cast up for this matmul; "" if none.
+      flops: FLOPs of all executions, per device.
+      count: number of kernels.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`.
     """
 
     module: str
@@ -52,7 +52,7 @@ class GemmRow(_Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionRow(_Row):
-    """The fused attention kernels of one module, pass and line.
+    """Fused attention kernels of one module, pass and line.
 
     Args:
       module: the module path.
@@ -60,10 +60,10 @@ class AttentionRow(_Row):
       kernel: the custom call, such as "__cudnn$fmhaSoftmax".
       dtype: of queries, keys and values.
       shape: of the queries.
-      count: how often it runs.
-      file: the user's file; "" where it is not known.
-      line: the line in it.
-      flops: of all runs, on each device; a causal mask halves them.
+      count: number of executions.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`.
+      flops: FLOPs of all executions, per device; a causal mask halves them.
     """
 
     module: str
@@ -79,20 +79,20 @@ class AttentionRow(_Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveRow(_Row):
-    """The collectives of one module, pass, line and dtype.
+    """Collectives of one module, pass, line and dtype.
 
     Args:
       module: the module path.
       phase: "forward", "backward" or "recompute".
       operation: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or
         "collective-permute".
-      dtype: of what is sent.
-      bytes: the larger of operand and result, of all runs, on each device.
-      count: how many arrays are sent, in all runs; XLA may send several at once.
-      file: the user's file; "" where it is not known.
-      line: the line in it.
-      in_matmul: True if a matmul reads the result, as of activations; the gradient of a parameter
-        goes to the optimizer.
+      dtype: of the arrays that are sent.
+      bytes: the larger of operand and result, of all executions, per device.
+      count: number of arrays that are sent in all executions; XLA may send several at once.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`.
+      in_matmul: True if a matmul reads the result, which is then an activation. The optimizer reads
+        gradients of parameters.
     """
 
     module: str
@@ -108,18 +108,20 @@ class CollectiveRow(_Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """What the program needs on each device, and what its update moves.
+    """Memory of a program per device, and the bytes that the optimizer update moves.
 
     Args:
       arguments: bytes of all arguments.
       outputs: bytes of all results.
-      aliased: bytes of results that take over the memory of donated arguments.
-      temporary: bytes of everything between.
-      fusions: how many fused kernels the program text has.
-      parameters: numbers in the donated floating arrays outside of optimizer states.
-      update_bytes: what the kernels that write donated arrays read and write; 0 without donation.
-      update_floor: what they would move at least: each such array read and written once, and what
-        else they read (gradients) once.
+      aliased: bytes of results that reuse the memory of donated arguments.
+      temporary: bytes of temporary buffers.
+      fusions: number of fused kernels in the program.
+      parameters: number of elements of the donated floating-point arrays outside of optimizer
+        states.
+      update_bytes: bytes that the kernels that write donated arrays read and write; 0 without
+        donation.
+      update_floor: the minimum of `update_bytes`: each such array is read and written once, and
+        other inputs, such as gradients, are read once.
     """
 
     arguments: int

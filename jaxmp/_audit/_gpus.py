@@ -1,4 +1,4 @@
-"""The GPUs that programs are compiled for, as XLA wants them described."""
+"""Descriptions of the GPUs that programs can be compiled for, in the text form of XLA."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ device_description_str: "{name}"
 
 
 class Gpu(NamedTuple):
-    """Public facts of a card (NVIDIA's data sheets and CUDA's device attributes)."""
+    """Properties of a GPU, from NVIDIA's data sheets and CUDA's device attributes."""
 
     name: str
-    # Compute capability, major; all cards here have minor 0.
+    # Major compute capability; the minor one is 0 for all GPUs here.
     major: int
     # Streaming multiprocessors, and the FP32 lanes of each.
     cores: int
@@ -60,9 +60,9 @@ class Gpu(NamedTuple):
 
     @property
     def description(self) -> str:
-        """The card in the text form that XLA's compiler reads."""
+        """The description that XLA's compiler reads."""
         extension = "feature_extension: ACCELERATED_FEATURES" if self.major >= 9 else ""
-        # One kilobyte of each multiprocessor's shared memory is the system's own.
+        # The system reserves one kilobyte of the shared memory of each multiprocessor.
         return _DESCRIPTION.format(
             block_memory=self.core_memory - 1024, extension=extension, **self._asdict()
         )

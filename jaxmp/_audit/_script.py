@@ -1,8 +1,8 @@
-"""Audits a training script without editing it.
+"""Audit of a training script that is not edited.
 
-The script runs in a process of its own. When JAX has traced its train step, before that is
-compiled, the process audits the step, writes the report to a file and ends at once: no `finally`
-block and no `except` of the script runs, and nothing that comes after the step.
+The script runs in a separate process. After JAX has traced the train step and before it is
+compiled, the process audits the step, writes the report to a file and exits: no `finally` or
+`except` block of the script runs, and no later statement.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from jaxmp.errors import AuditError, JaxmpError, did_you_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to do with the functions of a script.
+    """Options of the audit of a script.
 
     Args:
-      result: path of the file that the result is written to.
-      recipe: policies to check against; None: none.
-      target: GPU to compile for; None: none.
-      function: name of the function to audit; None: the train step of the most FLOPs.
-      listing: True: only list the functions, of one whole iteration.
-      max_seconds: after this time the functions so far are taken.
+      result: path of the result file.
+      recipe: policies that the program is checked against, or None.
+      target: GPU to compile for, or None.
+      function: name of the function to audit; None for the train step with the most FLOPs.
+      listing: True to only list the functions of one iteration.
+      max_seconds: the script is stopped after this time.
     """
 
     result: str
@@ -64,14 +64,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptFunction:
-    """A jitted function that a script called.
+    """Jitted function that a script called.
 
     Args:
       name: its name.
-      location: `train.py:12`; "" if it is not known.
+      location: the source line as `train.py:12`; "" if it is not known.
       flops: FLOPs of its matmuls in one call.
-      takes_gradients: whether it has a backward pass.
-      updates: whether it returns updated arrays, such as parameters.
+      takes_gradients: True if it contains a backward pass.
+      updates: True if it returns updated arrays, such as parameters.
     """
 
     name: str
@@ -83,12 +83,12 @@ class ScriptFunction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptAudit:
-    """The jitted functions of a script, and the audit of one of them.
+    """Jitted functions of a script, and the audit of one of them.
 
     Args:
       functions: train steps first, then by FLOPs.
-      audited: the function that `report` is about; None in a listing.
-      report: the audit; None in a listing.
+      audited: the function of `report`; None for a listing.
+      report: the audit; None for a listing.
     """
 
     functions: tuple[ScriptFunction, ...]
@@ -102,28 +102,29 @@ class ScriptAudit:
 
 
 def audit_script(arguments: Sequence[str], *, module: bool = False, **options: Any) -> ScriptAudit:
-    """Runs a script until its train step is traced, and audits that.
+    """Runs a script until its train step is traced, and audits the step.
 
     Args:
-      arguments: the script's path, or the name of a module, and the arguments of the script.
-      module: whether the first is a module, as after `python -m`.
-      **options: of `Options`, without `result`.
+      arguments: path of the script, or name of a module, followed by the arguments of the script.
+      module: True if the first argument is a module, as for `python -m`.
+      **options: fields of `Options`, except `result`.
 
     Raises:
-      AuditError: if the script fails or ends before it compiles a function with matmuls.
+      AuditError: if the script fails, or exits before it compiles a function with matmuls.
     """
     script = arguments[0]
     if not module and not Path(script).is_file():
         raise AuditError(
-            f"the script {script!r} is no file. Name one, or a module after -m:\n"
+            f"the script {script!r} does not exist. Pass a file, or a module after -m:\n"
             "    jaxmp audit --script train.py\n    jaxmp audit --script -m my_package.train"
         )
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        given = {"module": module, "jaxmp": str(Path(jaxmp.__file__).parents[1])}
-        given["watch"] = {**options, "result": str(result)}
+        settings: dict[str, Any] = {"module": module}
+        settings["jaxmp"] = str(Path(jaxmp.__file__).parents[1])
+        settings["watch"] = {**options, "result": str(result)}
         child = Path(__file__).with_name("_script_child.py")
-        command = [sys.executable, str(child), json.dumps(given), *arguments]
+        command = [sys.executable, str(child), json.dumps(settings), *arguments]
         status = _wait(command, options.get("target"))
         if not result.exists():
             raise AuditError(f"{script} failed (status {status}) before its train step was traced.")
@@ -131,13 +132,13 @@ def audit_script(arguments: Sequence[str], *, module: bool = False, **options: A
 
 
 def _wait(command: list[str], target: str | None) -> int:
-    """The exit status of a command, whose output goes to this process's error output."""
+    """Runs a command and returns its exit status; its output goes to the error output."""
     with _compat.unchecked_cuda() if target else contextlib.nullcontext():
         process = subprocess.Popen(command, stdout=sys.stderr.fileno(), start_new_session=True)
     try:
         return process.wait()
     finally:
-        # Loaders of data may have left processes of their own.
+        # Data loaders may have left processes.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -158,12 +159,12 @@ def _result(fields: dict[str, Any]) -> ScriptAudit:
 # ---------------------------------------------------------------------------
 
 
-# FLOPs of a function that a CPU would need seconds for.
+# FLOPs that take a CPU seconds.
 _LARGE = 10**10
 
 
 class _Watched:
-    """A jitted function with the shapes of one call."""
+    """Jitted function with the shapes of one call."""
 
     def __init__(self, call: _compat.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
@@ -183,14 +184,14 @@ class _Watched:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the script goes on with zeros as results: only shapes matter."""
+        """True if the function is not executed; the script continues with zeros as results."""
         return self.row.takes_gradients or (
             self.row.flops > _LARGE and jax.default_backend() == "cpu"
         )
 
 
 class Watcher:
-    """Collects the jitted functions of a script, and ends its process with a result."""
+    """Collects the jitted functions of a script, and ends the process with a result."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.process = options, os.getpid()
@@ -203,8 +204,8 @@ class Watcher:
         timer.start()
 
     def _on_call(self, call: _compat.JitCall) -> bool:
-        """Returns True for a function that is neither compiled nor run."""
-        # A process that the script forked has these functions, too.
+        """Records a call; returns True if the function is not to be compiled and executed."""
+        # The script may have forked a process, which has inherited this object.
         if os.getpid() != self.process:
             return False
         watched = self.watched.get(id(call.jaxpr))
@@ -229,7 +230,7 @@ class Watcher:
         """Writes the result, and ends the process.
 
         Args:
-          error: how the script ended, if it ended by an error.
+          error: the way in which the script failed; "" if it did not.
         """
         with self.lock:
             self.watching.__exit__(None, None, None)
@@ -251,7 +252,7 @@ class Watcher:
 
     def _fields(self, error: str) -> dict[str, Any]:
         every = list(self.watched.values())
-        # Most functions are operations outside of jit, such as `jnp.zeros`.
+        # Most functions are single operations outside of `jit`, such as `jnp.zeros`.
         kept = [w for w in every if w.row.flops or w.row.takes_gradients]
         watched = sorted(kept, key=lambda w: (not w.row.takes_gradients, -w.row.flops))
         rows = [w.row for w in watched]
@@ -261,8 +262,8 @@ class Watcher:
             raise AuditError(f"the script {error} before its train step was traced.")
         if not rows:
             raise AuditError(
-                "the script compiled no function with matmuls. Its train step has to be called"
-                " inside of jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
+                "the script compiled no function with matmuls. Compile the train step with"
+                " jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
                 "    def train_step(state, batch): ..."
             )
         if self.options.listing:
@@ -278,18 +279,18 @@ class Watcher:
         return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}
 
     def _named(self, watched: list[_Watched]) -> _Watched:
-        """The function that was asked for, or the train step of the most FLOPs."""
+        """Returns the requested function, or the train step with the most FLOPs."""
         name = self.options.function
         if name is None:
             return watched[0]
-        found = next((w for w in watched if w.row.name == name), None)
-        if found is None:
+        named_function = next((w for w in watched if w.row.name == name), None)
+        if named_function is None:
             names = list(dict.fromkeys(w.row.name for w in watched))
             raise AuditError(
                 f"the script compiled no function {name!r}.{did_you_mean(name, names)} It compiled "
                 f"{', '.join(names)}; jaxmp audit --script ... --list lists them."
             )
-        return found
+        return named_function
 
 
 # ---------------------------------------------------------------------------
@@ -298,11 +299,11 @@ class Watcher:
 
 
 def has_backward(jaxpr: Any) -> bool:
-    """Whether a program contains a backward pass."""
+    """Returns True if a program contains a backward pass."""
     return any("transpose(" in str(e.source_info.name_stack) for e in equations(jaxpr))
 
 
-# Results of these have the values of an operand, in another form.
+# Primitives that return the elements of an operand in another form.
 _MOVES = named(
     "convert_element_type copy copy_p reshape squeeze expand_dims broadcast_in_dim select_n"
     " sharding_constraint optimization_barrier reduce_precision pvary pcast transpose"
@@ -311,10 +312,10 @@ _STEPS = named("add sub")
 
 
 def updates_state(jaxpr: Any) -> bool:
-    """Whether a program returns an array of its arguments, with something added or subtracted.
+    """Returns True if a program returns an argument to which something was added.
 
-    A train step returns its parameters so. Gradients and predictions are computed from arguments
-    by products, and from each other by `add_any`.
+    A train step returns parameters in this way. Gradients and predictions are computed from
+    arguments by matmuls, and from each other by `add_any`.
     """
     body = _compat.jaxpr_body(jaxpr)[0]
     origins = _origins(body, {var: (n, False) for n, var in enumerate(body.invars)})
@@ -333,14 +334,15 @@ def _is_float(aval: Any) -> bool:
 
 
 def _origins(jaxpr: Any, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tuple[int, bool]]:
-    """Variable -> (number of the argument that it comes from, whether something was added)."""
+    """Returns variable -> (number of the argument it comes from, True if something was added)."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _MOVES or name in _STEPS:
             operands = [v for v in equation.invars if not is_literal(v) and v in origins]
-            found = sorted((origins[v] for v in operands), key=lambda origin: not origin[1])
-            if found:
-                origins[equation.outvars[0]] = found[0][0], found[0][1] or name in _STEPS
+            sources = sorted((origins[v] for v in operands), key=lambda origin: not origin[1])
+            if sources:
+                number, is_added = sources[0]
+                origins[equation.outvars[0]] = number, is_added or name in _STEPS
             continue
         for inner in inners(equation):
             known = {
@@ -360,7 +362,7 @@ def _origins(jaxpr: Any, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tupl
 
 
 def _place(source: Any, jaxpr: Any) -> str:
-    """`train.py:12`, where a function is defined, or its first operation."""
+    """Returns the line that defines a function, or of its first operation, as `train.py:12`."""
     file, line = "", 0
     if source is not None:
         code = source.__code__
@@ -372,7 +374,7 @@ def _place(source: Any, jaxpr: Any) -> str:
 
 
 def _shapes(tree: Any) -> Any:
-    """Arguments with shapes in place of arrays; NNX modules, which own their arrays, stay."""
+    """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
     return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
 
 

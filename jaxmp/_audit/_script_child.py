@@ -1,8 +1,7 @@
 """Runs a script as `python script.py` does, and audits the train step that it compiles.
 
-`jaxmp audit --script` starts this file in a process of its own, by its path: until the script
-imports JAX, nothing but the standard library is loaded, so that the script can set environment
-variables first.
+`jaxmp audit --script` runs this file in a separate process, by its path. Until the script imports
+JAX, only the standard library is loaded, so that the script can set environment variables first.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Any
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions after modules were imported, when no installed package is half imported.
+    """Import hook that calls functions after modules and the packages importing them are loaded.
 
-    A package such as optax imports JAX before it has names of its own, which jaxmp would read.
+    A package such as optax imports JAX before its own names exist, which jaxmp reads.
 
     Args:
-      folders: of the script; its own modules may stay half imported for as long as they run.
+      folders: folders of the script, whose modules may be incomplete while they run.
       callbacks: name of a module -> function to call once.
     """
 
     def __init__(self, folders: list[str], callbacks: dict[str, Callable[[], None]]) -> None:
         self.folders, self.callbacks = tuple(folders), callbacks
         self.depth = 0
-        # Names that are being searched for: other finders may ask this one in turn.
+        # Names that are being searched: other finders may call this one.
         self.searched: set[str] = set()
 
     def find_spec(
@@ -43,8 +42,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         self.searched.add(fullname)
         try:
-            found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
-            spec = next((spec for spec in found if spec is not None), None)
+            specs = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+            spec = next((spec for spec in specs if spec is not None), None)
         finally:
             self.searched.discard(fullname)
         loader = None if spec is None else spec.loader
@@ -61,13 +60,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     self.depth -= 1
                 self.call()
 
-            # Loaders of built-in modules are classes, which other modules share.
+            # Loaders of built-in modules are classes that modules share.
             if not isinstance(loader, type):
                 loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def call(self) -> None:
-        """Calls the functions of modules that are there."""
+        """Calls the functions of loaded modules."""
         if self.depth == 0:
             for name in [name for name in self.callbacks if name in sys.modules]:
                 callback = self.callbacks.pop(name, None)
@@ -76,7 +75,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def main() -> None:
-    """Runs the script of the command line; the process ends when the audit is written."""
+    """Runs the script of the command line; the process exits after the audit is written."""
     options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.path.append(options["jaxmp"])
     watchers: list[Any] = []
@@ -100,9 +99,9 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             error = f"exited with status {stop.code}"
-    # A script that fails prints its traceback, and this process ends with status 1.
+    # A script that fails prints its traceback, and this process exits with status 1.
     if not watchers:
-        sys.exit(f"{arguments[0]} {error or 'ended'}, and has not imported JAX.")
+        sys.exit(f"{arguments[0]} {error or 'ended'}, and did not import JAX.")
     watchers[0].finish(error)
 
 

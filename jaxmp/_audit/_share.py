@@ -26,7 +26,7 @@ _SUSPECTED = 0.25
 
 
 class Suspect(NamedTuple):
-    """A module that seems to ignore the dtype of its policy."""
+    """Module that seems to ignore the dtype of its policy."""
 
     path: str
     cls: str
@@ -41,13 +41,13 @@ def returns_float32(out: Any) -> bool:
 
 
 def matrix_elements(arrays: Iterable[Any]) -> int:
-    """The number of elements of the arrays with two dimensions or more."""
+    """Returns the number of elements of the arrays with two or more dimensions."""
     shapes = (array.shape for array in arrays if hasattr(array, "shape"))
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
 def are_many(suspects: Iterable[Suspect], params: Any) -> bool:
-    """Whether suspected modules own so many of the matrices `params` that FLOPs must be counted.
+    """Returns True if suspected modules own so many matrices that FLOPs must be counted.
 
     Under autocast, which casts the operations of all modules, there is nothing to report.
     """
@@ -58,7 +58,7 @@ def are_many(suspects: Iterable[Suspect], params: Any) -> bool:
 
 
 def low_precision_share(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float | None:
-    """Share of the matmul FLOPs of a function in 16 bits or fewer; None without any matmul.
+    """Returns the share of a function's matmul FLOPs in 16 bits or fewer; None without matmuls.
 
     Args:
       fn: any JAX function; nothing is computed.
@@ -94,7 +94,7 @@ def warn_if_low(
     try:
         share = low_precision_share(fn, *args, **kwargs)
     except Exception:
-        # A model that cannot be traced a second time trains all the same.
+        # A model that cannot be traced a second time may still be trained.
         return
     if share is None or share >= _LOW:
         return

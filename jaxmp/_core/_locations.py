@@ -1,4 +1,4 @@
-"""Where an equation comes from: module path, pass, and the user's own line."""
+"""Locations of equations: module path, pass, and line of the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Path, collapsed, phase_of, scope_names
 
-# Packages whose frames are not the user's own.
+# Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
     "jax",
     "jaxlib",
@@ -28,62 +28,63 @@ _LIBRARIES = (
 )
 
 
-# The scope that `jaxmp.full_precision` leaves; no module.
+# Name scope of `jaxmp.full_precision`, which is not a module.
 FULL_PRECISION = "jaxmp_full_precision"
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 class Location(NamedTuple):
-    """What an equation's name stack says, with those of the equations around it."""
+    """Location of an equation, from its name stack and those of the enclosing equations."""
 
     names: Path = ()
+    # "forward", "backward" or "recompute".
     phase: str = FORWARD
-    # Whether it is part of a function that is differentiated.
+    # True inside of a function that is differentiated.
     differentiated: bool = False
 
     @property
     def is_outside(self) -> bool:
-        """Whether, beside a backward pass, this is the optimizer's: no module, no derivative."""
+        """True outside of modules and derivatives, as in an optimizer."""
         return not self.names and not self.differentiated
 
 
 class Locations:
-    """The locations of a program's equations; made once for each name stack."""
+    """Locations of a program's equations, one for each name stack."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Location, str], Location] = {}
+        self._by_stack: dict[tuple[Location, str], Location] = {}
         self.names: dict[Path, None] = {}
 
     def of(self, equation: Any, outer: Location) -> Location:
-        """The location of an equation inside an equation at `outer`."""
+        """Returns the location of an equation inside an equation at `outer`."""
         key = outer, str(equation.source_info.name_stack)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._make(*key)
-            for length in range(len(found.names) + 1):
-                self.names[found.names[:length]] = None
-        return found
+        location = self._by_stack.get(key)
+        if location is None:
+            location = self._by_stack[key] = self._make(*key)
+            for length in range(len(location.names) + 1):
+                self.names[location.names[:length]] = None
+        return location
 
     def _make(self, outer: Location, stack: str) -> Location:
         phase = phase_of(stack, outer.phase)
         own = scope_names(stack)
         names = outer.names + own
         if phase == BACKWARD and names not in self.names:
-            # Backwards, scopes around a rematerialised region are named twice.
+            # In a backward pass, the scopes of a recomputed region appear twice.
             short = outer.names + collapsed(own)
             names = short if short in self.names else names
         return Location(names, phase, outer.differentiated or "jvp(" in stack)
 
 
 def root_of(names: dict[Path, None]) -> Path:
-    """The scope that Flax names after the root's class, if there is exactly one such."""
+    """Returns the scope that Flax names after the root's class, if there is exactly one."""
     roots = {path[:1] for path in names if len(path) > 1 and path[0][:1].isupper()}
     return next(iter(roots)) if len(roots) == 1 else ()
 
 
 def module_of(names: Path, root: Path) -> str:
-    """The `/`-joined module path below the root."""
+    """Returns the `/`-joined module path below the root."""
     below = names[len(root) :] if root and names[: len(root)] == root else names
     return "/".join(name.partition(".")[0] for name in below if name != FULL_PRECISION)
 
@@ -94,7 +95,7 @@ def module_of(names: Path, root: Path) -> str:
 
 
 class Lines:
-    """Finds the user's own line of an equation."""
+    """Finds the line of the user's code that an equation comes from."""
 
     def __init__(self) -> None:
         self._own: dict[str, bool] = {}
@@ -102,34 +103,34 @@ class Lines:
         self._standard = sysconfig.get_path("stdlib") + os.sep
 
     def of(self, equations: Any) -> tuple[str, int]:
-        """`(file, line)`, from the innermost equation outwards; `("", 0)` if there is none.
+        """Returns (file, line) of the innermost equation with a known line; `("", 0)` without one.
 
         Args:
-          equations: an equation, and those around it, the innermost first.
+          equations: an equation and the enclosing equations, innermost first.
         """
         for equation in equations:
             traceback = equation.source_info.traceback
             frames = () if traceback is None else traceback.frames
-            found = self.first_own((frame.file_name, frame.line_num) for frame in frames)
-            if found[0]:
-                return found
+            line = self.first_own((frame.file_name, frame.line_num) for frame in frames)
+            if line[0]:
+                return line
         return "", 0
 
     def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
-        """The first `(file, line)` that is the user's own; `("", 0)` if there is none."""
+        """Returns the first (file, line) of the user's code; `("", 0)` if there is none."""
         for file, line in frames:
             if self.is_own(file):
                 return file, line
         return "", 0
 
     def is_own(self, file: str) -> bool:
-        """Returns True for a file of the user's."""
-        found = self._own.get(file)
-        if found is None:
+        """Returns True for a file of the user's code."""
+        is_own = self._own.get(file)
+        if is_own is None:
             standard = file.startswith(self._standard) and "-packages" + os.sep not in file
             library = standard or file.startswith((*self._folders, "<frozen "))
-            found = self._own[file] = not library
-        return found
+            is_own = self._own[file] = not library
+        return is_own
 
 
 def _folders() -> list[str]:
@@ -139,9 +140,9 @@ def _folders() -> list[str]:
 
 
 def call_site(equation: Any) -> tuple[Any, int] | None:
-    """The instruction, outside of JAX, whose call made an equation; None if it is not known.
+    """Returns the instruction outside of JAX whose call made an equation; None if it is not known.
 
-    A line and column do not tell `x.astype(y.dtype) + y` from `x + y`: both begin where `x` does.
+    Line and column do not distinguish `x.astype(y.dtype) + y` from `x + y`: both begin at `x`.
     """
     traceback = equation.source_info.traceback
     if traceback is None:

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: their sizes, FLOPs, and whether the sizes are aligned."""
+"""Matmuls and convolutions: sizes, FLOPs and alignment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import bits
 from jaxmp._core._jaxprs import inners, sub_jaxprs
 
-# Multiples at which GEMM sizes are judged: 8 sixteen-bit numbers are the 16 bytes that a Tensor
+# Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
 # Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
 MULTIPLES = (8, 16, 64, 128)
 
@@ -25,27 +25,27 @@ MATMULS = (
 
 
 class Matmul(NamedTuple):
-    """One product, as a matmul [M, K] x [K, N]."""
+    """Matmul or convolution as a matmul [M, K] x [K, N]."""
 
     lhs: Any  # dtype
     rhs: Any  # dtype
     out: Any  # dtype
     flops: int
-    # Role ("M", "N" or "K") -> size, of the sizes that stand last in memory in some array.
+    # Role ("M", "N" or "K") -> size, for the innermost dimensions of operands and result.
     widths: dict[str, int]
-    # Whether anything is summed; an outer product is no matmul.
+    # False for an outer product, which sums nothing.
     contracts: bool
 
     @property
     def is_integer(self) -> bool:
-        """Returns True for operands that are integers or bools, which no policy casts."""
+        """True for integers and bools, which policies do not cast."""
         return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
 
 
 def is_inner_product(equation: Any) -> bool:
-    """Returns True for inner products of vectors, which no Tensor Core takes.
+    """Returns True for inner products of vectors, which Tensor Cores do not compute.
 
-    They multiply and sum, as a loss does that takes the logits of its labels.
+    An example is a loss that selects the logits of its labels.
     """
     if equation.primitive.name != "dot_general":
         return False
@@ -55,7 +55,7 @@ def is_inner_product(equation: Any) -> bool:
 
 
 def matmul_of(equation: Any) -> Matmul:
-    """What an equation of `MATMULS` multiplies."""
+    """Returns the matmul of an equation of `MATMULS`."""
     lhs, rhs = (var.aval for var in equation.invars[:2])
     out = equation.outvars[0].aval
     measure = _SIZES[equation.primitive.name]
@@ -91,7 +91,7 @@ def _free(shape: Any, roles: list[str], role: str) -> int:
 
 
 def _trailing(shape: Any, roles: list[str]) -> int:
-    """The size that the last axes of one role make up together in memory."""
+    """Returns the product of the innermost axes with the same role."""
     size = 1
     for length, role in zip(reversed(shape), reversed(roles), strict=True):
         if role != roles[-1]:
@@ -112,7 +112,7 @@ def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int
     taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
     if params.get("batch_group_count", 1) > 1:
         taps //= params["batch_group_count"]
-    # Zeros that a dilated input is filled with are multiplied by nobody.
+    # The zeros of a dilated input need no multiplications.
     taps = taps / math.prod(params.get("lhs_dilation") or (1,))
     widths = {"K": rhs[features_in], "N": rhs[features_out]}
     grouped = params.get("feature_group_count", 1) > 1
@@ -120,7 +120,7 @@ def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int
 
 
 def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
-    """[B, M, K] and [B, N, K], with scales per block along K."""
+    """Returns the sizes of [B, M, K] and [B, N, K], with scales per block along K."""
     del params
     return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True
 
@@ -136,14 +136,14 @@ _FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
 
 
 def kernel_matmuls(equation: Any) -> list[Matmul] | None:
-    """The products inside a fused kernel; None if its FLOPs are not known.
+    """Returns the matmuls of a fused kernel; None if its FLOPs are not known.
 
-    Known are cuDNN's attention, and Pallas kernels without loops that end by a test.
+    They are known for cuDNN's attention, and for Pallas kernels whose loops have fixed lengths.
     """
     name = equation.primitive.name
-    found = _FUSED.match(name)
-    if found is not None:
-        return _fused_attention(equation, backward=found[2] == "bwd")
+    match = _FUSED.match(name)
+    if match is not None:
+        return _fused_attention(equation, backward=match[2] == "bwd")
     return _pallas(equation) if name == "pallas_call" else None
 
 
@@ -173,11 +173,11 @@ def attention_flops(
     window: int,
     backward: bool,
 ) -> int:
-    """The FLOPs of fused attention: two products forward, five backward.
+    """Returns the FLOPs of fused attention: two matmuls forward, five backward.
 
-    The backward pass computes the logits again. A causal mask halves the FLOPs, as the kernel skips
-    masked blocks (FlashAttention-2, arXiv:2307.08691, section 4.1); a window leaves as many keys as
-    it is long.
+    The backward pass recomputes the logits. A causal mask halves the FLOPs, because the kernel
+    skips masked blocks (FlashAttention-2, arXiv:2307.08691, section 4.1). A window limits the
+    number of keys.
 
     Args:
       logits: `[B, N, T, S]`.
@@ -199,33 +199,35 @@ def _pallas(equation: Any) -> list[Matmul] | None:
     if not all(isinstance(size, int) for size in grid):
         return None
     steps = math.prod(grid)
-    found = _products_in(equation.params["jaxpr"])
-    return None if found is None else [one._replace(flops=one.flops * steps) for one in found]
+    matmuls = _matmuls_in(equation.params["jaxpr"])
+    if matmuls is None:
+        return None
+    return [matmul._replace(flops=matmul.flops * steps) for matmul in matmuls]
 
 
-def _products_in(jaxpr: Any) -> list[Matmul] | None:
-    """The products of a kernel's body; None if a loop or branch depends on data."""
-    products: list[Matmul] = []
+def _matmuls_in(jaxpr: Any) -> list[Matmul] | None:
+    """Returns the matmuls of a kernel's body; None if a loop or branch depends on data."""
+    matmuls: list[Matmul] = []
     for equation in jaxpr_body(jaxpr)[0].eqns:
         name = equation.primitive.name
         if name in MATMULS:
-            products.append(matmul_of(equation))
+            matmuls.append(matmul_of(equation))
         elif sub_jaxprs(equation):
-            inside = [(inner.times, _products_in(inner.jaxpr)) for inner in inners(equation)]
-            if name in ("while", "cond") and any(found != [] for _, found in inside):
+            inside = [(inner.times, _matmuls_in(inner.jaxpr)) for inner in inners(equation)]
+            if name in ("while", "cond") and any(below != [] for _, below in inside):
                 return None
-            for times, found in inside:
-                if found is None:
+            for times, below in inside:
+                if below is None:
                     return None
-                products += [one._replace(flops=one.flops * times) for one in found]
-    return products
+                matmuls += [matmul._replace(flops=matmul.flops * times) for matmul in below]
+    return matmuls
 
 
 def multiple_of(dtype: Any) -> int:
-    """The multiple that sizes should have at least: 16 bytes, 4 numbers in FP32 (TF32)."""
+    """Returns the number of elements in 16 bytes, of which sizes should be multiples."""
     return max(1, 128 // bits(dtype))
 
 
 def padded(size: int, multiple: int) -> int:
-    """The next multiple of `multiple` from `size` on."""
+    """Returns `size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
