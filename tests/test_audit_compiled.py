@@ -594,7 +594,7 @@ def test_the_command_compiles(capsys):
 
 
 # ---------------------------------------------------------------------------
-# Errors, without the compiler too
+# Errors, also without the compiler
 # ---------------------------------------------------------------------------
 
 
@@ -602,11 +602,11 @@ def test_the_command_compiles(capsys):
     ("target", "message"),
     [
         ("h20", "Did you mean 'h200'"),
-        ("H200", "in lower case: 'h200'"),
+        ("H200", "in lower case: target='h200'"),
         (9, "Allowed: 'a100', 'h100', 'h200', 'b200'"),
     ],
 )
-def test_what_is_no_card_is_refused_before_anything_is_traced(target, message):
+def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):
     with pytest.raises(jaxmp.AuditError, match=message):
         audit(lambda x: pytest.fail("traced"), jnp.ones(2), target=target)
 
