@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -27,6 +27,11 @@ from jaxmp._autocast._replay import Interpreter
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._policies._device import check_device
+from jaxmp._policies._op_table import OpTable
+from jaxmp._recipe_files._load import RecipeLike
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -47,7 +52,9 @@ def full_precision() -> Iterator[None]:
         yield
 
 
-def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Callable[..., Any]:
+def autocast(
+    fn: Callable[P, R], policies: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
+) -> Callable[P, R]:
     """Returns `fn` with each operation in a dtype chosen for it; the results keep their dtypes.
 
     Matmuls and convolutions run in the compute dtype of their module. Reductions, exponentials and
@@ -97,7 +104,7 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
     config = make_config(fn, policies, ops, "autocast")
 
     @functools.wraps(fn)
-    def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+    def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
         traced = trace(fn, args, kwargs)
         interpreter = Interpreter(config, traced.in_custom_vjp)
@@ -107,8 +114,8 @@ def autocast(fn: Callable[..., Any], policies: Any, *, ops: Any = None) -> Calla
 
 
 def explain_autocast(
-    fn: Callable[..., Any], policies: Any, *, ops: Any = None
-) -> Callable[..., AutocastExplanation]:
+    fn: Callable[P, Any], policies: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
+) -> Callable[P, AutocastExplanation]:
     """Lists each matmul and convolution of a function under `autocast`, its dtype and the reason.
 
     The function is traced, not executed. Pass the function that you would pass to `autocast`:
@@ -142,7 +149,7 @@ def explain_autocast(
     config = make_config(fn, policies, ops, "explain_autocast")
 
     @functools.wraps(fn)
-    def explain(*args: Any, **kwargs: Any) -> AutocastExplanation:
+    def explain(*args: P.args, **kwargs: P.kwargs) -> AutocastExplanation:
         traced = trace(fn, args, kwargs)
         record = Recorder(config)
         interpreter = Interpreter(config, traced.in_custom_vjp, record)

@@ -6,20 +6,22 @@ returns the results as values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, AutocastConfig
 from jaxmp._autocast._values import Environment, Priority, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._jaxprs import Path
+from jaxmp._core._jaxprs import Path, array_aval
 from jaxmp._core._replay import bind
 from jaxmp._core._trees import cast, is_castable
+from jaxmp._core._typing import Array
 
 
 class Runner(Protocol):
@@ -27,21 +29,23 @@ class Runner(Protocol):
 
     config: AutocastConfig
 
-    def run(self, jaxpr: Any, consts: Any, args: list[Value], outer: Path) -> list[Value]: ...
+    def run(
+        self, jaxpr: Jaxpr | ClosedJaxpr, consts: Sequence[Any], args: list[Value], outer: Path
+    ) -> list[Value]: ...
 
     def retraced(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr | ClosedJaxpr,
         values: list[Value],
         scope_path: Path,
-        outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+        outputs: Callable[[list[Array], list[ShapedArray]], list[Array]] | None = None,
     ) -> tuple[Any, list[Priority]]: ...
 
-    def record_opaque(self, equation: Any, scope_path: Path) -> None: ...
+    def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None: ...
 
 
 def _call(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
     jaxpr, priorities = runner.retraced(equation.params["jaxpr"], values, scope_path)
@@ -52,7 +56,7 @@ def _call(
 
 
 def _scan(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `scan`: the carry has its recorded dtypes, the other operands their current dtypes."""
     params = equation.params
@@ -64,7 +68,7 @@ def _scan(
         for value, aval in zip(values[carry], avals[carry], strict=True)
     ]
 
-    def outputs(outs: list[Any], recorded: list[Any]) -> list[Any]:
+    def outputs(outs: list[Array], recorded: list[ShapedArray]) -> list[Array]:
         return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
 
     jaxpr, priorities = runner.retraced(params["jaxpr"], values, scope_path, outputs)
@@ -74,7 +78,7 @@ def _scan(
 
 
 def _while(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `while` loop; the loop state keeps its recorded dtypes."""
     params = equation.params
@@ -92,7 +96,7 @@ def _while(
 
 
 def _cond(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
     branches = tuple(
@@ -105,7 +109,7 @@ def _cond(
     return [Value(out) for out in outs]
 
 
-def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
+def _cast_all(outs: Sequence[Array], recorded: Sequence[ShapedArray]) -> list[Array]:
     return [
         cast(jnp.asarray(out), aval.dtype) if is_castable(out) else out
         for out, aval in zip(outs, recorded, strict=True)
@@ -113,7 +117,7 @@ def _cast_all(outs: list[Any], recorded: list[Any]) -> list[Any]:
 
 
 def _custom_jvp(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `custom_jvp` function and its rule, both in the current dtypes of their operands."""
     params = equation.params
@@ -121,7 +125,7 @@ def _custom_jvp(
         # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
         scope_path = (*scope_path, IN_CUSTOM_JVP)
     jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path)
-    avals = [var.aval for var in equation.invars]
+    avals = [array_aval(var) for var in equation.invars]
     out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
     call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
@@ -150,7 +154,7 @@ def _custom_jvp(
 
 
 def _rule_jaxpr(
-    rule: Any, avals: list[Any], zeros: list[bool], symbolic_zeros: bool
+    rule: Any, avals: Sequence[Any], zeros: list[bool], symbolic_zeros: bool
 ) -> tuple[Any, list[bool]]:
     """Traces a `custom_jvp` rule in the recorded dtypes.
 
@@ -167,7 +171,7 @@ def _rule_jaxpr(
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     zeros_out: list[bool] = []
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         rest = iter(arrays[len(avals) :])
         tangents = [
             SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
@@ -185,7 +189,7 @@ def _rule_jaxpr(
     return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
 
 
-def _moves(aval: Any) -> bool:
+def _moves(aval: ShapedArray) -> bool:
     """Returns True if a value of this type can have a nonzero tangent: floating or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
@@ -196,7 +200,7 @@ def _instantiate(out: Any) -> Any:
 
 
 def as_recorded_dtypes(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs an equation in its recorded dtypes, without changes to its inner jaxprs."""
     runner.record_opaque(equation, scope_path)
@@ -204,13 +208,13 @@ def as_recorded_dtypes(
 
 
 def _shard_map(
-    runner: Runner, equation: Any, env: Environment, values: list[Value], scope_path: Path
+    runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     params = equation.params
     consts = jaxpr_body(params["jaxpr"])[1]
     priorities: list[Priority] = []
 
-    def shard(*arrays: Any) -> tuple[Any, ...]:
+    def shard(*arrays: Array) -> tuple[Array, ...]:
         pairs = zip(arrays, values, strict=True)
         args = [Value(array, value.priority) for array, value in pairs]
         outs = runner.run(params["jaxpr"], consts, args, scope_path)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._equations import requests_highest
 from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp._core._jaxprs import FORWARD, Path, inners, phase_of
+from jaxmp._core._jaxprs import FORWARD, Path, array_aval, inners, phase_of
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import MATMULS, matmul_of
+from jaxmp._core._typing import Array
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
@@ -131,7 +134,7 @@ class Recorder:
         return AutocastExplanation(rows=tuple(rows), notes=tuple(self._notes))
 
     @contextlib.contextmanager
-    def inside(self, equation: Any) -> Iterator[None]:
+    def inside(self, equation: JaxprEqn) -> Iterator[None]:
         """Records the matmuls of this block as part of `equation`."""
         before = self._enclosing, self._times, self._phase
         name = equation.primitive.name
@@ -147,10 +150,12 @@ class Recorder:
         finally:
             self._enclosing, self._times, self._phase = before
 
-    def as_recorded(self, equation: Any, scope_path: Path, reason: str) -> None:
+    def as_recorded(self, equation: JaxprEqn, scope_path: Path, reason: str) -> None:
         """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
         if equation.primitive.name in MATMULS:
-            self._add(equation, scope_path, [var.aval.dtype for var in equation.invars[:2]], reason)
+            self._add(
+                equation, scope_path, [array_aval(var).dtype for var in equation.invars[:2]], reason
+            )
             return
         if equation.primitive.name in _KERNELS:
             self._notes[f"what is inside of {equation.primitive.name} is not counted"] = None
@@ -162,11 +167,11 @@ class Recorder:
 
     def equation(
         self,
-        equation: Any,
+        equation: JaxprEqn,
         values: list[Value],
         scope_path: Path,
         category: str,
-        in_fp8: Any,
+        in_fp8: Callable[..., Array] | None,
     ) -> None:
         """Records an equation if it is a matmul or contains matmuls.
 
@@ -182,7 +187,7 @@ class Recorder:
             if category == "opaque":
                 self.as_recorded(equation, scope_path, self._why_opaque(name))
             return
-        recorded = [var.aval.dtype for var in equation.invars[:2]]
+        recorded = [array_aval(var).dtype for var in equation.invars[:2]]
         fixed = [
             dtype
             for v, dtype in zip(equation.invars[:2], recorded, strict=True)
@@ -198,7 +203,12 @@ class Recorder:
         self._add(equation, scope_path, recorded, reason)
 
     def _decision(
-        self, equation: Any, values: list[Value], scope_path: Path, category: str, in_fp8: Any
+        self,
+        equation: JaxprEqn,
+        values: list[Value],
+        scope_path: Path,
+        category: str,
+        in_fp8: Callable[..., Array] | None,
     ) -> tuple[Any, str]:
         """Returns the dtype of a matmul's floating operands and the reason.
 
@@ -210,7 +220,7 @@ class Recorder:
         if category == "opaque":
             return None, edited
         if category == "low":
-            half = is_16bit(equation.invars[0].aval.dtype)
+            half = is_16bit(array_aval(equation.invars[0]).dtype)
             if requests_highest(equation.params) and not half:
                 return None, "its author asked for precision=HIGHEST"
             if in_fp8 is not None:
@@ -235,7 +245,9 @@ class Recorder:
             return f"inside {name}, which the op table does not list"
         return f"inside {name}: {reason}"
 
-    def _add(self, equation: Any, scope_path: Path, dtypes: list[Any], reason: str) -> None:
+    def _add(
+        self, equation: JaxprEqn, scope_path: Path, dtypes: list[np.dtype], reason: str
+    ) -> None:
         product = matmul_of(equation)
         file, line = self._lines.of((equation, *self._enclosing))
         shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
 from jaxmp._core._jaxprs import is_literal
 
 # Arithmetic on two operands, which rounds its result to the dtype of the result.
@@ -13,7 +15,7 @@ ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
 _BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
 
 
-def _made_in_fp32(jaxpr: Any, kinds: list[str]) -> set[Any]:
+def _made_in_fp32(jaxpr: Jaxpr, kinds: list[str]) -> set[Any]:
     """Returns the variables of arrays that are FP32 because an FP32 operation computes them.
 
     They are the results of FP32 operations and, transitively, of "widest" and "follow" operations
@@ -37,7 +39,7 @@ class Consumers:
       category: equation -> its category in the op table.
     """
 
-    def __init__(self, jaxpr: Any, category: Callable[[Any], str]) -> None:
+    def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
         kinds = list(map(category, jaxpr.eqns))
         wide = _made_in_fp32(jaxpr, kinds)
         # Variables with a consumer that is not an FP32 operation; the jaxpr's results are consumed
@@ -63,11 +65,11 @@ class Consumers:
             if not later:
                 self._later_non_fp32.update(operands)
 
-    def is_fp32_only(self, var: Any) -> bool:
+    def is_fp32_only(self, var: Var) -> bool:
         """Returns True for variables whose consumers are all FP32 operations."""
         return var in self._consumed and var not in self._non_fp32
 
-    def leads_to_fp32_only(self, var: Any) -> bool:
+    def leads_to_fp32_only(self, var: Var) -> bool:
         """Returns True for variables that reach only FP32 operations.
 
         The path there may contain arithmetic and data movement.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, requests_highest
@@ -35,9 +37,10 @@ from jaxmp._autocast._values import (
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import Path, equations, scope_names, sub_jaxprs
+from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._trees import cast
+from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._precision import matmul_precision
@@ -72,7 +75,7 @@ class Interpreter:
         # Scopes of all equations, for `AutocastConfig.check_required`.
         self.seen: set[tuple[str, ...]] = set()
 
-    def function(self, closed: Any, args: list[Any]) -> list[Any]:
+    def function(self, closed: ClosedJaxpr, args: list[Array]) -> list[Array]:
         """Runs the whole function.
 
         Args:
@@ -96,7 +99,9 @@ class Interpreter:
             for out, aval in zip(outs, recorded, strict=True)
         ]
 
-    def run(self, jaxpr: Any, consts: Any, args: list[Value], outer: Path) -> list[Value]:
+    def run(
+        self, jaxpr: Jaxpr | ClosedJaxpr, consts: Sequence[Any], args: list[Value], outer: Path
+    ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
         Args:
@@ -120,7 +125,7 @@ class Interpreter:
             env.values |= zip(equation.outvars, outs, strict=True)
         return [env.read(var) for var in body.outvars]
 
-    def is_as_written(self, equation: Any) -> bool:
+    def is_as_written(self, equation: JaxprEqn) -> bool:
         """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
 
         Differentiation replaces a `custom_vjp_call` by the equations of its rules. Within a loop,
@@ -129,11 +134,11 @@ class Interpreter:
         """
         return not self.in_custom_vjp and is_in_custom_vjp(equation.source_info)
 
-    def category(self, equation: Any) -> str:
+    def category(self, equation: JaxprEqn) -> str:
         """Returns the op-table category of an equation."""
         return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
-    def run_equation(self, equation: Any, env: Environment, scope_path: Path) -> list[Value]:
+    def run_equation(self, equation: JaxprEqn, env: Environment, scope_path: Path) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, in the dtype of its category."""
         values = list(map(env.read, equation.invars))
         if self.is_as_written(equation):
@@ -150,7 +155,7 @@ class Interpreter:
         if not floating:
             return wrap(equation, bind(equation, [v.array for v in values]), priority)
         if equation.primitive.name == "convert_element_type":
-            if equation.invars[0].aval.dtype == equation.params["new_dtype"]:
+            if array_aval(equation.invars[0]).dtype == equation.params["new_dtype"]:
                 return values  # only its weak type changed
             return wrap(equation, bind(equation, [v.array for v in values]))
         policy = self.config.scope_policy(scope_path)
@@ -172,13 +177,13 @@ class Interpreter:
             return [Value(out, priority, scalar_of(equation, values))]
         return wrap(equation, out, priority)
 
-    def _leads_to_fp32(self, equation: Any, env: Environment) -> bool:
+    def _leads_to_fp32(self, equation: JaxprEqn, env: Environment) -> bool:
         """Returns True for arithmetic whose result would be cast up again by all its consumers."""
         arithmetic = equation.primitive.name in ARITHMETIC
         return arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])
 
     def _explain(
-        self, record: Recorder, equation: Any, values: list[Value], scope_path: Path
+        self, record: Recorder, equation: JaxprEqn, values: list[Value], scope_path: Path
     ) -> None:
         in_fp8 = self._fp8_product(
             equation, values, self.config.scope_policy(scope_path), scope_path, False
@@ -189,7 +194,7 @@ class Interpreter:
 
     def run_matmul(
         self,
-        equation: Any,
+        equation: JaxprEqn,
         env: Environment,
         values: list[Value],
         policy: ScopePolicy,
@@ -206,7 +211,7 @@ class Interpreter:
         4. the compute dtype.
         """
         params = equation.params
-        recorded = [v.aval.dtype for v in equation.invars if is_castable_aval(v.aval)]
+        recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
         highest = requests_highest(params) and not is_16bit(recorded[0])
         in_fp8 = self._fp8_product(equation, values, policy, scope_path, highest)
         if highest:
@@ -228,21 +233,21 @@ class Interpreter:
         if in_fp8 is not None:
             dimensions, precision = params["dimension_numbers"], params["precision"]
             return in_fp8(*arrays, dimensions, precision, dtype if wide is None else wide)
-        changes = {"preferred_element_type": dtype}
+        changes: dict[str, Any] = {"preferred_element_type": dtype}
         if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(policy.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
             return bind(equation, arrays, **changes)
 
-        def product(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
+        def matmul(lhs: Array, rhs: Array, preferred_element_type: DTypeLike = dtype) -> Array:
             return bind(equation, [lhs, rhs], preferred_element_type=preferred_element_type)
 
         lhs, rhs = arrays
-        return wide_product(product, lhs, rhs, wide)
+        return wide_product(matmul, lhs, rhs, wide)
 
     def _fp8_product(
         self,
-        equation: Any,
+        equation: JaxprEqn,
         values: list[Value],
         policy: ScopePolicy,
         scope_path: Path,
@@ -260,7 +265,7 @@ class Interpreter:
             return None
         return dot_general(self.config.fp8, kernel="rhs" if kernel else "lhs")
 
-    def record_opaque(self, equation: Any, scope_path: Path) -> None:
+    def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None:
         """Records the matmuls inside an equation that runs in its recorded dtypes."""
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
@@ -271,21 +276,23 @@ class Interpreter:
         inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
         for product in (equation, *inside):
             if is_matmul(product):
-                shapes = tuple(var.aval.shape for var in product.invars)
+                shapes = tuple(array_aval(var).shape for var in product.invars)
                 path, params = path_of(scope_path), product.params
                 decide_product(self.config.fp8, path, shapes, params, 1, policy.exclusion_reason)
 
-    def _is_fp32_only(self, equation: Any, env: Environment) -> bool:
+    def _is_fp32_only(self, equation: JaxprEqn, env: Environment) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.
 
         Rounding it to 16 bits would lose precision without benefit.
         """
         var = equation.outvars[0]
-        return var.aval.dtype == FLOAT32 and env.consumers.is_fp32_only(var)
+        return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
-    def scope_policies(self, jaxpr: Any, scope_path: Path) -> tuple[ScopePolicy, ...]:
+    def scope_policies(
+        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: Path
+    ) -> tuple[ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
         They are part of the cache key of `retraced`: layers that call the same function share one
@@ -298,7 +305,7 @@ class Interpreter:
         self.seen.update(inside)
         return tuple(map(self.config.scope_policy, inside))
 
-    def scope_paths(self, jaxpr: Any) -> dict[tuple[str, ...], None]:
+    def scope_paths(self, jaxpr: Jaxpr | ClosedJaxpr) -> dict[tuple[str, ...], None]:
         """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
@@ -313,10 +320,10 @@ class Interpreter:
 
     def retraced(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr | ClosedJaxpr,
         values: list[Value],
         scope_path: Path,
-        outputs: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+        outputs: Callable[[list[Array], list[ShapedArray]], list[Array]] | None = None,
     ) -> tuple[Any, list[Priority]]:
         """Retraces a sub-jaxpr for the current dtypes of its operands.
 
@@ -346,7 +353,7 @@ class Interpreter:
         if key not in self.inner:
             priorities: list[Priority] = []
 
-            def run(*arrays: Any) -> list[Any]:
+            def run(*arrays: Array) -> list[Array]:
                 pairs = zip(arrays, values, strict=True)
                 args = [Value(array, v.priority, v.scalar) for array, v in pairs]
                 outs = self.run(jaxpr, consts, args, scope_path)
@@ -358,6 +365,6 @@ class Interpreter:
         return self.inner[key][1]
 
 
-def _precision(policy: Policy) -> Any:
+def _precision(policy: Policy) -> tuple[lax.Precision, ...] | None:
     name = matmul_precision(policy, None)
     return None if name is None else (lax.Precision(name),) * 2

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr
 
 from jaxmp._autocast._resolve import AutocastConfig
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._core._trees import canonical
-from jaxmp._recipe_files._load import as_op_table, as_policy_map
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._policies._op_table import OpTable
+from jaxmp._recipe_files._load import RecipeLike, as_op_table, as_policy_map
 from jaxmp.errors import PolicyError
 
 
 class Traced(NamedTuple):
     """Traced function and the assembly of its results."""
 
-    closed: Any
+    closed: ClosedJaxpr
     # Leaves of the arguments that are arrays, in the dtypes in which they were traced.
     arrays: list[Any]
     # Arrays that the jaxpr returns -> results of the function.
@@ -29,7 +32,7 @@ class Traced(NamedTuple):
     in_custom_vjp: bool
 
 
-# Whether a function is being traced that autocast runs again.
+# True while autocast traces a function.
 _traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
 
 
@@ -38,7 +41,12 @@ def is_traced_by_autocast() -> bool:
     return _traces.get()
 
 
-def make_config(fn: Any, policies: Any, ops: Any, name: str) -> AutocastConfig:
+def make_config(
+    fn: Callable[..., Any],
+    policies: RecipeLike,
+    ops: Mapping[str, str] | OpTable | None,
+    name: str,
+) -> AutocastConfig:
     """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.
 
     Raises:
@@ -47,20 +55,20 @@ def make_config(fn: Any, policies: Any, ops: Any, name: str) -> AutocastConfig:
     """
     if not callable(fn):
         raise PolicyError(
-            f"{name} got {fn!r} where a function is wanted. Give the function first and the "
-            f"policies after it: {name}(loss_fn, 'bf16')."
+            f"{name} received {fn!r} instead of a function. Pass the function first, and then the "
+            f"policies: {name}(loss_fn, 'bf16')."
         )
     table = as_op_table(policies).replace({} if ops is None else ops)
     return AutocastConfig(as_policy_map(policies), table)
 
 
-def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Traces `fn` for some arguments; leaves that are not arrays are passed unchanged."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
     static_out: dict[str, Any] = {}
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Array) -> list[Array]:
         static_out["in_custom_vjp"] = is_in_custom_vjp(source_info_util.current())
         filled = list(leaves)
         for index, array in zip(positions, arrays, strict=True):
@@ -70,7 +78,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         static_out["leaves"] = [None if _is_array(leaf) else leaf for leaf in out]
         return [leaf for leaf in out if _is_array(leaf)]
 
-    def results(arrays: list[Any]) -> Any:
+    def results(arrays: list[Array]) -> PyTree:
         rest = iter(arrays)
         out = [next(rest) if leaf is None else leaf for leaf in static_out["leaves"]]
         return static_out["structure"].unflatten(out)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import AbstractValue, ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._autocast._fp32_consumers import Consumers
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import AUTOCAST, is_literal
+from jaxmp._core._jaxprs import AUTOCAST, array_aval
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
+from jaxmp._core._typing import Array, DTypeLike
 
 
 class Priority(enum.IntEnum):
@@ -48,7 +51,7 @@ class Value:
         return is_castable(self.array)
 
 
-def _to_half(value: Value, dtype: Any) -> Any:
+def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts a value; a finite constant stays finite in 16 bits.
 
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
@@ -65,7 +68,9 @@ def _to_half(value: Value, dtype: Any) -> Any:
 class Environment:
     """Environment of one jaxpr: the values of its variables, and a cache of their casts."""
 
-    def __init__(self, jaxpr: Any, consts: Any, args: list[Value], consumers: Consumers) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], consumers: Consumers
+    ) -> None:
         self.values = {
             var: Value(const, Priority.ARGUMENT)
             for var, const in zip(jaxpr.constvars, consts, strict=True)
@@ -74,10 +79,10 @@ class Environment:
         self.casts: dict[tuple[int, Any], Any] = {}
         self.consumers = consumers
 
-    def read(self, var: Any) -> Value:
-        return _literal(var) if is_literal(var) else self.values[var]
+    def read(self, var: Var | Literal) -> Value:
+        return _literal(var) if isinstance(var, Literal) else self.values[var]
 
-    def cast(self, value: Value, dtype: Any) -> Any:
+    def cast(self, value: Value, dtype: DTypeLike) -> Any:
         """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
         if not value.castable or value.dtype == dtype:
             return value.array
@@ -86,14 +91,14 @@ class Environment:
             # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
             # audit does not report it as implicit promotion.
             with jax.named_scope(AUTOCAST):
-                self.casts[key] = value.array, _to_half(value, dtype)
+                self.casts[key] = value.array, _to_16bit(value, dtype)
         return self.casts[key][1]
 
 
-def _literal(var: Any) -> Value:
+def _literal(var: Literal) -> Value:
     if not hasattr(var.aval, "dtype"):
         return Value(var.val, Priority.CONSTANT)
-    number = np.asarray(var.val, var.aval.dtype)
+    number = np.asarray(var.val, array_aval(var).dtype)
     return Value(number, Priority.CONSTANT, None if number.ndim else number)
 
 
@@ -108,7 +113,7 @@ _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def scalar_of(equation: Any, values: list[Value]) -> np.ndarray | None:
+def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
     """Returns the common element of an equation's result, if its operand is such a constant.
 
     None if the operand's elements are not known to be equal, or the primitive is not listed.
@@ -120,29 +125,29 @@ def scalar_of(equation: Any, values: list[Value]) -> np.ndarray | None:
     return None if function is None else function(number)
 
 
-def wrap(equation: Any, outs: Any, priority: Priority = Priority.COMPUTED) -> list[Value]:
+def wrap(equation: JaxprEqn, outs: Any, priority: Priority = Priority.COMPUTED) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     outs = outs if equation.primitive.multiple_results else [outs]
     return [Value(out, priority) for out in outs]
 
 
-def in_recorded_dtypes(equation: Any, env: Environment, values: list[Value]) -> list[Any]:
+def in_recorded_dtypes(equation: JaxprEqn, env: Environment, values: list[Value]) -> list[Array]:
     """Returns the operands of an equation in the dtypes in which it was traced."""
     pairs = zip(equation.invars, values, strict=True)
     return [to_aval(env, value, var.aval) for var, value in pairs]
 
 
-def to_aval(env: Environment, value: Value, aval: Any) -> Any:
+def to_aval(env: Environment, value: Value, aval: AbstractValue) -> Array:
     """Returns the array of a value in the dtype of `aval`, the recorded type."""
     return env.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
 
 
-def with_dtype(aval: Any, value: Value) -> Any:
+def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
     """Returns the recorded type `aval` with the current dtype of `value`."""
     return aval.update(dtype=value.dtype) if is_castable_aval(aval) else aval
 
 
-def is_castable_aval(aval: Any) -> bool:
+def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:
     """Returns True for the types of arrays that policies cast."""
     return hasattr(aval, "dtype") and hasattr(aval, "shape") and is_castable(aval)
 
@@ -153,7 +158,7 @@ def _widest(values: list[Value]) -> np.dtype:
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
-def common_dtype(values: list[Value]) -> Any:
+def common_dtype(values: list[Value]) -> np.dtype:
     """Returns the dtype to which an operation of category "widest" casts its operands.
 
     It is the widest dtype of the first of these groups that is not empty:

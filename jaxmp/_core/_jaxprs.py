@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from jax.core import ShapedArray
+from jax.extend.core import Literal, Var
+
 from jaxmp._core._compat import jaxpr_body
 
 Path = tuple[str, ...]
@@ -223,3 +226,8 @@ def phase_of(name_stack: str, outer: str = FORWARD) -> str:
     if backward == recompute == -1:
         return outer
     return BACKWARD if backward > recompute else RECOMPUTE
+
+
+def array_aval(var: Var | Literal) -> ShapedArray:
+    """Returns the recorded type of a variable that is an array."""
+    return var.aval  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Values of a traced program that follow from its shapes and constants alone, such as masks.
+"""Computes values of a traced program that depend only on its shapes and constants, such as masks.
 
-`Known` takes the equations of a program in their order and remembers those whose operands are all
-known. A value is computed, by NumPy, only when it is asked for. What is repeated along an axis, as
-after `broadcast_in_dim`, stays one row of memory: its stride is 0.
+`Known` processes the equations of a program in order, and records those whose operands are all
+known. NumPy computes a value when `Known.value` is called. An axis along which the elements repeat,
+as after `broadcast_in_dim`, has stride 0 and uses no further memory.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._jaxprs import Inner, Path, inners, is_literal, scope_names, sub_jaxprs
+from jaxmp._core._jaxprs import Inner, Path, array_aval, inners, is_literal, scope_names, sub_jaxprs
 
-# A value of more bytes is not computed: a float32 mask of 16,384 x 16,384 elements is.
+# Maximum size in bytes of a computed value: a float32 mask of 16,384 x 16,384 elements.
 _LARGEST = 2**30
 
 
 class _Node:
-    """An equation whose operands are known, and its results once they are computed."""
+    """Equation whose operands are known, and its results after they are computed."""
 
     __slots__ = ("equation", "operands", "results")
 
-    def __init__(self, equation: Any, operands: list[Any]) -> None:
+    def __init__(self, equation: JaxprEqn, operands: list[Any]) -> None:
         self.equation, self.operands = equation, operands
         self.results: list[np.ndarray] | None = None
 
 
 class Known:
-    """The known values of a program's variables.
+    """Known values of a program's variables.
 
     Example:
       >>> jaxpr = jax.make_jaxpr(lambda x: jnp.tril(jnp.ones_like(x)))(jnp.ones((2, 2)))
@@ -43,30 +44,30 @@ class Known:
     """
 
     def __init__(self) -> None:
-        # Variable -> an array, or the node that computes it and the number of the result.
+        # Variable -> an array, or the node that computes it and the index of the result.
         self._values: dict[Any, Any] = {}
 
     def bind(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        """Gives variables their values; None: it is not known."""
+        """Sets the values of variables; None: the value is not known."""
         for var, value in zip(variables, values, strict=True):
             self._set(var, value)
 
-    def bind_constants(self, jaxpr: Any) -> None:
-        """Gives the constants of a closed jaxpr their values."""
+    def bind_constants(self, jaxpr: Jaxpr | ClosedJaxpr) -> None:
+        """Sets the values of the constants of a closed jaxpr."""
         body, consts = jaxpr_body(jaxpr)
         if consts:
             self.bind(body.constvars, map(_array, consts))
 
-    def step(self, equation: Any) -> None:
-        """Takes an equation without jaxprs inside."""
+    def step(self, equation: JaxprEqn) -> None:
+        """Processes an equation without inner jaxprs."""
         operands = [self._get(var) for var in equation.invars]
         is_known = equation.primitive.name in _OPERATIONS and all(x is not None for x in operands)
         node = _Node(equation, operands) if is_known else None
         for index, var in enumerate(equation.outvars):
             self._set(var, None if node is None else (node, index))
 
-    def enter(self, equation: Any, inner: Inner) -> None:
-        """Binds the variables of a jaxpr inside an equation, before its equations are taken."""
+    def enter(self, equation: JaxprEqn, inner: Inner) -> None:
+        """Sets the variables of an inner jaxpr, before its equations are processed."""
         body = inner.jaxpr
         values = [None if var is None else self._get(var) for var in inner.operands]
         name = equation.primitive.name
@@ -80,26 +81,26 @@ class Known:
         elif name == "while":
             values = [None] * len(values)
         for var, outer, value in zip(body.invars, inner.operands, values, strict=True):
-            # A `shard_map` sees a part of an array.
+            # Inside a `shard_map`, a variable is a part of the array.
             same = outer is not None and (
                 name == "scan" or getattr(outer.aval, "shape", None) == var.aval.shape
             )
             self._set(var, value if same else None)
 
-    def leave(self, equation: Any, inner: Inner) -> None:
-        """Binds the results of an equation after those of the jaxpr inside it."""
+    def leave(self, equation: JaxprEqn, inner: Inner) -> None:
+        """Sets the results of an equation, after those of its inner jaxpr."""
         is_loop = equation.primitive.name in ("scan", "while", "cond", "shard_map")
         for var, result in zip(inner.jaxpr.outvars, inner.results, strict=True):
             if result is not None:
                 self._set(result, None if is_loop else self._get(var))
 
     def forget(self, variables: Iterable[Any]) -> None:
-        """Takes the values of variables for unknown from here on."""
+        """Marks the values of variables as unknown."""
         for var in variables:
             self._set(var, None)
 
     def value(self, var: Any) -> np.ndarray | None:
-        """The value of a variable; None if it depends on an input, or is too large to compute."""
+        """Returns the value of a variable; None if it depends on an input, or is too large."""
         return _evaluated(self._get(var))
 
     def _get(self, var: Any) -> Any:
@@ -112,22 +113,22 @@ class Known:
             self._values[var] = value
 
     def _row(self, value: Any) -> Any:
-        """What each step of a loop sees of a value, if it is the same in all steps."""
+        """Returns the value in each step of a loop, if it is the same in all steps."""
         array = _evaluated(value)
         if array is None or not len(array) or (array.strides[0] and len(array) > 1):
             return None
         return array[0]
 
 
-def walk(jaxpr: Any, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
-    """Yields each equation of a jaxpr with its name scopes, and those inside it after it.
+def walk(jaxpr: Jaxpr | ClosedJaxpr, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
+    """Yields each equation of a jaxpr with its name scopes; inner equations follow.
 
-    While an equation is being yielded, `known` has the values of its operands.
+    While an equation is yielded, `known` contains the values of its operands.
 
     Args:
       jaxpr: open or closed.
-      known: the values of its variables; it takes every equation.
-      names: the scopes of the equation that holds the jaxpr.
+      known: values of its variables; it processes every equation.
+      names: scopes of the equation that contains the jaxpr.
     """
     known.bind_constants(jaxpr)
     for equation in jaxpr_body(jaxpr)[0].eqns:
@@ -143,7 +144,7 @@ def walk(jaxpr: Any, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """An array that is not a tracer or a key, in NumPy's form."""
+    """Converts an array to NumPy; None for a tracer or a key."""
     try:
         return np.asarray(value)
     except Exception:
@@ -165,7 +166,7 @@ def _evaluated(value: Any) -> np.ndarray | None:
 
 
 def _results(node: _Node) -> list[np.ndarray]:
-    """The results of an equation; an empty list if they cannot be computed."""
+    """Computes the results of an equation; an empty list if they cannot be computed."""
     operands = [_evaluated(operand) for operand in node.operands]
     if any(operand is None for operand in operands):
         return []
@@ -174,10 +175,10 @@ def _results(node: _Node) -> list[np.ndarray]:
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
-    """Computes once what is repeated along an axis in all operands."""
+    """Wraps an elementwise function; axes that repeat in all operands are computed once."""
 
-    def operation(equation: Any, *operands: np.ndarray) -> np.ndarray | None:
-        aval = equation.outvars[0].aval
+    def operation(equation: JaxprEqn, *operands: np.ndarray) -> np.ndarray | None:
+        aval = array_aval(equation.outvars[0])
         whole = [np.broadcast_to(operand, aval.shape) for operand in operands]
         repeated = [all(array.strides[axis] == 0 for array in whole) for axis in range(aval.ndim)]
         index = tuple(slice(1) if repeats else slice(None) for repeats in repeated)
@@ -194,18 +195,20 @@ def _numpy(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
     return _elementwise(lambda equation, *operands: function(*operands))
 
 
-def _select(equation: Any, which: np.ndarray, first: np.ndarray, *more: np.ndarray) -> np.ndarray:
+def _select(
+    equation: JaxprEqn, which: np.ndarray, first: np.ndarray, *more: np.ndarray
+) -> np.ndarray:
     return np.choose(which.astype(np.intp), (first, *more)) if more else first
 
 
 def _quotient(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """`lax.div`, which rounds integers towards zero."""
+    """Computes `lax.div`, which rounds integers towards zero."""
     if lhs.dtype.kind not in "iu":
         return lhs / rhs
     return np.trunc(lhs / np.where(rhs == 0, 1, rhs)).astype(lhs.dtype)
 
 
-def _iota(equation: Any) -> np.ndarray:
+def _iota(equation: JaxprEqn) -> np.ndarray:
     params = equation.params
     shape, axis = tuple(params["shape"]), params["dimension"]
     ones = [1] * len(shape)
@@ -214,7 +217,7 @@ def _iota(equation: Any) -> np.ndarray:
     return np.broadcast_to(steps.reshape(ones), shape)
 
 
-def _broadcast(equation: Any, operand: np.ndarray) -> np.ndarray:
+def _broadcast(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
     params = equation.params
     ones = [1] * len(params["shape"])
     for axis, size in zip(params["broadcast_dimensions"], operand.shape, strict=True):
@@ -222,25 +225,25 @@ def _broadcast(equation: Any, operand: np.ndarray) -> np.ndarray:
     return np.broadcast_to(operand.reshape(ones), params["shape"])
 
 
-def _reshape(equation: Any, operand: np.ndarray) -> np.ndarray | None:
-    """Also `squeeze` and `expand_dims`, which never copy."""
+def _reshape(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray | None:
+    """Computes `reshape`, and `squeeze` and `expand_dims`, which never copy."""
     if operand.size * operand.itemsize > _LARGEST and equation.primitive.name == "reshape":
         return None
-    return operand.reshape(equation.outvars[0].aval.shape)
+    return operand.reshape(array_aval(equation.outvars[0]).shape)
 
 
-def _transpose(equation: Any, operand: np.ndarray) -> np.ndarray:
+def _transpose(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
     return operand.transpose(equation.params["permutation"])
 
 
-def _slice(equation: Any, operand: np.ndarray) -> np.ndarray:
+def _slice(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
     params = equation.params
     strides = params["strides"] or (1,) * operand.ndim
     limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return operand[tuple(slice(*limit) for limit in limits)]
 
 
-def _dynamic_slice(equation: Any, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+def _dynamic_slice(equation: JaxprEqn, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     sizes = equation.params["slice_sizes"]
     index = []
     for start, size, whole in zip(starts, sizes, operand.shape, strict=True):
@@ -249,11 +252,11 @@ def _dynamic_slice(equation: Any, operand: np.ndarray, *starts: np.ndarray) -> n
     return operand[tuple(index)]
 
 
-def _same(equation: Any, operand: np.ndarray) -> np.ndarray:
+def _same(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
     return operand
 
 
-# Primitive -> (equation, operands) -> its result; None if it would be too large.
+# Primitive -> function of (equation, *operands) that returns the result; None if it is too large.
 _OPERATIONS: dict[str, Callable[..., np.ndarray | None]] = {
     "eq": _numpy(np.equal),
     "ne": _numpy(np.not_equal),

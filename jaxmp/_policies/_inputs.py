@@ -124,15 +124,20 @@ def _arguments(method: Any, is_flax: bool) -> Arguments | None:
     )
 
 
+@functools.cache
 def own_inputs(cls: type, names: Names) -> Names:
     """Returns the entries of `keep_inputs` that some method of a module class accepts."""
-    return tuple(n for n in names if any(_accepts(m, n) for m in methods_of(cls).values()))
-
-
-def _accepts(method: Arguments, name: str | int) -> bool:
-    if isinstance(name, int):
-        return name < len(method.positional) or method.more_positions
-    return method.more_names or name in method.positional or name in method.keyword_only
+    methods = methods_of(cls).values()
+    accepted: set[str | int] = set()
+    for method in methods:
+        accepted.update(method.positional, method.keyword_only, range(len(method.positional)))
+    any_position = any(method.more_positions for method in methods)
+    any_name = any(method.more_names for method in methods)
+    return tuple(
+        name
+        for name in names
+        if name in accepted or (any_position if isinstance(name, int) else any_name)
+    )
 
 
 class Kept(NamedTuple):

@@ -262,7 +262,8 @@ def resolve_policy(
     key = path, module_type, ancestors
     resolved = policies._resolved.get(key)
     if resolved is None:
-        resolved = policies._resolved[key] = _resolve(policies, path_string(path), *key[1:])
+        joined = path_string(path)
+        resolved = policies._resolved[key] = _resolve(policies, joined, module_type, ancestors)
     return resolved
 
 
@@ -290,29 +291,23 @@ def storage_dtype(policies: PolicyMap, names: tuple[str, ...]) -> np.dtype:
 def _resolve(
     policies: PolicyMap, path: str, module_type: ModuleType, ancestors: tuple[ModuleType, ...]
 ) -> ResolvedPolicy:
-    rule, policy = _first_match(policies, path, module_type, ancestors)
+    deciding, policy, owner = None, policies.default, path.partition(":")[0]
+    for rule, override_policy in zip(policies.rules, policies._policies, strict=True):
+        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
+            deciding, policy = rule, override_policy
+            break
     if policy.keep_inputs:
-        policy = _with_own_inputs(policy, rule, module_type)
-    names_output = rule is not None and rule.output_dtype is not None
+        policy = _with_own_inputs(policy, deciding, module_type)
+    names_output = deciding is not None and deciding.output_dtype is not None
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
     return ResolvedPolicy(
         policy=policy,
-        rule=rule,
+        rule=deciding,
         output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
         wide_output=policy.output_dtype if is_wide else None,
         scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
         path=path,
     )
-
-
-def _first_match(
-    policies: PolicyMap, path: str, module_type: ModuleType, ancestors: tuple[ModuleType, ...]
-) -> tuple[Rule | None, Policy]:
-    owner = path.partition(":")[0]
-    for rule, policy in zip(policies.rules, policies._policies, strict=True):
-        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
-            return rule, policy
-    return None, policies.default
 
 
 def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType) -> Policy:
