@@ -11,10 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._jaxprs import Inner, Path, array_aval, inners, is_literal, scope_names, sub_jaxprs
+from jaxmp._core._jaxprs import (
+    Equation,
+    Inner,
+    Path,
+    array_aval,
+    inners,
+    is_literal,
+    scope_names,
+    sub_jaxprs,
+)
 
 # Maximum size in bytes of a computed value: a float32 mask of 16,384 x 16,384 elements.
 _LARGEST = 2**30
@@ -25,7 +34,7 @@ class _Node:
 
     __slots__ = ("equation", "operands", "results")
 
-    def __init__(self, equation: JaxprEqn, operands: list[Any]) -> None:
+    def __init__(self, equation: Equation, operands: list[Any]) -> None:
         self.equation, self.operands = equation, operands
         self.results: list[np.ndarray] | None = None
 
@@ -58,7 +67,7 @@ class Known:
         if consts:
             self.bind(body.constvars, map(_array, consts))
 
-    def step(self, equation: JaxprEqn) -> None:
+    def step(self, equation: Equation) -> None:
         """Processes an equation without inner jaxprs."""
         operands = [self._get(var) for var in equation.invars]
         is_known = equation.primitive.name in _OPERATIONS and all(x is not None for x in operands)
@@ -66,7 +75,7 @@ class Known:
         for index, var in enumerate(equation.outvars):
             self._set(var, None if node is None else (node, index))
 
-    def enter(self, equation: JaxprEqn, inner: Inner) -> None:
+    def enter(self, equation: Equation, inner: Inner) -> None:
         """Sets the variables of an inner jaxpr, before its equations are processed."""
         body = inner.jaxpr
         values = [None if var is None else self._get(var) for var in inner.operands]
@@ -87,7 +96,7 @@ class Known:
             )
             self._set(var, value if same else None)
 
-    def leave(self, equation: JaxprEqn, inner: Inner) -> None:
+    def leave(self, equation: Equation, inner: Inner) -> None:
         """Sets the results of an equation, after those of its inner jaxpr."""
         is_loop = equation.primitive.name in ("scan", "while", "cond", "shard_map")
         for var, result in zip(inner.jaxpr.outvars, inner.results, strict=True):
@@ -177,7 +186,7 @@ def _results(node: _Node) -> list[np.ndarray]:
 def _elementwise(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
     """Wraps an elementwise function; axes that repeat in all operands are computed once."""
 
-    def operation(equation: JaxprEqn, *operands: np.ndarray) -> np.ndarray | None:
+    def operation(equation: Equation, *operands: np.ndarray) -> np.ndarray | None:
         aval = array_aval(equation.outvars[0])
         whole = [np.broadcast_to(operand, aval.shape) for operand in operands]
         repeated = [all(array.strides[axis] == 0 for array in whole) for axis in range(aval.ndim)]
@@ -196,7 +205,7 @@ def _numpy(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
 
 
 def _select(
-    equation: JaxprEqn, which: np.ndarray, first: np.ndarray, *more: np.ndarray
+    equation: Equation, which: np.ndarray, first: np.ndarray, *more: np.ndarray
 ) -> np.ndarray:
     return np.choose(which.astype(np.intp), (first, *more)) if more else first
 
@@ -208,7 +217,7 @@ def _quotient(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
     return np.trunc(lhs / np.where(rhs == 0, 1, rhs)).astype(lhs.dtype)
 
 
-def _iota(equation: JaxprEqn) -> np.ndarray:
+def _iota(equation: Equation) -> np.ndarray:
     params = equation.params
     shape, axis = tuple(params["shape"]), params["dimension"]
     ones = [1] * len(shape)
@@ -217,7 +226,7 @@ def _iota(equation: JaxprEqn) -> np.ndarray:
     return np.broadcast_to(steps.reshape(ones), shape)
 
 
-def _broadcast(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
+def _broadcast(equation: Equation, operand: np.ndarray) -> np.ndarray:
     params = equation.params
     ones = [1] * len(params["shape"])
     for axis, size in zip(params["broadcast_dimensions"], operand.shape, strict=True):
@@ -225,25 +234,25 @@ def _broadcast(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
     return np.broadcast_to(operand.reshape(ones), params["shape"])
 
 
-def _reshape(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray | None:
+def _reshape(equation: Equation, operand: np.ndarray) -> np.ndarray | None:
     """Computes `reshape`, and `squeeze` and `expand_dims`, which never copy."""
     if operand.size * operand.itemsize > _LARGEST and equation.primitive.name == "reshape":
         return None
     return operand.reshape(array_aval(equation.outvars[0]).shape)
 
 
-def _transpose(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
+def _transpose(equation: Equation, operand: np.ndarray) -> np.ndarray:
     return operand.transpose(equation.params["permutation"])
 
 
-def _slice(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
+def _slice(equation: Equation, operand: np.ndarray) -> np.ndarray:
     params = equation.params
     strides = params["strides"] or (1,) * operand.ndim
     limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return operand[tuple(slice(*limit) for limit in limits)]
 
 
-def _dynamic_slice(equation: JaxprEqn, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+def _dynamic_slice(equation: Equation, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     sizes = equation.params["slice_sizes"]
     index = []
     for start, size, whole in zip(starts, sizes, operand.shape, strict=True):
@@ -252,7 +261,7 @@ def _dynamic_slice(equation: JaxprEqn, operand: np.ndarray, *starts: np.ndarray)
     return operand[tuple(index)]
 
 
-def _same(equation: JaxprEqn, operand: np.ndarray) -> np.ndarray:
+def _same(equation: Equation, operand: np.ndarray) -> np.ndarray:
     return operand
 
 
