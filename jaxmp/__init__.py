@@ -10,6 +10,7 @@ from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
 from jaxmp import losses as losses
 from jaxmp import optim as optim
+from jaxmp import sharding as sharding
 from jaxmp._attention import AttentionExplanation as AttentionExplanation
 from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention import explain_attention as explain_attention

@@ -61,7 +61,8 @@ VERSION_SENSITIVE = {
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_steps", "hlo"),
     # Mapped axes, custom derivatives and extended dtypes.
-    *("device", "fp8_dot_general", "fp8_state", "gradients", "losses", "optim"),
+    *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
+    "optim",
 }
 
 

@@ -1,0 +1,167 @@
+"""Shardings of training states."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp.errors import JaxmpError
+from jaxmp.sharding import state_shardings
+
+
+def mesh_of(devices=4, model=1):
+    types = (AxisType.Auto,) * 2
+    chosen = jax.devices()[: devices * model]
+    return jax.make_mesh((devices, model), ("data", "model"), axis_types=types, devices=chosen)
+
+
+class Model(nn.Module):
+    """Two layers; one is in a submodule."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="out")(nn.tanh(nn.Dense(32, name="in")(x)))
+
+
+def rows(mesh):
+    def sharding(leaf):
+        return NamedSharding(mesh, P("data", *(None,) * (leaf.ndim - 1)) if leaf.ndim else P())
+
+    return sharding
+
+
+def linen_state(recipe, tx, **changes):
+    recipe = jaxmp.load_recipe(recipe).replace(**changes)
+    model = recipe.wrap(Model())
+    params = model.init(jax.random.key(0), jnp.ones((4, 16)))
+    return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=recipe.optimizer(tx))
+
+
+def bytes_on_first_device(tree):
+    shards = (leaf.addressable_shards[0].data for leaf in jax.tree.leaves(tree))
+    return sum(shard.nbytes for shard in shards if shard.ndim)
+
+
+RECIPES = [("bf16", {}), ("bf16_params", {}), ("bf16_params", {"master": "packed"}), ("fp16", {})]
+
+
+@pytest.mark.parametrize(("recipe", "changes"), RECIPES)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_parameters_masters_and_moments_share_their_bytes(recipe, changes, devices):
+    state = linen_state(recipe, optax.adam(1e-3), **changes)
+    mesh = mesh_of(devices)
+    shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+    whole = bytes_on_first_device(state)
+    placed = jax.device_put(state, shardings)
+    assert bytes_on_first_device(placed) * devices == whole
+    scalars = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim == 0]
+    assert scalars and all(leaf.sharding.is_fully_replicated for leaf in scalars)
+
+
+def test_the_state_of_fp8_is_replicated():
+    state = linen_state("fp8_delayed", optax.adam(1e-3))
+    mesh = mesh_of()
+    params = jax.tree.map(rows(mesh), state.params["params"])
+    shardings = state_shardings(state, {"params": params})
+    specs = jax.tree.leaves(shardings.params["_overwrite_with_gradient"])
+    assert specs and all(s.is_fully_replicated for s in specs)
+    assert shardings.params["params"]["in"]["kernel"].spec == P("data", None)
+    moments = [s for s in jax.tree.leaves(shardings.opt_state) if s.spec == P("data", None)]
+    assert len(moments) == 4
+
+
+def test_moments_are_split_over_one_more_axis():
+    state = linen_state("bf16_params", optax.adam(1e-3))
+    mesh = mesh_of(2, 2)
+    columns = lambda leaf: NamedSharding(mesh, P(None, "model") if leaf.ndim == 2 else P())
+    specs = jax.tree.map(columns, state.params)
+    shardings = state_shardings(state, specs, optimizer="data")
+    assert shardings.params == specs
+    counts = {}
+    for sharding in jax.tree.leaves(shardings.opt_state):
+        counts[sharding.spec] = counts.get(sharding.spec, 0) + 1
+    scalars = counts.pop(P())
+    # Masters and two moments of two kernels and two biases.
+    assert counts == {P("data", "model"): 6, P("data"): 6} and scalars
+
+
+def test_arrays_of_other_shapes_are_replicated():
+    state = linen_state("bf16", optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    mesh = mesh_of()
+    shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+    leaves = zip(
+        jax.tree.leaves(state.opt_state), jax.tree.leaves(shardings.opt_state), strict=True
+    )
+    for leaf, sharding in leaves:
+        assert sharding.is_fully_replicated or leaf.shape in {(16, 32), (32, 16), (32,), (16,)}
+    jax.device_put(state, shardings)
+
+
+def test_states_of_nnx():
+    recipe = jaxmp.load_recipe("bf16_params")
+    model = recipe.wrap(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adam(1e-3)))
+    state = nnx.state((model, optimizer))
+    mesh = mesh_of()
+    params = nnx.state(model, nnx.Param)
+    shardings = state_shardings(state, {0: jax.tree.map(rows(mesh), params)}[0])
+    specs = [s.spec for s in jax.tree.leaves(shardings)]
+    # Kernel and bias: parameter, master and two moments.
+    assert specs.count(P("data", None)) == specs.count(P("data")) == 4
+
+
+def test_a_step_keeps_the_shardings_and_is_traced_once():
+    state = linen_state("bf16_params", optax.sgd(1e-2, momentum=0.9))
+    mesh = mesh_of()
+    shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+    state = jax.device_put(state, shardings)
+    traces = []
+
+    def step(state, batch):
+        traces.append(None)
+        loss_fn = lambda p, x: jnp.mean(jnp.square(state.apply_fn(p, x) - x))
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads=grads), loss
+
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    batch = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P("data")))
+    for _ in range(20):
+        state, loss = step(state, batch)
+    assert len(traces) == 1 and jnp.isfinite(loss)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+
+
+def test_shapes_are_enough():
+    state = linen_state("bf16", optax.sgd(0.1))
+    mesh = mesh_of()
+    specs = jax.tree.map(rows(mesh), state.params)
+    shapes = jax.eval_shape(lambda: state)
+    assert state_shardings(shapes, specs) == state_shardings(state, specs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda mesh, p: jax.tree.map(lambda _: P("data"), p), "NamedSharding"),
+        (lambda mesh, p: jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), p), "each"),
+        (lambda mesh, p: {}, "no sharding"),
+        (lambda mesh, p: {"lost": NamedSharding(mesh, P())}, "'lost'"),
+    ],
+)
+def test_wrong_shardings_are_refused(change, message):
+    state = linen_state("bf16", optax.sgd(0.1))
+    with pytest.raises(JaxmpError, match=message):
+        state_shardings(state, change(mesh_of(), state.params))
+
+
+def test_an_unknown_axis_is_refused():
+    state = linen_state("bf16", optax.sgd(0.1))
+    specs = jax.tree.map(rows(mesh_of()), state.params)
+    with pytest.raises(JaxmpError, match=r"optimizer='fsdp' .* 'data', 'model'"):
+        state_shardings(state, specs, optimizer="fsdp")
