@@ -1,8 +1,8 @@
-"""A byte-level GPT in plain Flax, Linen and NNX, and the real text that it reads.
+"""A byte-level GPT in Flax Linen and in Flax NNX, and its training text.
 
-Nothing here knows about precision: `train_lm.py` applies that from outside. Both models give their
-parts the same names, so one recipe's rules reach both. The text is the source code of Python's
-standard library, which every machine with Python has.
+The models contain no dtypes: `train_lm.py` applies a recipe to them. Both use the same module
+names, so that the rules of a recipe match both. The text is the source code of Python's standard
+library, which is part of every installation of Python.
 
 Shape suffixes: B batch, T position, D width, F hidden, V byte value.
 """
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each next byte from those before it."""
+    """Transformer that predicts each byte from the bytes before it."""
 
     layers: int = 3
     width: int = 128
@@ -74,7 +74,7 @@ class NnxBlock(nnx.Module):
     """`Block` in NNX."""
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs) -> None:
-        """Layers for vectors of `width`."""
+        """Makes layers for vectors of `width`."""
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -92,7 +92,7 @@ class NnxGPT(nnx.Module):
     """`GPT` in NNX."""
 
     def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
-        """Layers of the sizes of `gpt`."""
+        """Makes layers with the sizes of `gpt`."""
         self.token_embedding = nnx.Embed(VOCABULARY, gpt.width, rngs=rngs)
         self.position_embedding = nnx.Embed(gpt.max_length, gpt.width, rngs=rngs)
         self.layers = gpt.layers
@@ -114,7 +114,7 @@ class NnxGPT(nnx.Module):
 
 
 def in_nnx(gpt: GPT, params: Any) -> NnxGPT:
-    """The same network in NNX, with the numbers of Linen's `params`."""
+    """Returns the same model in NNX, with the values of Linen's `params`."""
     model = NnxGPT(gpt, rngs=nnx.Rngs(0))
     nnx.update(model, params)
     return model
@@ -124,12 +124,12 @@ def in_nnx(gpt: GPT, params: Any) -> NnxGPT:
 # Text
 # ---------------------------------------------------------------------------
 
-# Not every distribution of Python ships its tests; installed packages are not the library.
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+# Some distributions of Python omit the tests; installed packages are not part of the library.
+_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 class Text(NamedTuple):
-    """The library's bytes, whole files on one side or the other."""
+    """Bytes of the standard library; each file belongs to one of the two parts."""
 
     train: np.ndarray  # uint8
     held_out: np.ndarray  # uint8, about a tenth
@@ -137,14 +137,14 @@ class Text(NamedTuple):
 
 @functools.cache
 def standard_library_text() -> Text:
-    """Reads `*.py` of the standard library; the hash of a file's name says which side it is on."""
+    """Reads `*.py` of the standard library; the hash of a file's name decides its part."""
     root = Path(sysconfig.get_path("stdlib"))
-    sides: dict[bool, list[bytes]] = {False: [], True: []}
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if not _LEFT_OUT.intersection(name.parts):
-            sides[_is_held_out(name.as_posix())].append(path.read_bytes())
-    return Text(*(np.frombuffer(b"\n".join(sides[side]), np.uint8) for side in (False, True)))
+        if not _EXCLUDED.intersection(name.parts):
+            parts[_is_held_out(name.as_posix())].append(path.read_bytes())
+    return Text(*(np.frombuffer(b"\n".join(parts[part]), np.uint8) for part in (False, True)))
 
 
 def _is_held_out(name: str) -> bool:
@@ -152,13 +152,13 @@ def _is_held_out(name: str) -> bool:
 
 
 def random_batch(text: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int):
-    """int32 (B, T+1) windows that depend on `seed` and `step` alone, so a resumed run agrees."""
+    """Returns int32 (B, T+1) windows that depend only on `seed` and `step`, also after a resume."""
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - seq_len, batch_size)
     return _windows(text, starts, seq_len)
 
 
 def even_batches(text: np.ndarray, count: int, batch_size: int, seq_len: int):
-    """`count` int32 (B, T+1) batches whose windows are spread evenly over `text`."""
+    """Returns `count` int32 (B, T+1) batches with windows at equal distances in `text`."""
     starts = np.linspace(0, len(text) - seq_len - 1, count * batch_size).astype(int)
     return _windows(text, starts, seq_len).reshape(count, batch_size, seq_len + 1)
 

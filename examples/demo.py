@@ -25,7 +25,7 @@ import jaxmp
 from train_lm import Run, train
 
 RECIPES = ("fp32", "bf16", "fp16", "bf16_params")
-BUDGET_PERCENT = 0.5
+TOLERANCE_PERCENT = 0.5
 CPU_NOTE = (
     "The times were measured on a CPU. XLA converts 16-bit values to FP32 and back there, so that "
     "16-bit recipes are slower than FP32. The run compares accuracy and memory; a gain in speed "
@@ -61,19 +61,19 @@ def main(
     if jax.default_backend() == "cpu":
         print(CPU_NOTE)
     print(f"Loss curves: {draw(runs, out / 'losses.png')}")
-    over = [name for name in RECIPES if not abs(difference(runs, name)) <= BUDGET_PERCENT]
+    over = [name for name in RECIPES if not abs(difference(runs, name)) <= TOLERANCE_PERCENT]
     if over:
-        print(f"More than {BUDGET_PERCENT} % from fp32: {', '.join(over)}")
+        print(f"More than {TOLERANCE_PERCENT} % from fp32: {', '.join(over)}")
         raise typer.Exit(1)
 
 
 def final_loss(run: Run) -> float:
-    """The held-out loss after the last step."""
+    """Returns the held-out loss after the last step."""
     return list(run.held_out_losses.values())[-1]
 
 
 def difference(runs: dict[str, Run], name: str) -> float:
-    """How far the final held-out loss is from that of fp32, in percent."""
+    """Returns the difference of the final held-out loss from that of fp32, in percent."""
     return 100 * (final_loss(runs[name]) / final_loss(runs["fp32"]) - 1)
 
 
@@ -83,7 +83,7 @@ def difference(runs: dict[str, Run], name: str) -> float:
 
 
 def table(runs: dict[str, Run]) -> Table:
-    """One row for each recipe: what it learned, what it skipped, what it stores."""
+    """Returns a table with one row per recipe: loss, skipped steps and stored bytes."""
     steps = max(runs["fp32"].train_losses)
     title = f"After {steps} steps: held-out loss; bytes of the train state"
     rows = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -102,7 +102,7 @@ def table(runs: dict[str, Run]) -> Table:
 
 
 def stored_bytes(state: Any) -> tuple[int, int, int]:
-    """Bytes of parameters, of masters that are no parameters themselves, and of Adam's moments."""
+    """Returns the bytes of parameters, of separate masters, and of Adam's moments."""
     masters = jax.tree.map(
         lambda param, master: None if master.dtype == param.dtype else master,
         state.params,
@@ -122,19 +122,19 @@ def _nbytes(tree: Any) -> int:
 
 
 def draw(runs: dict[str, Run], path: Path) -> Path:
-    """Writes the loss curves, and each recipe's distance from fp32, as a PNG."""
+    """Draws the losses and their difference from fp32, and saves them as a PNG."""
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
-    losses, distances = figure.subplots(1, 2)
+    losses, differences = figure.subplots(1, 2)
     draw_losses(losses, runs)
-    draw_distances(distances, runs)
-    figure.suptitle("One model, one order of batches, four precisions", fontsize=13)
+    draw_differences(differences, runs)
+    figure.suptitle("One model and one order of batches with four recipes", fontsize=13)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 
 
 def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
-    """Training loss as it came, faint; held-out loss on top."""
+    """Draws training losses as thin lines, and held-out losses with markers."""
     for name, run in runs.items():
         axes.plot(*_xy(run.train_losses), color=STYLES[name]["color"], alpha=0.15, linewidth=0.8)
         axes.plot(*_xy(run.held_out_losses), **STYLES[name], markersize=4, label=name)
@@ -147,13 +147,13 @@ def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_distances(axes: Axes, runs: dict[str, Run]) -> None:
-    """Held-out loss of each 16-bit recipe over that of fp32, with the budget as a band."""
+def draw_differences(axes: Axes, runs: dict[str, Run]) -> None:
+    """Draws the difference of the held-out loss from fp32, with the tolerance as a band."""
     steps, reference = _xy(runs["fp32"].held_out_losses)
-    axes.axhspan(-BUDGET_PERCENT, BUDGET_PERCENT, color=BLACK, alpha=0.07, linewidth=0)
+    axes.axhspan(-TOLERANCE_PERCENT, TOLERANCE_PERCENT, color=BLACK, alpha=0.07, linewidth=0)
     axes.annotate(
-        f"budget for the last step: ±{BUDGET_PERCENT} %",
-        (steps[-1], BUDGET_PERCENT),
+        f"tolerance of the last step: ±{TOLERANCE_PERCENT} %",
+        (steps[-1], TOLERANCE_PERCENT),
         xytext=(0, 4),
         textcoords="offset points",
         ha="right",
@@ -163,7 +163,7 @@ def draw_distances(axes: Axes, runs: dict[str, Run]) -> None:
         percent = 100 * (_xy(run.held_out_losses)[1] / reference - 1)
         axes.plot(steps, percent, **STYLES[name], markersize=4)
     axes.set(xlabel="step", ylabel="held-out loss over that of fp32 (%)")
-    axes.set_title("Distance from fp32", fontsize=11)
+    axes.set_title("Difference from fp32", fontsize=11)
     axes.grid(alpha=0.25)
 
 

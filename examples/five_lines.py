@@ -1,8 +1,8 @@
-"""Before and after: a plain Flax training loop, and the same loop in bf16, in Linen and in NNX.
+"""A plain Flax training loop, and the same loop with the recipe bf16, in Linen and in NNX.
 
     python examples/five_lines.py
 
-Each pair differs in the lines between `loss_fn` and the loop alone; README shows the same lines.
+Each pair differs only in the lines between `loss_fn` and the loop, which README shows.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ STEPS = 200
 
 
 class LinenClassifier(nn.Module):
-    """A perceptron."""
+    """Perceptron in Linen."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -29,10 +29,10 @@ class LinenClassifier(nn.Module):
 
 
 class NnxClassifier(nnx.Module):
-    """The same perceptron."""
+    """Perceptron in NNX."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """For rows of twenty numbers."""
+        """Makes layers for rows of 20 features."""
         self.hidden = nnx.Linear(20, 256, rngs=rngs)
         self.logits = nnx.Linear(256, 10, rngs=rngs)
 
@@ -42,7 +42,7 @@ class NnxClassifier(nnx.Module):
 
 
 def cross_entropy(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean loss of a batch."""
+    """Returns the mean loss of a batch."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
@@ -52,7 +52,7 @@ def cross_entropy(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def linen_before(model: LinenClassifier, params: Any, batch: dict[str, jax.Array]) -> float:
-    """Plain Flax and optax, in FP32."""
+    """Trains with Flax and optax in FP32, and returns the last loss."""
 
     def loss_fn(params, batch):
         return cross_entropy(model.apply({"params": params}, batch["x"]), batch)
@@ -70,7 +70,7 @@ def linen_before(model: LinenClassifier, params: Any, batch: dict[str, jax.Array
 
 
 def linen_after(model: LinenClassifier, params: Any, batch: dict[str, jax.Array]) -> float:
-    """The same in bf16; name another recipe and nothing else changes."""
+    """Trains with the recipe bf16; another recipe changes only the name."""
 
     def loss_fn(params, batch):
         return cross_entropy(model.apply({"params": params}, batch["x"]), batch)
@@ -96,7 +96,7 @@ def linen_after(model: LinenClassifier, params: Any, batch: dict[str, jax.Array]
 
 
 def nnx_before(model: NnxClassifier, batch: dict[str, jax.Array]) -> float:
-    """Plain Flax and optax, in FP32."""
+    """Trains with Flax and optax in FP32, and returns the last loss."""
 
     def loss_fn(model, batch):
         return cross_entropy(model(batch["x"]), batch)
@@ -115,7 +115,7 @@ def nnx_before(model: NnxClassifier, batch: dict[str, jax.Array]) -> float:
 
 
 def nnx_after(model: NnxClassifier, batch: dict[str, jax.Array]) -> float:
-    """The same in bf16; name another recipe and nothing else changes."""
+    """Trains with the recipe bf16; another recipe changes only the name."""
 
     def loss_fn(model, batch):
         return cross_entropy(model(batch["x"]), batch)
@@ -147,12 +147,12 @@ def main() -> None:
             linen_before(linen_model, params, batch),
             linen_after(linen_model, params, batch),
         ),
-        # Two models of one seed: training a wrapped model trains the Variables of the original.
+        # Two models with the same seed: a wrapped model shares the Variables of its original.
         "NNX": tuple(loop(NnxClassifier(nnx.Rngs(1)), batch) for loop in (nnx_before, nnx_after)),
     }
-    print(f"loss after {STEPS} steps   before   after, in bf16")
+    print(f"loss after {STEPS} steps   before   with bf16")
     for framework, (before, after) in losses.items():
-        print(f"{framework:<20} {before:9.4f} {after:16.4f}")
+        print(f"{framework:<20} {before:9.4f} {after:11.4f}")
 
 
 if __name__ == "__main__":

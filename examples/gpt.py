@@ -59,7 +59,7 @@ class Block(nn.Module):
     """A pre-norm transformer block."""
 
     heads: int
-    layers: int  # of the whole model, for the initial values of what is added to x_BTD
+    layers: int  # of the whole model; decides the initial size of the residual branches
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None = None) -> tuple[jax.Array, None]:
@@ -114,7 +114,7 @@ class NnxBlock(nnx.Module):
     """`Block` in NNX."""
 
     def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
-        """Layers of the sizes of `gpt`."""
+        """Makes layers with the sizes of `gpt`."""
         width, residual = gpt.width, residual_init(gpt.layers)
         self.heads = gpt.heads
         self.attention_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
@@ -135,7 +135,7 @@ class NnxGPT(nnx.Module):
     """`GPT` in NNX."""
 
     def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
-        """Layers of the sizes of `gpt`."""
+        """Makes layers with the sizes of `gpt`."""
         rows, width = padded(gpt.vocabulary), gpt.width
         self.vocabulary, self.remat = gpt.vocabulary, gpt.remat
         self.token_embedding = nnx.Embed(rows, width, embedding_init=NORMAL, rngs=rngs)
@@ -172,15 +172,15 @@ def padded(vocabulary: int) -> int:
 
 
 def residual_init(layers: int) -> Callable[..., jax.Array]:
-    """Returns the initializer of layers that add to x: 2 * layers such terms keep its size."""
+    """Returns the initializer of the 2 * layers projections whose outputs are added to x."""
     return nn.initializers.normal(0.02 / (2 * layers) ** 0.5)
 
 
 def saved(remat: bool) -> Callable[..., bool]:
-    """Returns which results of a block are kept for the backward pass; the others are recomputed.
+    """Returns the policy for results that a block saves for its backward pass.
 
-    Those of linear layers and of cuDNN's attention, unless `remat`. A scan would keep all that a
-    derivative reads: for each norm and GELU several arrays, some of them in FP32.
+    Without `remat`, these are the results of linear layers and of cuDNN's attention. A scan without
+    a policy would also save several arrays for each norm and GELU, some of them in FP32.
     """
     linear = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -192,7 +192,7 @@ def saved(remat: bool) -> Callable[..., bool]:
 
 
 def causal_attention(qkv_BTF: jax.Array, heads: int) -> jax.Array:
-    """Attends to each position and those before it; cuDNN's fused kernel on a GPU in 16 bits."""
+    """Computes causal attention, with cuDNN's fused kernel on a GPU in 16 bits."""
     batch, length, _ = qkv_BTF.shape
     parts = jnp.split(qkv_BTF, 3, axis=-1)
     q_BTNH, k_BTNH, v_BTNH = (part.reshape(batch, length, heads, -1) for part in parts)
@@ -226,7 +226,7 @@ def make_optimizer(lr: float = 6e-4, steps: int = 100_000) -> optax.GradientTran
 
 
 def matrices(params: Any) -> Any:
-    """Returns True for each matrix, by its name: a scan stacks biases to two dimensions as well."""
+    """Returns True for matrices, by name, because a scan stacks biases to two dimensions."""
 
     def is_matrix(path: Any, _: Any) -> bool:
         return any(getattr(key, "key", None) in ("kernel", "embedding") for key in path)
@@ -237,7 +237,7 @@ def matrices(params: Any) -> Any:
 def linen_training(
     recipe: Any, gpt: GPT, tx: optax.GradientTransformation, seed: int = 0
 ) -> tuple[Callable[[], jaxmp.TrainState], Callable[..., Any]]:
-    """Returns a function that makes the first state, and the jitted train step."""
+    """Returns a function that makes the initial state, and the jitted train step."""
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(gpt)
 
@@ -295,7 +295,7 @@ def make_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: int = 
 
 
 def make_nnx_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: int = 8) -> Any:
-    """Does the same for the model in NNX."""
+    """Returns the train step in NNX and the shapes of its arguments, for `jaxmp audit`."""
     init, train_step = nnx_training(recipe, gpt, make_optimizer())
     tokens_BS = jax.ShapeDtypeStruct((batch_size, gpt.max_length + 1), jnp.int32)
     return train_step, *nnx.eval_shape(init), tokens_BS
@@ -349,7 +349,7 @@ RecipeName = Annotated[
 
 
 class Framework(enum.StrEnum):
-    """The library in which the model is written."""
+    """Library in which the model is written."""
 
     linen = "linen"
     nnx = "nnx"
