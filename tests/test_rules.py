@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import inspect
 import json
+import os
 import pickle
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -437,3 +440,26 @@ def test_a_resolved_policy_names_its_rule_and_output():
     assert resolve_policy(policies, "").casts_output
     assert resolve_first(policies, ("a/head", "head")).rule is head
     assert resolve_first(policies, ("a", "b")).path == "a"
+
+
+def test_resolving_a_module_takes_few_steps():
+    """It used to enter 20 functions of this package, and 4 for a module that was resolved."""
+    policies = PolicyMap("p=f32,c=bf16,o=f32,keep_inputs=t", [Rule("head", "c=f32")])
+    package = os.path.dirname(os.path.dirname(inspect.getfile(PolicyMap)))
+
+    def steps():
+        entered = set()
+
+        def record(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                entered.add(frame.f_code)
+
+        sys.setprofile(record)
+        try:
+            resolve_policy(policies, "body", Block)
+        finally:
+            sys.setprofile(None)
+        return {code.co_name for code in entered if not code.co_name.startswith("<")}
+
+    assert len(steps()) <= 10
+    assert steps() == {"resolve_policy"}
