@@ -8,7 +8,8 @@
     python examples/train_lm.py --help
     jaxmp audit examples/train_lm.py:make_step --recipe bf16
 
-With --checkpoint-dir, the same command resumes a run that was stopped.
+With --checkpoint-dir, the same command resumes a run that was stopped, and --migrate resumes it
+under another recipe.
 Install first: pip install "jaxmp[examples]".
 """
 
@@ -25,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import typer
 from flax import nnx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
+from jaxmp.checkpoint import Checkpointer
 
 # ---------------------------------------------------------------------------
 # Linen: the same five lines for every recipe
@@ -141,12 +142,16 @@ class LinenTraining:
         return self._loss(self.state.params, tokens_BS)
 
     def arrays(self) -> Any:
-        """Returns the arrays of a checkpoint."""
+        """Returns all arrays."""
         return self.state
 
-    def restore(self, arrays: Any) -> None:
-        """Restores the arrays of a checkpoint."""
-        self.state = arrays
+    def save(self, checkpoints: "Checkpoints", step: int) -> None:
+        """Writes a checkpoint."""
+        checkpoints.save(step, self.state)
+
+    def restore(self, checkpoints: "Checkpoints") -> None:
+        """Continues from the latest checkpoint."""
+        self.state = checkpoints.restore(self.state)
 
 
 class NnxTraining:
@@ -154,9 +159,9 @@ class NnxTraining:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `prepare_nnx`."""
-        *self._nodes, train_step, loss_fn = prepare_nnx(*args, **kwargs)
+        *nodes, train_step, loss_fn = prepare_nnx(*args, **kwargs)
         self._loss = nnx.jit(loss_fn)
-        self.step = jaxmp.nnx.compile_step(train_step, *self._nodes)
+        self.step = jaxmp.nnx.compile_step(train_step, *nodes)
 
     @property
     def state(self) -> jaxmp.nnx.Optimizer:
@@ -168,15 +173,18 @@ class NnxTraining:
         return self._loss(self.step.nodes[0], tokens_BS)
 
     def arrays(self) -> Any:
-        """Returns the arrays of a checkpoint."""
+        """Returns all arrays."""
         names = ("model", "optimizer")
         nodes = dict(zip(names, self.step.nodes, strict=True))
         return {name: nnx.as_pure(nnx.state(node)) for name, node in nodes.items()}
 
-    def restore(self, arrays: Any) -> None:
-        """Restores the arrays of a checkpoint."""
-        for node, values in zip(self.step.nodes, arrays.values(), strict=True):
-            nnx.update(node, values)
+    def save(self, checkpoints: "Checkpoints", step: int) -> None:
+        """Writes a checkpoint."""
+        checkpoints.save(step, self.step.nodes)
+
+    def restore(self, checkpoints: "Checkpoints") -> None:
+        """Continues from the latest checkpoint."""
+        checkpoints.restore(tuple(self.step.nodes))
 
 
 class Framework(enum.StrEnum):
@@ -239,46 +247,41 @@ class Meter:
 
 
 class Checkpoints:
-    """Latest state of a run on disk: parameters, masters, moments, loss scale, skip counters."""
+    """Latest state of a run on disk. A run resumes with the options that it started with."""
 
-    def __init__(self, directory: Path, recipe: str, **options: Any) -> None:
+    def __init__(self, directory: Path, recipe: str, *, migrate: bool, **options: Any) -> None:
         """Opens `directory`; raises an error if it was written with other options."""
-        recipe = jaxmp.load_recipe(recipe).to_toml()
-        self._made_with = {"recipe": recipe} | {name: str(v) for name, v in options.items()}
-        latest = ocp.CheckpointManagerOptions(max_to_keep=1)
-        self._manager = ocp.CheckpointManager(directory.resolve(), options=latest)
-        if (step := self._manager.latest_step()) is not None:
-            made_with = ocp.args.Composite(made_with=ocp.args.JsonRestore())
-            self._check(self._manager.restore(step, args=made_with)["made_with"])
+        self._recipe, self._migrate = jaxmp.load_recipe(recipe), migrate
+        self._options = {name: str(value) for name, value in options.items()}
+        self._checkpointer = Checkpointer(directory, keep=1)
+        self.latest_step = self._checkpointer.latest_step() or 0
+        if self.latest_step:
+            self._check(self._checkpointer.describe(self.latest_step).extra)
 
-    def save(self, step: int, arrays: Any) -> None:
-        """Writes the arrays of a run after `step`."""
-        args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), made_with=ocp.args.JsonSave(self._made_with)
-        )
-        self._manager.save(step, args=args)
+    def save(self, step: int, state: Any) -> None:
+        """Writes the state of a run after `step`. Batches depend on the step alone."""
+        self._checkpointer.save(step, state, recipe=self._recipe, extra=self._options)
 
-    def restore_latest(self, training: Any) -> int:
-        """Restores the latest checkpoint, and returns its step; 0 if there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return 0
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(training.arrays()))
-        training.restore(self._manager.restore(step, args=args)["arrays"])
-        return step
+    def restore(self, state: Any) -> Any:
+        """Returns the latest state."""
+        try:
+            return self._checkpointer.restore(state, recipe=self._recipe, migrate=self._migrate)
+        except jaxmp.CheckpointError as error:
+            hint = "" if self._migrate else " With this script: --migrate."
+            raise typer.BadParameter(f"{error}{hint}") from None
 
-    def _check(self, made_with: dict[str, str]) -> None:
-        for name, value in self._made_with.items():
-            if made_with.get(name) != value:
+    def _check(self, written_with: dict[str, str]) -> None:
+        for name, value in self._options.items():
+            if written_with.get(name) != value:
                 raise typer.BadParameter(
-                    f"{self._manager.directory} was written with another {name}:\n"
-                    f"{made_with.get(name)}\n"
+                    f"{self._checkpointer.directory} was written with another {name}:\n"
+                    f"{written_with.get(name)}\n"
                     "Resume with the same options, or name another --checkpoint-dir."
                 )
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._manager.close()
+        self._checkpointer.close()
 
 
 # ---------------------------------------------------------------------------
@@ -305,7 +308,7 @@ class Run:
     """Result of a run: the final state, and the losses."""
 
     state: Any  # the TrainState, or NNX's Optimizer
-    arrays: Any  # those of a checkpoint
+    arrays: Any  # all of them
     train_losses: dict[int, float]  # step -> loss of that step's batch
     held_out_losses: dict[int, float]  # step -> mean loss of the held-out batches after it
 
@@ -331,12 +334,15 @@ def train(
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder to save checkpoints in and resume from.")
     ] = None,
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="Convert the checkpoint of another recipe.")
+    ] = False,
 ) -> Run:
     """Trains a byte-level GPT on the source code of Python's standard library."""
     # A run may resume with a different number of steps, and then follows the new schedule.
     fixed = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width, heads=heads)
     fixed |= dict(lr=lr, seed=seed, framework=framework)
-    checkpoints = checkpoint_dir and Checkpoints(checkpoint_dir, recipe, **fixed)
+    checkpoints = checkpoint_dir and Checkpoints(checkpoint_dir, recipe, migrate=migrate, **fixed)
     text = standard_library_text()
     held_out = even_batches(text.held_out, eval_batches, batch_size, seq_len)
     print(f"{recipe}: {len(text.train):,} bytes of training text, {len(text.held_out):,} held out")
@@ -347,8 +353,9 @@ def train(
     training = TRAININGS[framework](recipe, model, tx, seed=seed, microbatches=microbatches)
 
     first = 0
-    if checkpoints:
-        first = checkpoints.restore_latest(training)
+    if checkpoints and checkpoints.latest_step:
+        first = checkpoints.latest_step
+        training.restore(checkpoints)
         if first >= steps:
             print(f"{checkpoint_dir} contains step {first} of {steps}: the run is complete")
     train_losses, held_out_losses = {}, {}
@@ -365,7 +372,7 @@ def train(
             if step % eval_every == 0 or step == steps:
                 held_out_losses[step] = float(np.mean([training.loss(b) for b in held_out]))
                 if checkpoints:
-                    checkpoints.save(step, training.arrays())
+                    training.save(checkpoints, step)
                 meter.restart_clock(step)
     train_losses = {step: float(loss) for step, loss in train_losses.items()}
     return Run(training.state, training.arrays(), train_losses, held_out_losses)

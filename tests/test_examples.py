@@ -24,6 +24,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import byte_gpt
+import checkpoint_soak
 import demo
 import five_lines
 import gan
@@ -152,7 +153,7 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, 
     assert resumed.held_out_losses.items() <= straight.held_out_losses.items()
     assert_same_bits(resumed.arrays, straight.arrays)
 
-    with pytest.raises(typer.BadParameter, match="written with another recipe"):
+    with pytest.raises(typer.BadParameter, match=r"(?s)under the recipe 'fp16_params'.* --migrate"):
         train_lm.train("bf16", framework, checkpoint_dir=tmp_path, **TINY)
     with pytest.raises(typer.BadParameter, match=f"written with another framework:\n{framework}"):
         train_lm.train("fp16_params", other, checkpoint_dir=tmp_path, **TINY)
@@ -162,6 +163,16 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, 
     finished = train_lm.train("fp16_params", framework, checkpoint_dir=tmp_path, **TINY)
     assert "contains step 6 of 6: the run is complete" in capsys.readouterr().out
     assert_same_bits(finished.arrays, straight.arrays)
+    train_lm.train("bf16", framework, checkpoint_dir=tmp_path, migrate=True, **TINY)
+    plan = r"\d+ x parameter: float16 \+ FP32 master -> float32: FP32 value preserved bit for bit"
+    assert re.search(plan, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_runs_end_as_whole_ones(processes, capsys):
+    checkpoint_soak.main(kills=3, processes=processes)
+    assert "the last states are equal bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -212,7 +223,10 @@ def test_a_script_needs_at_most_one_other_file(script):
     assert len({name for name in imports if script.with_name(f"{name}.py").is_file()}) <= 1
 
 
-@pytest.mark.parametrize("module", [train_lm, gpt, demo, gpu_smoke, vision_digits, gan, five_lines])
+@pytest.mark.parametrize(
+    "module",
+    [train_lm, gpt, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak],
+)
 def test_commands_in_docstrings_name_options_that_exist(module):
     app = typer.Typer()
     app.command()(train_lm.train if module is train_lm else module.main)
@@ -573,7 +587,7 @@ def test_readme_before_and_after_both_train():
     assert isinstance(optimizer, jaxmp.nnx.Optimizer)
 
 
-PAGES = ["index", "recipes", "how-it-works", "nnx", "audit"]
+PAGES = ["index", "recipes", "how-it-works", "nnx", "audit", "checkpoints"]
 SLOW_PAGES = ["autocast", "attention", "losses", "fp8", "sharding"]
 
 
