@@ -1,16 +1,16 @@
-"""Counts the false errors of `jaxmp.audit` on models and training steps that nobody here wrote.
+"""Counts the false positives of `jaxmp.audit` on models and training steps of other projects.
+
 
     python benchmarks/false_positives.py                                 # installed packages
     python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
     python benchmarks/false_positives.py CHECKOUTS --out errors.json
     python benchmarks/false_positives.py --markdown errors.json
 
-The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and as their
-authors run them in bfloat16 where they have a switch; the training steps are those of
-`field_report.py`. Every error has to be in the list of reviewed true findings
-(`reviewed_findings.py`). A error that is not in it is false, or has not been reviewed: it is
-printed, and the exit status is 1. Only traces are audited; nothing is computed but the initial
-parameters of toy models.
+The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and, if they have a
+bfloat16 option, as their authors run them. The training steps are those of `field_report.py`. Each
+error must be in the list of reviewed findings (`reviewed_findings.py`). Other errors are false
+positives or not yet reviewed: they are printed, and the exit status is 1. Only traces are audited;
+nothing is computed except the initial parameters of small models.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def steps(checkouts: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
 # ---------------------------------------------------------------------------
 
 
-def judged(name: str, way: str, findings: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(name: str, way: str, findings: list[dict[str, Any]]) -> dict[str, Any]:
     """Divides the errors of an audit into true ones, by the list, and false ones."""
     errors = [finding for finding in findings if finding["severity"] == "error"]
     true = [error for error in errors if review_of(error) is not None]
@@ -135,9 +135,9 @@ def main() -> int:
     if args.markdown:
         print(markdown(json.loads(args.markdown.read_text())["audits"]))
         return 0
-    found = list(models(args.checkouts))
-    found += [] if args.checkouts is None else list(steps(args.checkouts))
-    rows = [judged(*audit) for audit in found]
+    audits = list(models(args.checkouts))
+    audits += [] if args.checkouts is None else list(steps(args.checkouts))
+    rows = [compare(*audit) for audit in audits]
     lines = false_positives(rows)
     report = {
         "command": "false_positives.py" + " CHECKOUTS" * (args.checkouts is not None),

@@ -46,7 +46,7 @@ TARGET = "h200"
 
 
 def source_line(file: str, line: int) -> str:
-    """The text of a line, without what surrounds it; "" where there is none."""
+    """Returns the text of a line without surrounding blanks; "" if it does not exist."""
     try:
         return Path(file).read_text("utf-8").splitlines()[line - 1].strip()
     except (OSError, IndexError):
@@ -54,7 +54,7 @@ def source_line(file: str, line: int) -> str:
 
 
 def relative(file: str, roots: Iterable[Path]) -> str:
-    """The path of a file in one of several folders; its name where it is in none."""
+    """Returns the path of a file relative to one of several folders, or its name."""
     packages = (Path(sysconfig.get_path("purelib")), *map(Path, sys.path))
     for root in (*roots, *packages):
         if file and str(root) and Path(file).is_relative_to(root):
@@ -63,7 +63,7 @@ def relative(file: str, roots: Iterable[Path]) -> str:
 
 
 def by_line(findings: Iterable[jaxmp.Finding], *roots: Path) -> list[dict[str, Any]]:
-    """Findings with those of one check and one source line joined.
+    """Returns findings, merged for each check and source line.
 
     Args:
       findings: of an audit.
@@ -93,7 +93,7 @@ def by_line(findings: Iterable[jaxmp.Finding], *roots: Path) -> list[dict[str, A
 
 
 def review_of(finding: dict[str, Any]) -> Reviewed | None:
-    """The reviewed true finding that a finding is one of; None if it is in none."""
+    """Returns the reviewed entry that covers a finding, or None."""
     return next((entry for entry in REVIEWED if entry.covers(finding)), None)
 
 
@@ -142,7 +142,7 @@ def measure(step: Step, checkouts: Path, target: str | None) -> dict[str, Any]:
 
 
 def in_own_process(step: Step, checkouts: Path, target: str | None) -> dict[str, Any]:
-    """Audits one step in a process of its own: projects have modules of the same names."""
+    """Audits one step in a separate process, because projects have modules of the same names."""
     command = [sys.executable, __file__, str(checkouts), "--step", step.name]
     command += ["--target", target or "none"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -198,7 +198,7 @@ def overview(report: dict[str, Any]) -> str:
     def rows() -> Iterator[list[str]]:
         for name, entry in report["steps"].items():
             memory = entry["memory"]
-            true = {found.title for found in true_findings(entry)}
+            true = {review.title for review in true_findings(entry)}
             yield [
                 name,
                 entry["commit"],

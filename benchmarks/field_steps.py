@@ -49,7 +49,7 @@ class Step(NamedTuple):
     checkout: folder of the project among the checkouts.
     folder: folder in the checkout that goes on the path.
     source: the files that define step and model.
-    size: the sizes that were audited, in words.
+    size: the audited sizes, as text.
     make: gets a function that imports a module of the project.
     absent: further packages that are replaced by stand-ins.
     """
@@ -129,6 +129,32 @@ def nanodo(module: Callable[[str], Any]) -> Audited:
 # ---------------------------------------------------------------------------
 
 
+def transformer_fields(config: Any) -> dict[str, Any]:
+    """Returns the fields of `TransformerConfig` that the scripts of lm1b and wmt set alike."""
+    return {
+        "vocab_size": config.vocab_size,
+        "output_vocab_size": config.vocab_size,
+        "logits_via_embedding": config.logits_via_embedding,
+        "emb_dim": config.emb_dim,
+        "num_heads": config.num_heads,
+        "num_layers": config.num_layers,
+        "qkv_dim": config.qkv_dim,
+        "mlp_dim": config.mlp_dim,
+        "max_len": max(config.max_target_length, config.max_eval_target_length),
+        "dropout_rate": config.dropout_rate,
+        "attention_dropout_rate": config.attention_dropout_rate,
+    }
+
+
+def flax_optimizer(train: Any, config: Any) -> tuple[Any, optax.GradientTransformation]:
+    """Returns the learning rate schedule and the optimizer of Flax's examples."""
+    schedule = train.create_learning_rate_schedule(
+        learning_rate=config.learning_rate, warmup_steps=config.warmup_steps
+    )
+    tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
+    return schedule, tx
+
+
 @step(
     "Flax lm1b",
     "flax",
@@ -140,25 +166,10 @@ def nanodo(module: Callable[[str], Any]) -> Audited:
 def lm1b(module: Callable[[str], Any]) -> Audited:
     train, models = module("train"), module("models")
     config = module("configs.default").get_config()
-    model_config = models.TransformerConfig(
-        vocab_size=config.vocab_size,
-        output_vocab_size=config.vocab_size,
-        logits_via_embedding=config.logits_via_embedding,
-        dtype=jnp.bfloat16 if config.use_bfloat16 else jnp.float32,
-        emb_dim=config.emb_dim,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        qkv_dim=config.qkv_dim,
-        mlp_dim=config.mlp_dim,
-        max_len=max(config.max_target_length, config.max_eval_target_length),
-        dropout_rate=config.dropout_rate,
-        attention_dropout_rate=config.attention_dropout_rate,
-    )
+    dtype = jnp.bfloat16 if config.use_bfloat16 else jnp.float32
+    model_config = models.TransformerConfig(dtype=dtype, **transformer_fields(config))
     model = models.TransformerLM(model_config.replace(deterministic=True))
-    schedule = train.create_learning_rate_schedule(
-        learning_rate=config.learning_rate, warmup_steps=config.warmup_steps
-    )
-    tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
+    schedule, tx = flax_optimizer(train, config)
     tokens = shape(config.per_device_batch_size, config.max_target_length)
 
     def init(key: Any, tokens: Any) -> Any:
@@ -186,25 +197,10 @@ def wmt(module: Callable[[str], Any]) -> Audited:
     with mock.patch.object(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")]):
         dtype = train.preferred_dtype(config)
     model_config = models.TransformerConfig(
-        vocab_size=config.vocab_size,
-        output_vocab_size=config.vocab_size,
-        share_embeddings=config.share_embeddings,
-        logits_via_embedding=config.logits_via_embedding,
-        dtype=dtype,
-        emb_dim=config.emb_dim,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        qkv_dim=config.qkv_dim,
-        mlp_dim=config.mlp_dim,
-        max_len=max(config.max_target_length, config.max_eval_target_length),
-        dropout_rate=config.dropout_rate,
-        attention_dropout_rate=config.attention_dropout_rate,
+        dtype=dtype, share_embeddings=config.share_embeddings, **transformer_fields(config)
     )
     model = models.Transformer(model_config.replace(deterministic=True))
-    schedule = train.create_learning_rate_schedule(
-        learning_rate=config.learning_rate, warmup_steps=config.warmup_steps
-    )
-    tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
+    schedule, tx = flax_optimizer(train, config)
     size = config.per_device_batch_size, config.max_target_length
     replicated = functools.partial(
         jax.tree.map, lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype)
@@ -253,13 +249,10 @@ def gemma(module: Callable[[str], Any]) -> Audited:
     model_config = dataclasses.replace(
         model_config, num_layers=6, attention_types=model_config.attention_types[:6]
     )
-    schedule = train.create_learning_rate_schedule(
-        learning_rate=config.learning_rate, warmup_steps=config.warmup_steps
-    )
+    _, tx = flax_optimizer(train, config)
 
     def make() -> Any:
         model = transformer.Transformer(model_config, rngs=nnx.Rngs(params=0, dropout=0))
-        tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
         metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         return model, optimizer, nnx.Rngs(params=0, dropout=0), metrics

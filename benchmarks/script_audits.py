@@ -74,7 +74,7 @@ SCRIPTS = {
 
 
 def audit(script: Script, checkouts: Path, target: str | None, listing: bool) -> dict[str, Any]:
-    """The output and the report of one script."""
+    """Returns the output and the counts of one script."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "jaxmp", "audit", "--script"]
@@ -96,10 +96,10 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
             return {"error": done.stderr[-3000:], "seconds": seconds}
         row: dict[str, Any] = {"output": done.stdout, "seconds": seconds}
         if report.exists():
-            found = jaxmp.AuditReport.from_json(report.read_text("utf-8"))
+            result = jaxmp.AuditReport.from_json(report.read_text("utf-8"))
             row["function"] = done.stdout.splitlines()[0].removeprefix("Function ")
-            row["flops"], row["errors"] = found.flops, found.counts()
-            row["low_precision_share"] = round(found.low_precision_share, 4)
+            row["flops"], row["errors"] = result.flops, result.counts()
+            row["low_precision_share"] = round(result.low_precision_share, 4)
         return row
 
 

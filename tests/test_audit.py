@@ -90,7 +90,7 @@ def audit_small(framework, recipe="bf16", **sizes):
 @pytest.mark.parametrize(
     ("framework", "recipe"), each_value(["linen", "nnx"], ["bf16", "fp16", "bf16_params", "fp32"])
 )
-def test_a_clean_step_has_no_fault(framework, recipe):
+def test_a_clean_step_has_no_error(framework, recipe):
     report = audit_small(framework, recipe)
     assert report.ok, str(report)
     assert report.counts() == {} and report.errors == ()

@@ -44,7 +44,7 @@ def attend(x):
 
 
 def test_an_error_that_was_not_reviewed_is_false():
-    row = false_positives.judged("ours", "step", findings_of(attend, shape(64, 64)))
+    row = false_positives.compare("ours", "step", findings_of(attend, shape(64, 64)))
 
     assert row["true"] == [] and [error["check"] for error in row["false"]] == ["softmax_16bit"]
     (line,) = false_positives.false_positives([row])
@@ -55,7 +55,7 @@ def test_an_error_that_was_not_reviewed_is_false():
 def test_a_reviewed_fault_is_true(monkeypatch):
     entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "jax.nn.softmax(x"),), "", "", "")
     monkeypatch.setattr(field_report, "REVIEWED", (entry,))
-    row = false_positives.judged("ours", "step", findings_of(attend, shape(64, 64)))
+    row = false_positives.compare("ours", "step", findings_of(attend, shape(64, 64)))
 
     assert row["false"] == [] and len(row["true"]) == 1
 
@@ -80,7 +80,7 @@ def test_notes_are_no_faults():
     findings = findings_of(lambda x: x**2, shape(64, 64))
 
     assert [finding["severity"] for finding in findings] == ["warning"]
-    assert false_positives.judged("ours", "step", findings)["false"] == []
+    assert false_positives.compare("ours", "step", findings)["false"] == []
 
 
 def test_every_entry_is_complete():
@@ -243,4 +243,4 @@ def test_no_fault_of_the_results_is_false():
     assert errors["false"] == 0 and false_positives.false_positives(errors["audits"]) == []
     assert false_positives.markdown(errors["audits"]) in PAGE.read_text("utf-8")
     for name, entry in steps["steps"].items():
-        assert false_positives.judged(name, "step", entry["findings"])["false"] == []
+        assert false_positives.compare(name, "step", entry["findings"])["false"] == []

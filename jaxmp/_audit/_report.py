@@ -170,10 +170,10 @@ class AuditReport:
             worse = {k for k, n in _counted(self.findings, checks).items() if n > before.get(k, 0)}
             failed = [finding for finding in failed if finding.check in worse]
         if failed:
-            more = " more than the baseline allows" if baseline is not None else ""
+            more = ", more than the baseline allows" if baseline is not None else ""
             lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
             lines += [f"  and {len(failed) - _MAX_LISTED} more"] * (len(failed) > _MAX_LISTED)
-            raise AuditFailedError("\n".join([f"The audit found{more}:", *lines]))
+            raise AuditFailedError("\n".join([f"The audit found errors{more}:", *lines]))
 
     def diff(self, other: AuditReport | str | Path) -> AuditDiff:
         """Compares this report with a later one.
@@ -197,8 +197,8 @@ class AuditReport:
         return self.to_text()
 
     def __repr__(self) -> str:
-        found = ", ".join(f"{check}: {count}" for check, count in self.counts().items()) or "ok"
-        return f"<AuditReport of {self.equations} equations; {found}>"
+        errors = ", ".join(f"{check}: {count}" for check, count in self.counts().items())
+        return f"<AuditReport of {self.equations} equations; {errors or 'ok'}>"
 
     def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
