@@ -1,6 +1,5 @@
 """Counts the false positives of `jaxmp.audit` on models and training steps of other projects.
 
-
     python benchmarks/false_positives.py                                 # installed packages
     python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
     python benchmarks/false_positives.py CHECKOUTS --out errors.json

@@ -70,8 +70,8 @@ def matmul_of_instruction(
 
 def _kernel(holder: Instruction) -> str:
     """Returns the library that runs a matmul inside of a fusion."""
-    check = str(holder.config.get("fusion_backend_config", {}).get("check", ""))
-    return "cudnn" if "cudnn" in check else "triton" if "triton" in check else "xla"
+    kind = str(holder.config.get("fusion_backend_config", {}).get("kind", ""))
+    return "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "xla"
 
 
 def _plain(program: Program, step: Step, inside: Computation, dot: Instruction) -> HloMatmul:
