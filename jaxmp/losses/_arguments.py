@@ -1,0 +1,163 @@
+"""Checks of the arguments of losses, with error messages that contain the fix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxmp._core import _compat
+from jaxmp.errors import JaxmpError, did_you_mean
+
+Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
+REDUCTIONS = ("mean", "sum", "none", "sum_and_weight")
+
+
+class Terms(NamedTuple):
+    """Static settings of the loss of a row."""
+
+    label_smoothing: float
+    z_loss: float
+    axis: int
+
+
+def shape_of(array: Any) -> list[int]:
+    return list(array.shape)
+
+
+def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array:
+    if array.shape != other.shape:
+        # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
+        raise JaxmpError(
+            f"{name} has shape {shape_of(other)}, and what it is compared with {shape_of(array)} "
+            f"({array.dtype}). They must be equal: reshape one, or jnp.broadcast_to it."
+        )
+    return array
+
+
+def check_axis(axis: int, array: jax.Array) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise JaxmpError(f"axis={axis!r} is not an integer. Give one axis, for example axis=-1.")
+    if not -array.ndim <= axis < array.ndim:
+        raise JaxmpError(
+            f"axis={axis} is not an axis of shape {shape_of(array)}. Allowed: {-array.ndim} to "
+            f"{array.ndim - 1}; for example axis=-1."
+        )
+    return int(axis) % array.ndim
+
+
+def check_number(value: Any, name: str, largest: float) -> float:
+    if isinstance(value, Tracer):
+        raise JaxmpError(
+            f"{name} is a traced value; it must be known when the program is built. Name it in "
+            f"jax.jit(..., static_argnames={name!r})."
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (0 <= number <= largest and math.isfinite(number)):
+        allowed = "0 or more" if largest == math.inf else f"from 0 to {largest:g}"
+        raise JaxmpError(f"{name}={value!r} must be a number {allowed}, for example {name}=0.1.")
+    return number
+
+
+def make_terms(label_smoothing: Any, z_loss: Any, axis: int) -> Terms:
+    smoothing = check_number(label_smoothing, "label_smoothing", 1.0)
+    return Terms(smoothing, check_number(z_loss, "z_loss", math.inf), axis)
+
+
+def check_reduction(value: Any) -> Reduction:
+    if value not in REDUCTIONS:
+        raise JaxmpError(
+            f"Unknown reduction={value!r}.{did_you_mean(str(value), REDUCTIONS)} Allowed: "
+            f"{', '.join(REDUCTIONS)}; for example reduction='mean'."
+        )
+    return value
+
+
+def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
+    """Checks the shapes of a linear layer and returns its number of classes."""
+    layout = "[V, D]" if transposed else "[D, V]"
+    if hidden.ndim < 1 or kernel.ndim != 2:
+        raise JaxmpError(
+            f"hidden has shape {shape_of(hidden)} and kernel {shape_of(kernel)}; allowed are "
+            f"[..., D] and {layout}."
+        )
+    features, size = kernel.shape[::-1] if transposed else kernel.shape
+    if features != hidden.shape[-1]:
+        fix = " The last axis of hidden must be D."
+        if size == hidden.shape[-1]:
+            fix = f" The kernel is stored the other way: transposed={not transposed}."
+        raise JaxmpError(
+            f"hidden {shape_of(hidden)} has {hidden.shape[-1]} features, and kernel "
+            f"{shape_of(kernel)}, read as {layout}, takes {features}.{fix}"
+        )
+    if not size:
+        raise JaxmpError(f"kernel {shape_of(kernel)}, read as {layout}, has no classes.")
+    return size
+
+
+def check_indices(
+    labels: jax.Array, rows: Any, size: int, ignore_index: Any, name: str, shape: Any
+) -> None:
+    """Raises if the labels are not class indices of `rows`; checks their values if known."""
+    if ignore_index is not None and (
+        isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))
+    ):
+        raise JaxmpError(f"ignore_index={ignore_index!r} is not an integer, such as -100.")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise JaxmpError(
+            f"labels are {labels.dtype} of shape {shape_of(labels)}; with {name} of shape "
+            f"{list(shape)} they must be class indices, integers of shape {list(rows)}: "
+            "labels.astype(jnp.int32)."
+            + (" For probabilities: softmax_cross_entropy." if name == "hidden" else "")
+        )
+    if labels.shape != tuple(rows):
+        raise JaxmpError(
+            f"labels have shape {shape_of(labels)}, and {name} of shape {list(shape)} has rows of "
+            f"shape {list(rows)}. Give one class index a row: labels.reshape({tuple(rows)})."
+        )
+    if isinstance(labels, Tracer) or not labels.is_fully_addressable:
+        return
+    values = np.asarray(labels)
+    wrong = (values < 0) | (values >= size)
+    if ignore_index is not None:
+        wrong &= values != ignore_index
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        label = values[index]
+        raise JaxmpError(
+            f"labels[{', '.join(map(str, index))}] is {label}, one of {int(wrong.sum())} that name "
+            f"none of {size} classes. Allowed: 0 to {size - 1}. If {label} marks rows that do not "
+            f"count: ignore_index={label}."
+        )
+
+
+def read_indices(
+    labels: jax.Array, size: int, ignore_index: int | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Returns the class indices, which rows count (None: all), and which labels are valid.
+
+    Labels that are ignored or invalid become 0; ignored ones count as valid.
+    """
+    labels = labels.astype("int64" if labels.dtype.itemsize == 8 else "int32")
+    valid = (labels >= 0) & (labels < size)
+    counted = None
+    if ignore_index is not None:
+        counted = labels != ignore_index
+        valid |= ~counted
+    return jnp.where(valid if counted is None else valid & counted, labels, 0), counted, valid
+
+
+def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
+    """Marks all arrays as varying over each `shard_map` axis over which one of them varies.
+
+    The gradient of a replicated kernel is then summed over the mesh once, after all chunks.
+    """
+    axes = _compat.varying_axes((trees, like))
+    return _compat.vary(trees, axes) if axes else trees

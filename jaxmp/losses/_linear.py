@@ -1,0 +1,358 @@
+"""Softmax cross entropy of a linear layer, computed in chunks without storing the logits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from jaxmp._core._dtypes import floating_array, wide_dtype
+from jaxmp.errors import JaxmpError
+from jaxmp.losses._arguments import (
+    Reduction,
+    Terms,
+    check_indices,
+    check_layer,
+    check_reduction,
+    make_terms,
+    read_indices,
+    shape_of,
+    vary_alike,
+)
+from jaxmp.losses._softmax import forward, slope_of
+from jaxmp.losses._weights import (
+    apply_factors,
+    mark_invalid,
+    reduce_sum,
+    row_factors,
+    total_weight,
+    weighted_sum,
+    zero_unweighted,
+)
+
+
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    transposed: bool = False,
+    chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    precision: Any = None,
+) -> Any:
+    """Computes `softmax_cross_entropy(hidden @ kernel + bias, labels)` without storing all logits.
+
+    Rows are processed in chunks of `chunk` rows. The logits of a chunk are computed in FP32 by a
+    matmul with operands in the dtype of `hidden`, and discarded after use. The gradient of the
+    kernel is accumulated in FP32, that of `hidden` is stored in FP32, and each is rounded once, to
+    the dtype of its argument. With an FP32 kernel and bfloat16 `hidden`, the gradient of the kernel
+    is therefore never rounded.
+
+    If the result is a scalar ("mean", "sum"), the gradients are computed in the forward pass, while
+    the logits of a chunk are available, and the backward pass multiplies them by a scalar. This
+    takes three matmuls, as without chunks. Recomputing the logits would take a fourth matmul of the
+    same size, to avoid storing the two gradients between the passes. But this layer is the last
+    one, so its backward pass is the first and would compute them immediately anyway. With
+    `reduction="none"`, the factor of each row is known only in the backward pass, which therefore
+    recomputes the logits. Without differentiation, only one matmul is computed.
+
+    Adjacent rows belong to different chunks. If `hidden` is sharded over devices along its first
+    axis, all devices therefore work on every chunk. A kernel that is sharded along V stays sharded.
+    In a data-parallel `jit`, every device adds to the same gradient of the kernel: see
+    docs/losses.md.
+
+    With float16, the gradient of the logits is multiplied by a power of two before it is rounded,
+    and divided by it after the matmul, so that small entries are preserved for every loss scale.
+
+    Args:
+      hidden: `[..., D]`, floating, 16 bits or more. Its dtype is that of the matmul operands.
+      kernel: `[D, V]`, or `[V, D]` with `transposed=True`, as an embedding table is stored.
+      labels: class indices, integers of shape `[...]`. For indices out of range see
+        `softmax_cross_entropy`. Probabilities raise an error, because they would be as large as the
+        logits.
+      bias: `[V]`, floating; added in FP32.
+      transposed: the kernel is `[V, D]`.
+      chunk: number of rows per chunk. None: D, rounded down to a power of two, between 256 and
+        1024. For D >= 256, the logits of a chunk then take no more memory than the FP32 gradient of
+        the kernel, which is stored anyway. Above about 750 rows, the matmuls on an H200 take longer
+        than reading and writing that gradient (8 bytes and 2 C operations per element, at 4.3 TB/s
+        and 790 TFLOP/s).
+      label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
+      precision: precision of the three matmuls, as in `jax.lax.dot_general`.
+
+    Returns:
+      As in `softmax_cross_entropy`.
+
+    Raises:
+      JaxmpError: as in `softmax_cross_entropy`, or if the shape of kernel or bias does not fit.
+
+    Example:
+      >>> hidden = jnp.ones((2, 6, 4), jnp.bfloat16)
+      >>> table = jnp.zeros((10, 4), jnp.float32)
+      >>> labels = jnp.zeros((2, 6), jnp.int32)
+      >>> def loss(table):
+      ...     return jaxmp.losses.linear_cross_entropy(hidden, table, labels, transposed=True)
+      >>> value, gradient = jax.value_and_grad(loss)(table)
+      >>> float(value), gradient.dtype
+      (2.3025..., dtype('float32'))
+    """
+    reduction = check_reduction(reduction)
+    hidden, kernel = floating_array(hidden, "hidden"), floating_array(kernel, "kernel")
+    size = check_layer(hidden, kernel, transposed)
+    bias = None if bias is None else floating_array(bias, "bias")
+    if bias is not None and bias.shape != (size,):
+        raise JaxmpError(
+            f"bias has shape {shape_of(bias)}, and the kernel {shape_of(kernel)} has {size} "
+            f"classes. Give one number a class: bias.reshape({size})."
+        )
+    terms = make_terms(label_smoothing, z_loss, axis=1)
+    labels = jnp.asarray(labels)
+    rows = hidden.shape[:-1]
+    check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
+    labels, counted, valid = read_indices(labels, size, ignore_index)
+    wide = wide_dtype(hidden.dtype)
+    factors = row_factors(weights, counted, rows, wide)
+    if precision is None:  # the backward pass is traced where the caller's setting has ended
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+    layer = _Layer(
+        terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
+    )
+    per_row = reduction == "none"
+    compute = functools.partial(_each_loss if per_row else _total_loss, layer)
+    compute = _automatic(compute, hidden, kernel, like=labels if per_row else None)
+    result = compute(hidden, kernel, bias, labels, valid, factors)
+    return result if per_row else reduce_sum(result, total_weight(factors, rows, wide), reduction)
+
+
+class _Layer(NamedTuple):
+    """Static settings of the loss of a linear layer."""
+
+    terms: Terms
+    chunk: int
+    transposed: bool
+    precision: Any
+
+
+class _Arrays(NamedTuple):
+    """Arrays of the loss of a linear layer: `[N, D]`, a kernel, `[V]`, `[N]`, `[N]`."""
+
+    hidden: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+    labels: jax.Array
+    # True for labels that are class indices; None if all are known to be.
+    valid: jax.Array | None
+
+
+def _flat(hidden: Any, kernel: Any, bias: Any, labels: Any, valid: Any, factors: Any) -> Any:
+    """Flattens the rows of arrays and factors to one dimension."""
+    hidden = hidden.reshape(labels.size, hidden.shape[-1])
+    valid, factors = (None if array is None else array.reshape(-1) for array in (valid, factors))
+    return vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
+
+
+def _each_loss(layer: _Layer, *args: Any) -> jax.Array:
+    """Returns the loss of each row times its factor, in the shape of the labels."""
+    arrays, factors = _flat(*args)
+    losses: Any = _layer_losses(layer, arrays)
+    weighted = losses if factors is None else apply_factors(losses, factors)
+    return weighted.reshape(args[3].shape)
+
+
+def _total_loss(layer: _Layer, *args: Any) -> Any:
+    """Returns the sum of the losses of all rows times their factors."""
+    arrays, factors = _flat(*args)
+    if factors is None:
+        ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
+        (factors,) = vary_alike(ones, like=arrays)
+    return _layer_total(layer, arrays, factors)
+
+
+def _automatic(fn: Callable[..., Any], *arrays: jax.Array, like: jax.Array | None) -> Any:
+    """Returns `fn`, with automatic partitioning inside if the mesh has explicit axes.
+
+    The result is sharded like `like`, or a scalar if `like` is None.
+    """
+    for mesh in (jax.typeof(array).sharding.mesh for array in arrays):
+        if AxisType.Explicit in mesh.axis_types:
+            spec = PartitionSpec() if like is None else jax.typeof(like).sharding.spec
+            return jax.sharding.auto_axes(fn, out_sharding=NamedSharding(mesh, spec))
+    return fn
+
+
+class _Gradients(NamedTuple):
+    """FP32 gradients of a sum of losses."""
+
+    hidden: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+
+    def scaled(self, arrays: _Arrays, factor: Any) -> _Arrays:
+        """Returns the gradients times `factor`, as cotangents in the dtypes of `arrays`."""
+        cast = lambda slope, array: (slope * factor).astype(array.dtype)
+        bias = None if self.bias is None else cast(self.bias, arrays.bias)
+        kernel = cast(self.kernel, arrays.kernel)
+        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, *_no_cotangents(arrays))
+
+
+def _no_cotangents(arrays: _Arrays) -> tuple[Any, Any]:
+    zeros = lambda array: None if array is None else np.zeros(array.shape, jax.dtypes.float0)
+    return zeros(arrays.labels), zeros(arrays.valid)
+
+
+def _chunk_rows(chunk: int | None, rows: int, features: int) -> int:
+    """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
+    if chunk is None:
+        chunk = min(max(1 << max(features.bit_length() - 1, 0), 256), 1024)
+    elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
+        raise JaxmpError(
+            f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
+            "chunk=512, or leave it out."
+        )
+    even = -(-rows // max(-(-rows // chunk), 1))
+    # Multiples of 64 fill the tiles of a Tensor Core, and can be split over devices.
+    return max(min(-(-even // 64) * 64, int(chunk), max(rows, 1)), 1)
+
+
+def _split(array: jax.Array, chunk: int) -> jax.Array:
+    """Reshapes `[N, ...]` to `[chunks, C, ...]`, with row i in chunk `i % chunks` and zero padding.
+
+    Adjacent rows belong to different chunks, so that C is sharded over devices if N is.
+    """
+    chunks = max(-(-array.shape[0] // chunk), 1)
+    missing = chunks * chunk - array.shape[0]
+    if missing:
+        array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+    return jnp.swapaxes(array.reshape(chunk, chunks, *array.shape[1:]), 0, 1)
+
+
+def _join(array: jax.Array, rows: int) -> jax.Array:
+    """Inverts `_split`."""
+    return jnp.swapaxes(array, 0, 1).reshape(-1, *array.shape[2:])[:rows]
+
+
+def _over_chunks(
+    layer: _Layer, arrays: _Arrays, factors: jax.Array | None
+) -> tuple[jax.Array, _Gradients | None]:
+    """Returns the loss of each row, `[N]`, and the gradients of the sum weighted with `factors`.
+
+    Without `factors`, the gradients are None.
+    """
+    dtype, wide = arrays.hidden.dtype, wide_dtype(arrays.hidden.dtype)
+    # Cast once, before the loop.
+    kernel = arrays.kernel.astype(dtype)
+    bias = None if arrays.bias is None else arrays.bias.astype(wide)
+    inner = 1 if layer.transposed else 0
+    stretch: Any = None if factors is None else _stretch(factors, dtype)
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, left: int, right: int) -> jax.Array:
+        dimensions = (((left,), (right,)), ((), ()))
+        return lax.dot_general(
+            lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=wide
+        )
+
+    def one_chunk(sums: Any, chunk: Any) -> Any:
+        hidden, labels, factors = chunk
+        logits = multiply(hidden, kernel, 1, inner)
+        if bias is not None:
+            logits += bias[None]
+        losses, rows = forward(layer.terms, logits, labels, small=True)
+        if factors is None:
+            return sums, (losses, None)
+        slope = slope_of(layer.terms, rows, logits, labels, factors)
+        rounded = (slope * stretch).astype(dtype)
+        d_hidden = multiply(rounded, kernel, 1, 1 - inner) / stretch
+        # Rows with factor 0 may contain inf, and 0 * inf is NaN.
+        hidden = jnp.where(factors[:, None] == 0, jnp.zeros_like(hidden), hidden)
+        pair = (rounded, hidden) if layer.transposed else (hidden, rounded)
+        d_kernel, d_bias = sums
+        d_kernel += multiply(*pair, 0, 0)
+        if d_bias is not None:
+            d_bias += jnp.sum(slope, axis=0)
+        return (d_kernel, d_bias), (losses, d_hidden)
+
+    sums = None
+    if factors is not None:
+        zeros = lambda array: None if array is None else jnp.zeros(array.shape, wide)
+        sums = (zeros(arrays.kernel), zeros(arrays.bias))
+        (sums,) = vary_alike(sums, like=(arrays, factors))
+    labels = arrays.labels[:, None]
+    split = jax.tree.map(lambda array: _split(array, layer.chunk), (arrays.hidden, labels, factors))
+    sums, (losses, d_hidden) = lax.scan(one_chunk, sums, split)
+    losses = mark_invalid(_join(losses, arrays.hidden.shape[0]), arrays.valid)
+    if sums is None:
+        return losses, None
+    d_hidden = _join(d_hidden, arrays.hidden.shape[0])
+    return losses, _Gradients(d_hidden, sums[0] / stretch, sums[1])
+
+
+def _stretch(factors: jax.Array, dtype: Any) -> Any:
+    """Returns a power of two that scales the gradient of the logits to the range of float16.
+    The entries of a row are at most its factor, or with z_loss `1 + 2 z_loss |logsumexp|` times
+    that. The largest factor is scaled to at most 2**12, so that 16 times it fits and softmax
+    probabilities down to 1.5e-11 are not lost. Other dtypes have the range of FP32, so that the
+    result is 1.
+    """
+    wide = factors.dtype
+    if dtype != np.float16:
+        return np.ones((), wide)
+    largest = jnp.max(jnp.abs(factors), initial=0)
+    exponent = jnp.clip(12 - jnp.frexp(largest)[1], -126, 126)
+    usable = (largest > 0) & (largest < jnp.inf)
+    one = jnp.ones((), wide)
+    return lax.stop_gradient(jnp.where(usable, jnp.ldexp(one, exponent), one))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_total(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> jax.Array:
+    """Computes `sum(factors * losses)`; the forward pass also computes its gradients."""
+    return weighted_sum(_over_chunks(layer, arrays, None)[0], factors)
+
+
+def _layer_total_fwd(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> Any:
+    known = factors if arrays.valid is None else jnp.where(arrays.valid, factors, 0)
+    losses, gradients = _over_chunks(layer, arrays, known)
+    total = weighted_sum(losses, factors)
+    return total, (arrays, zero_unweighted(losses, factors), gradients)
+
+
+def _layer_total_bwd(layer: _Layer, saved: Any, cotangent: jax.Array) -> Any:
+    arrays, losses, gradients = saved
+    return gradients.scaled(arrays, cotangent), losses * cotangent
+
+
+_layer_total.defvjp(_layer_total_fwd, _layer_total_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_losses(layer: _Layer, arrays: _Arrays) -> jax.Array:
+    """Computes the loss of each row, `[N]`; the backward pass recomputes the logits."""
+    return _over_chunks(layer, arrays, None)[0]
+
+
+def _layer_losses_fwd(layer: _Layer, arrays: _Arrays) -> Any:
+    return _layer_losses(layer, arrays), arrays
+
+
+def _layer_losses_bwd(layer: _Layer, arrays: _Arrays, cotangent: jax.Array) -> Any:
+    known = cotangent if arrays.valid is None else jnp.where(arrays.valid, cotangent, 0)
+    gradients = _over_chunks(layer, arrays, known)[1]
+    assert gradients is not None
+    return (gradients.scaled(arrays, 1),)
+
+
+_layer_losses.defvjp(_layer_losses_fwd, _layer_losses_bwd)

@@ -1,0 +1,260 @@
+"""Softmax cross entropy of logits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmp._core._dtypes import floating_array, wide_dtype
+from jaxmp.errors import JaxmpError
+from jaxmp.losses._arguments import (
+    Reduction,
+    Terms,
+    check_axis,
+    check_indices,
+    check_reduction,
+    check_same_shape,
+    make_terms,
+    read_indices,
+    shape_of,
+    vary_alike,
+)
+from jaxmp.losses._weights import (
+    mark_invalid,
+    reduce_losses,
+    row_factors,
+)
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    axis: int = -1,
+) -> Any:
+    """Computes softmax cross entropy in FP32, without storing 16-bit logits in FP32.
+
+    The loss of a row with label distribution `q` is `-sum(q log softmax(logits))`. The backward
+    pass reads the logits and two FP32 numbers per row, and writes the gradient in the dtype of the
+    logits. Logits that are sharded over devices along V are not gathered: each sum over V is
+    computed as a sum over devices.
+
+    An entry of -inf (a masked class) has probability 0, gradient 0 and no share of the label
+    smoothing. If the logit of a label is -inf, the loss is inf. The gradient contains no NaN in
+    either case.
+
+    Reverse mode and forward-over-reverse mode are supported; `jax.jvp` of the loss itself raises.
+
+    Args:
+      logits: `[..., V]` (V at `axis`), floating, 16 bits or more.
+      labels: class indices, integers of shape `[...]`; or probabilities, floating, of the shape of
+        the logits. A class index outside `[0, V)` raises if its value is known. Under `jit`, the
+        loss of its row is NaN and the gradient of its row is 0.
+      label_smoothing: fraction of `q` that is distributed evenly over all classes, in `[0, 1]`, as
+        in Szegedy et al. 2016 (arXiv:1512.00567) and in torch. A number, not an array.
+      z_loss: adds `z_loss * logsumexp(logits) ** 2`, as in PaLM (arXiv:2204.02311, section 5:
+        1e-4). A number, not an array.
+      ignore_index: class index of rows to ignore; torch's default is -100.
+      weights: weight of each row, `[...]`; floating, integer or bool.
+      reduction: "mean", "sum", "none" or "sum_and_weight", as described in the docstring of this
+        module.
+      axis: axis of the classes.
+
+    Returns:
+      FP32 (float64 for float64 logits): a scalar; `[...]` for "none"; `(sum, weight)` for
+      "sum_and_weight".
+
+    Raises:
+      JaxmpError: if dtypes, shapes or options do not fit, or a known class index is out of range.
+
+    Example:
+      >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
+      >>> jaxmp.losses.softmax_cross_entropy(logits, jnp.array([0, 2]), reduction="none").round(4)
+      Array([0.2395, 1.0986], dtype=float32)
+      >>> loss = lambda logits: jaxmp.losses.softmax_cross_entropy(logits, jnp.array([0, 2]))
+      >>> jax.grad(loss)(logits).dtype
+      dtype(bfloat16)
+    """
+    logits, reduction = floating_array(logits, "logits"), check_reduction(reduction)
+    axis = check_axis(axis, logits)
+    terms = make_terms(label_smoothing, z_loss, axis)
+    size = logits.shape[axis]
+    if not size:
+        raise JaxmpError(f"logits have shape {shape_of(logits)}: no classes at axis={axis}.")
+    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
+    wide = wide_dtype(logits.dtype)
+    labels = jnp.asarray(labels)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        if ignore_index is not None:
+            raise JaxmpError(
+                f"ignore_index={ignore_index} needs class indices, and the labels are "
+                f"probabilities ({labels.dtype}). Give what counts: weights=rows_that_count."
+            )
+        labels = check_same_shape(floating_array(labels, "labels"), logits, "logits")
+        counted, valid = None, None
+    else:
+        check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
+        labels, counted, valid = read_indices(labels, size, ignore_index)
+        labels = jnp.expand_dims(labels, axis)
+    factors = row_factors(weights, counted, rows, wide)
+    logits, labels, factors, valid = vary_alike(logits, labels, factors, valid)
+    losses = mark_invalid(_row_losses(terms, logits, labels), valid)
+    return reduce_losses(losses, factors, reduction)
+
+
+class _Rows(NamedTuple):
+    """Statistics of each row that its gradient requires: FP32, with size 1 on the class axis.
+
+    `top` and `log_sum` are separate, although their sum would be sufficient: next to a logit of
+    65504, FP32 has steps of 0.004, and `exp(x - top - log_sum)` preserves what
+    `exp(x - (top + log_sum))` would lose.
+    """
+
+    # Largest logit; 0 if all are -inf.
+    top: jax.Array
+    # log(sum(exp(logits - top))); -inf if all logits are -inf.
+    log_sum: jax.Array
+    # sum(q): 1, unless the labels are probabilities with another sum.
+    mass: jax.Array | float
+    # Target probability that label smoothing adds to each class that is not masked.
+    share: jax.Array | None
+
+    @property
+    def logsumexp(self) -> jax.Array:
+        return self.top + self.log_sum
+
+
+def _masked(logits: jax.Array) -> jax.Array:
+    return logits == -jnp.inf
+
+
+def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
+    """Returns the labels as probabilities in FP32, for XLA to fuse with their use."""
+    wide = wide_dtype(logits.dtype)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        return labels.astype(wide)
+    # Compare instead of gathering: if V is sharded over devices, this needs no communication.
+    sharding = jax.typeof(logits).sharding
+    explicit = sharding if any(sharding.spec) else None
+    classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis, out_sharding=explicit)
+    return (classes == labels).astype(wide)
+
+
+def forward(
+    terms: Terms, logits: jax.Array, labels: jax.Array, *, small: bool
+) -> tuple[jax.Array, _Rows]:
+    """Computes the loss of each row, without the class axis, and statistics for its gradient.
+
+    `small` means that FP32 copies of the logits are acceptable. XLA for CPU then sums the
+    exponentials in a library call, which is faster and requires such a copy.
+    """
+    wide = wide_dtype(logits.dtype)
+    # The maximum is exact in the dtype of the logits. The loss does not depend on `top`, so its
+    # gradient can be stopped.
+    top = lax.stop_gradient(jnp.max(logits, terms.axis, keepdims=True)).astype(wide)
+    top = jnp.where(_masked(top), jnp.zeros_like(top), top)
+    raised, hits = logits.astype(wide), _hits(labels, logits, terms.axis)
+    shifted, zero = raised - top, jnp.zeros_like(raised)
+    soft = jnp.issubdtype(labels.dtype, jnp.floating)
+    # 0 log 0 = 0. With class indices, the sum contains a single logit, which is shifted afterwards.
+    parts = {"hit": jnp.where(hits == 0, zero, hits * (shifted if soft else raised))}
+    if soft or small:
+        parts["mass"] = hits
+    if terms.label_smoothing:
+        parts["even"] = jnp.where(_masked(logits), zero, shifted)
+        parts["live"] = (~_masked(logits)).astype(wide)
+    powers = jnp.exp(shifted)
+    if small:
+        sums = {**_sums(terms.axis, parts), "exp": jnp.sum(powers, terms.axis, keepdims=True)}
+    else:
+        sums = _sums(terms.axis, {**parts, "exp": powers})
+    if not soft:
+        sums["hit"] -= top
+
+    log_sum, hit = jnp.log(sums["exp"]), sums["hit"]
+    mass, share = sums["mass"] if soft else 1.0, None
+    if terms.label_smoothing:
+        keep = 1 - terms.label_smoothing
+        share = terms.label_smoothing / jnp.maximum(sums["live"], jnp.ones_like(top))
+        hit = (keep * hit if keep else 0.0) + share * sums["even"]
+        mass = keep * mass + terms.label_smoothing
+    losses = mass * log_sum - hit
+    losses = jnp.where(log_sum == -jnp.inf, jnp.full_like(losses, jnp.inf), losses)
+    rows = _Rows(top, log_sum, mass, share)
+    if terms.z_loss:
+        losses += terms.z_loss * jnp.square(rows.logsumexp)
+    return jnp.squeeze(losses, terms.axis), rows
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums two or more arrays along `axis`, kept with size 1, in one pass.
+
+    XLA for CPU fuses a reduction of several operands with the operations that compute them. It
+    replaces a reduction of one operand by a library call, which reads the operand in FP32 from
+    memory.
+    """
+    arrays = list(parts.values())
+    zero = np.zeros((), arrays[0].dtype)
+    add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
+    sums = lax.reduce(arrays, [zero] * len(arrays), add, (axis,))
+    return {key: jnp.expand_dims(total, axis) for key, total in zip(parts, sums, strict=True)}
+
+
+@_sums.defjvp
+def _sums_jvp(axis: int, parts: Any, tangents: Any) -> Any:
+    add = lambda tangent: jnp.sum(tangent, axis, keepdims=True)
+    return _sums(axis, *parts), jax.tree.map(add, tangents[0])
+
+
+def slope_of(
+    terms: Terms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
+) -> jax.Array:
+    """Returns the FP32 gradient of the logits, each row times its factor; the caller rounds it."""
+    targets = _hits(labels, logits, terms.axis)
+    if rows.share is not None:
+        targets = targets * (1 - terms.label_smoothing) + rows.share
+    chances = jnp.exp(logits.astype(targets.dtype) - rows.top - rows.log_sum)
+    weight = rows.mass
+    if terms.z_loss:
+        weight += 2 * terms.z_loss * rows.logsumexp
+    factors = jnp.expand_dims(factors, terms.axis)
+    slope = (chances * weight - targets) * factors
+    return jnp.where(_masked(logits) | (factors == 0), jnp.zeros_like(slope), slope)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row_losses(terms: Terms, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return forward(terms, logits, labels, small=False)[0]
+
+
+def _row_losses_fwd(terms: Terms, logits: jax.Array, labels: jax.Array) -> Any:
+    losses, rows = forward(terms, logits, labels, small=False)
+    return losses, (rows, logits, labels)
+
+
+def _row_losses_bwd(terms: Terms, saved: Any, cotangent: jax.Array) -> Any:
+    rows, logits, labels = saved
+    slope = slope_of(terms, rows, logits, labels, cotangent).astype(logits.dtype)
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        return slope, None
+    surprise = rows.log_sum - (logits.astype(rows.top.dtype) - rows.top)
+    surprise *= (1 - terms.label_smoothing) * jnp.expand_dims(cotangent, terms.axis)
+    # The derivative with respect to the label of a masked class is infinite. It is set to 0,
+    # because the class cannot receive probability.
+    surprise = jnp.where(_masked(logits), jnp.zeros_like(surprise), surprise)
+    return slope, surprise.astype(labels.dtype)
+
+
+_row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
