@@ -391,7 +391,7 @@ def _join(part: list[Any], whole: Any) -> Any:
 def _zero_sums(args: tuple[Any, ...], options: _Options) -> _Sums:
     grads = tuple(
         _overwritten.map_leaves(
-            lambda leaf: jnp.zeros_like(leaf, dtype=_sum_dtype(jnp.asarray(leaf), options)),
+            lambda leaf: jnp.zeros_like(leaf, dtype=_accumulator_dtype(jnp.asarray(leaf), options)),
             _overwritten.fill_lowest,
             args[i],
         )
@@ -402,7 +402,7 @@ def _zero_sums(args: tuple[Any, ...], options: _Options) -> _Sums:
     return _compat.vary(zero, tuple(axes)) if axes else zero
 
 
-def _sum_dtype(gradient: Any, options: _Options) -> Any:
+def _accumulator_dtype(gradient: jax.Array, options: _Options) -> np.dtype:
     return options.accumulate_dtype if _trees.is_castable(gradient) else gradient.dtype
 
 

@@ -1,4 +1,4 @@
-"""Exception types, and the small helpers that make their messages teach."""
+"""Exception types, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from collections.abc import Iterable
 
 
 class JaxmpError(ValueError):
-    """Base of every error that jaxmp raises for a user's mistake."""
+    """Base class of all errors that jaxmp raises for mistakes of users."""
 
 
 class PolicyError(JaxmpError):
-    """A policy, or a dtype inside one, cannot be understood."""
+    """Error for an invalid policy, or an invalid dtype in a policy."""
 
 
 class RuleError(JaxmpError):
-    """A rule is malformed, or a required rule matched nothing."""
+    """Error for an invalid rule, or a required rule without a match."""
 
-    # The pattern to write instead, where the error is about a pattern.
+    # Corrected pattern, if the pattern is the mistake.
     fix: str = ""
 
 
 class OpError(JaxmpError):
-    """The table of operations is asked for an operation or a category that it cannot have."""
+    """Error for an operation or a category that the op table cannot contain."""
 
-    # The operation to write instead, where the error is about its name.
+    # Corrected name of the operation, if the name is the mistake.
     fix: str = ""
 
 
 class RecipeError(JaxmpError):
-    """A recipe file or name cannot be loaded."""
+    """Error for a recipe file or name that cannot be loaded."""
 
 
 class LossScaleError(JaxmpError):
-    """A loss scale was given values it cannot hold."""
+    """Error for invalid settings or values of a loss scale."""
 
 
 class AttentionError(JaxmpError):
-    """Arguments of attention do not fit together, or an implementation cannot serve them."""
+    """Error for attention arguments that contradict each other, or are not supported."""
 
 
 class AuditError(JaxmpError):
-    """A program cannot be audited, or an audit cannot be read."""
+    """Error for a program that cannot be audited, or an audit report that cannot be read."""
 
 
 class AuditFailedError(JaxmpError):
-    """A program does not hold what it should."""
+    """Error for a program that fails a check of its audit report."""
 
 
 class CompositionError(JaxmpError):
-    """Pieces were put together in a way that would break training silently."""
+    """Error for a composition that would silently break training."""
 
 
 class ScaleCollapsedError(JaxmpError):
-    """The loss scale sits at its floor and gradients still overflow."""
+    """Error for gradients that still overflow at the minimum loss scale."""
 
 
 class MasterOverflowError(JaxmpError):
-    """A finite FP32 master does not fit the 16-bit dtype that its parameter is stored in."""
+    """Error for a finite FP32 master that the 16-bit dtype of its parameter cannot represent."""
 
 
 class CheckpointError(JaxmpError):
@@ -65,40 +65,40 @@ class CheckpointError(JaxmpError):
 
 
 class MissingDependencyError(JaxmpError, ImportError):
-    """An optional package is needed and is not installed."""
+    """Error for a missing optional package."""
 
 
 class SkippedStepsWarning(UserWarning):
-    """Several steps in a row were skipped, because their gradients were not finite."""
+    """Warning of consecutive steps that were skipped because of non-finite gradients."""
 
 
 class RecipeWarning(UserWarning):
-    """Part of a model or a device does not do what the recipe asks for."""
+    """Warning of a part of a model, or a device, that does not follow the recipe."""
 
 
 def missing_dependency(package: str, purpose: str, extra: str) -> MissingDependencyError:
-    """Builds the error for an absent optional package.
+    """Creates the error for a missing optional package.
 
     Args:
-      package: the name of the package that could not be imported.
-      purpose: what jaxmp needs it for, as in "Linen models".
+      package: name of the package.
+      purpose: feature that requires the package, such as "Linen models".
       extra: the extra of jaxmp that installs it.
 
     Returns:
       The exception to raise.
     """
     return MissingDependencyError(
-        f"{package} is not installed; jaxmp needs it for {purpose}. "
+        f"{package} is not installed; jaxmp requires it for {purpose}. "
         f'Install it with:\n    pip install "jaxmp[{extra}]"'
     )
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
-    """The options most like `word`, best first; empty when none is close."""
+    """Returns the options most similar to `word`, best first; empty if none is similar."""
     return difflib.get_close_matches(word, list(options), n=count, cutoff=0.5)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """A sentence " Did you mean 'x'?" with a leading blank, or an empty string."""
+    """Returns the sentence " Did you mean 'x'?" with a leading space; "" if nothing is similar."""
     close = nearest(word, options, count=1)
     return f" Did you mean {close[0]!r}?" if close else ""

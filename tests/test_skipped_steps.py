@@ -52,18 +52,18 @@ def message_of(call):
 def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
     state = state_after(12, "fp16", skip=skip)
     message = message_of(lambda: jaxmp.check(state))
-    assert message.startswith("The last 12 steps were skipped (12 in all)")
+    assert message.startswith("The last 12 steps were skipped (12 in total)")
     assert "The loss scale is 16." in message
     assert "that of 'b:w'." in message
     causes = message.split("\n  ")[1:]
     assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4."]
-    assert "65504" in causes[0] and "not finite" in causes[1] and "too high" in causes[2]
+    assert "65504" in causes[0] and "not finite" in causes[1] and "too large" in causes[2]
 
 
 def test_without_a_loss_scale_the_batch_is_the_first_cause():
     message = message_of(lambda: jaxmp.check(state_after(10)))
     assert "loss scale" not in message
-    assert "1. The batch, or the loss of it, is not finite" in message
+    assert "1. The batch or the loss is not finite" in message
 
 
 def test_a_static_scale_is_the_first_cause():
@@ -76,14 +76,14 @@ def test_a_static_scale_is_the_first_cause():
 def test_the_first_leaf_of_all_may_stand_for_the_loss():
     grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), PARAMS)
     message = message_of(lambda: jaxmp.check(state_after(10, grads=grads)))
-    assert "that of ':a', the first parameter of all: a loss that is not finite" in message
+    assert "that of ':a', the first parameter: a non-finite loss" in message
 
 
 def test_a_collapsed_scale_names_the_leaf_too():
     scale = jaxmp.DynamicLossScale(init_scale=2.0, min_scale=1.0)
     state = state_after(3, "fp16", loss_scale=scale)
     with pytest.raises(
-        jaxmp.ScaleCollapsedError, match=r"\(3 skipped in all\)\. .* that of 'b:w'\."
+        jaxmp.ScaleCollapsedError, match=r"\(3 skipped in total\)\. .* that of 'b:w'\."
     ):
         jaxmp.check(state)
 
@@ -154,7 +154,7 @@ def test_groups_of_parameters_report_their_counts():
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2 and all("last 10 steps" in text for text in messages)
     # Both guards receive NaN gradients for all groups, so neither can name the first leaf.
-    assert not any("first gradient" in text for text in messages)
+    assert not any("first non-finite gradient" in text for text in messages)
 
 
 def test_devices_agree_on_the_leaf():

@@ -1,7 +1,7 @@
-"""Dot-product attention: cuDNN's fused kernel where it fits, the same numbers elsewhere.
+"""Dot-product attention by cuDNN's fused kernel, or by equivalent implementations.
 
-`_arguments` checks, `_choice` chooses and says why, `_cudnn`, `_blockwise` and `_plain`
-compute, `_flax` stands where Flax's attention function would.
+`_arguments` checks the arguments and `_choice` chooses an implementation among `_cudnn`,
+`_blockwise` and `_plain`. `_layer` computes the attention of Flax layers.
 """
 
 from __future__ import annotations
@@ -97,49 +97,49 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     policy: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`softmax(scale * q k^T + bias) v`, logits and softmax in FP32 whatever the operands' dtype.
+    """Computes `softmax(scale * q k^T + bias) v` with logits and softmax in FP32.
 
-    Takes what `jax.nn.dot_product_attention` takes, and returns what it returns, except for queries
-    that see no key (below). Arguments may be lists or NumPy arrays as well.
+    Arguments and result are those of `jax.nn.dot_product_attention`, except for queries that see no
+    key (below). Arguments may also be lists or NumPy arrays.
 
-    B is the batch, T and S the positions of queries and keys, N and K their heads, H and V the
+    B is the batch, T and S are the positions of queries and keys, N and K their heads, H and V the
     sizes of a head.
 
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-      key: `[B, S, K, H]` or `[S, K, H]`, of the same dtype. N is a multiple of K: each key head
-        serves N / K query heads in a row (grouped-query and multi-query attention).
+      key: `[B, S, K, H]` or `[S, K, H]`, of the same dtype. N is a multiple of K: N / K consecutive
+        query heads share a key head (grouped-query and multi-query attention).
       value: `[B, S, K, V]` or `[S, K, V]`, of the same dtype.
       bias: added to the scaled logits; real numbers, broadcastable to `[B, N, T, S]`.
       mask: bool, broadcastable to `[B, N, T, S]`; False hides a key from a query.
       is_causal: position t sees keys 0 to t, counted from the start of both.
-      scale: of the logits, a number or an array of one element; None: `H ** -0.5`. "xla" multiplies
-        the logits by a traced array, the others the query, in the query's dtype.
-      query_seq_lengths: integers `[B]`; queries from there on give zero.
-      key_value_seq_lengths: integers `[B]`; keys from there on are seen by no query.
-      local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; one
-        number stands for both. With `is_causal`, right is 0.
-      implementation: None or "auto" takes cuDNN's fused kernel where it can serve, else "xla",
-        which holds the logits of all pairs, while they are small, else "blockwise", whose memory
-        grows linearly with T and S. "cudnn", "blockwise" or "xla" asks for one.
-      return_residual: return the log-sum-exp of each query's logits too.
+      scale: factor of the logits, a number or an array of one element; None: `H ** -0.5`. "xla"
+        multiplies the logits by a traced array; the others multiply the query, in its dtype.
+      query_seq_lengths: integers `[B]`; the results of later queries are zero.
+      key_value_seq_lengths: integers `[B]`; no query sees later keys.
+      local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; a single
+        number means both. With `is_causal`, right is 0.
+      implementation: None or "auto" chooses cuDNN's fused kernel if it supports the call; otherwise
+        "xla", which stores the logits of all pairs, if they are small; otherwise "blockwise", whose
+        memory is linear in T and S. "cudnn", "blockwise" or "xla" requests one of them.
+      return_residual: also return the log-sum-exp of each query's logits.
       dropout_rate: probability that a weight is dropped.
-      dropout_rng: key of the dropout; which weights it drops differs between implementations.
-      policy: anything `get_policy` takes: the operands are cast to its compute dtype, the result to
-        its output dtype. None: as they are.
+      dropout_rng: PRNG key of the dropout; the dropped weights differ between implementations.
+      policy: a policy, as in `get_policy`: operands are cast to its compute dtype, and the result
+        to its output dtype. None: no casts.
 
     Returns:
-      `[B, T, N, V]`, or `[T, N, V]`, in the operands' dtype. A query that sees no key gives zero
-      and hands back a gradient of zero.
-      With `return_residual`, a pair of that and the log-sum-exp `[B, T, N]`, or `[T, N]`, in the
-      same dtype, as in JAX: computed in FP32, without a gradient, and -0.7 times the largest number
-      of FP32 for a query that sees no key. `policy="c=bf16,o=f32"` returns it in FP32, except
-      from "cudnn", which JAX rounds.
+      `[B, T, N, V]`, or `[T, N, V]`, in the operands' dtype. The result of a query that sees no key
+      is zero, and so is its gradient. With `return_residual`, a pair of the result and the
+      log-sum-exp `[B, T, N]`, or `[T, N]`, in the same dtype, as in JAX. The log-sum-exp is
+      computed in FP32 without a gradient; for a query that sees no key, it is -0.7 times the
+      largest FP32 number. `policy="c=bf16,o=f32"` returns it in FP32, except from "cudnn", where
+      JAX rounds it.
 
     Raises:
-      AttentionError: if arguments do not fit together, or an implementation that is asked for
-        cannot serve them: naming the argument that blocks it, and the change that would unblock.
-      PolicyError: if `policy` is none.
+      AttentionError: if arguments contradict each other, or the requested implementation does not
+        support them; the message names the argument and the change that makes it possible.
+      PolicyError: if `policy` is not a policy.
 
     Example:
       >>> q = jnp.ones((2, 6, 4, 8), jnp.bfloat16)
@@ -147,11 +147,11 @@ def dot_product_attention(
       >>> dot_product_attention(q, k, v, is_causal=True).shape
       (2, 6, 4, 8)
 
-    Every product reads its operands in their own dtype and adds up in FP32. The gradient of the
-    logits alone is multiplied in FP32 where no Tensor Core would do it (on no GPU) and no `policy`
-    asks for the compute dtype. "cudnn" and "blockwise" have a gradient of their own and no
-    forward-mode derivative; "xla" has all. Sources: FlashAttention-2, arXiv:2307.08691; grouped
-    queries, arXiv:2305.13245.
+    All matmuls accumulate in FP32 and read their operands in the dtype of the arguments. Only the
+    gradient of the logits is multiplied in FP32, unless the target is a GPU, whose Tensor Cores
+    could not compute this, or a `policy` sets the compute dtype. "cudnn" and "blockwise" define a
+    gradient and support no forward-mode derivative; "xla" supports all. Sources: FlashAttention-2,
+    arXiv:2307.08691; grouped queries, arXiv:2305.13245.
     """
     query_array = as_array(query)
     implementation = check_implementation(implementation)
@@ -169,7 +169,7 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         policy=policy,
-        # Who names a policy, or has Tensor Cores, wants every product in the compute dtype.
+        # With a policy, or on Tensor Cores, all matmuls use the compute dtype.
         wide_gradients=policy is None and target() != "gpu",
         return_residual=return_residual,
     )
@@ -191,7 +191,7 @@ def explain_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> AttentionExplanation:
-    """Which implementation `dot_product_attention` would take for these arguments, and why.
+    """Explains the implementation that `dot_product_attention` chooses for these arguments.
 
     Args:
       query, key, value, bias, mask: arrays, or shapes (`jax.ShapeDtypeStruct`).
@@ -199,10 +199,10 @@ def explain_attention(
       **options: its other arguments.
 
     Returns:
-      The choice; `print` shows it with all that keeps cuDNN's kernel from serving the call.
+      The choice, with all reasons why cuDNN's kernel does not support the call.
 
     Raises:
-      AttentionError, PolicyError: what the call itself would raise.
+      AttentionError, PolicyError: as in `dot_product_attention`.
 
     Example:
       >>> q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.float32)
@@ -215,9 +215,10 @@ def explain_attention(
 
 
 def run(given: Arguments, implementation: str) -> Any:
-    """`[B, T, N, V]` by the implementation that is chosen, whose name the program will show.
+    """Computes attention with the chosen implementation, whose name appears in the program.
 
-    With `settings.residual`, also the log-sum-exp `[B, T, N]`.
+    Returns:
+      `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
     choice = choose(given, implementation)
     log_once(choice)
@@ -232,22 +233,22 @@ def run(given: Arguments, implementation: str) -> Any:
     return _compiled(choice.implementation, name)(arrays, given.settings)
 
 
-# How a call shows in a jaxpr, as the name of a jitted function, and in the compiled program.
+# Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
 MARK = "jaxmp_attention"
 
 
-# Name of that function -> operands -> the choice last made for them, so that an audit, which sees
-# no more than name and operands, can say why. As many as there are shapes.
+# Name of the jitted function -> operands -> latest choice. An audit, which has only the name and
+# the operands, reads the reasons here. There is one entry per shape.
 _choices: dict[str, dict[tuple[str, ...], AttentionExplanation]] = {}
 
 
 def choice_of(name: str, operands: Iterable[Any]) -> AttentionExplanation | None:
-    """Why an attention in a traced program is the one it is; None if that is not known.
+    """Returns the choice behind an attention call in a traced program; None if it is unknown.
 
     Args:
-      name: of the jitted function, which begins with `MARK`.
-      operands: their types. Those of the call itself are known; of others, such as a batch of
-        calls under `vmap`, only what holds for all calls of this name.
+      name: name of the jitted function, which begins with `MARK`.
+      operands: types of the operands. If they differ from those of the original call, as under
+        `vmap`, the result is the choice that all calls of this name share.
     """
     known = _choices.get(name, {})
     exact = known.get(_operands_of(operands))
@@ -258,10 +259,10 @@ def choice_of(name: str, operands: Iterable[Any]) -> AttentionExplanation | None
 
 
 def implementation_of(name: str) -> tuple[str, str]:
-    """The implementation that the name of a jitted function tells, and what blocks cuDNN's kernel.
+    """Returns the implementation in the name of a jitted function, and the first blocker of cuDNN.
 
     Args:
-      name: such as "jaxmp_attention_xla_device".
+      name: a name such as "jaxmp_attention_xla_device".
     """
     rest = name.removeprefix(f"{MARK}_")
     found = max((one for one in _RUN if f"{rest}_".startswith(f"{one}_")), key=len, default="")
@@ -274,7 +275,7 @@ def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
 
 @functools.cache
 def _compiled(implementation: str, name: str) -> Callable[..., Any]:
-    """Traced once for all layers of the same shapes."""
+    """Returns a jitted function, so that layers of the same shapes share one trace."""
 
     def attention(arrays: dict[str, jax.Array], settings: Settings) -> Any:
         fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}

@@ -96,7 +96,7 @@ def check_implementation(implementation: Any) -> str:
     if implementation not in ATTENTION:
         hint = did_you_mean(implementation, ATTENTION) if isinstance(implementation, str) else ""
         raise AttentionError(
-            f"implementation={implementation!r} is none that jaxmp has.{hint} Allowed: "
+            f"Unknown implementation={implementation!r}.{hint} Allowed: "
             f"{', '.join(map(repr, ATTENTION))}, and None, which is 'auto'; for example "
             "dot_product_attention(query, key, value, implementation='auto')."
         )
@@ -243,11 +243,11 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         raise AttentionError(f"{shapes}: query and key differ in head size.")
     # An empty batch, or no queries, is allowed: the result is empty, as in JAX.
     if not all((*query.shape[2:], *key.shape[1:], *value.shape[1:])):
-        raise AttentionError(f"{shapes}: a dimension is 0, and nothing can be attended to.")
+        raise AttentionError(f"{shapes}: a dimension is 0.")
     if query.shape[2] % key.shape[2]:
         raise AttentionError(
             f"{shapes}: {query.shape[2]} query heads cannot share {key.shape[2]} key heads. "
-            "Grouped-query attention needs a multiple."
+            "Grouped-query attention requires a multiple."
         )
 
 
@@ -329,8 +329,8 @@ def _scale(scale: Any, size: int) -> tuple[float, Any]:
     number = isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array))
     if isinstance(scale, Tracer) or not number or np.size(scale) != 1:
         raise AttentionError(
-            f"scale={scale!r} is no number. Allowed: a number, or a floating array of one element; "
-            "for example scale=head_size**-0.5."
+            f"scale={scale!r} is not a number. Allowed: a number, or a floating array of one "
+            "element; for example scale=head_size**-0.5."
         )
     value = float(np.asarray(scale).reshape(()))
     if not math.isfinite(value):
@@ -380,13 +380,13 @@ def _flag(value: Any, name: str) -> bool:
 def _checked_rng(rate: Any, rng: Any) -> Any:
     if isinstance(rate, Tracer) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise AttentionError(
-            f"dropout_rate={rate!r} is no number from 0 up to, not including, 1; for example "
+            f"dropout_rate={rate!r} is not a number with 0 <= dropout_rate < 1; for example "
             "dropout_rate=0.1."
         )
     if rate and rng is None:
         raise AttentionError(
             f"dropout_rate={rate!r} without a key. Write dropout_rng=jax.random.key(0), or "
-            "dropout_rate=0.0 where nothing is to be dropped."
+            "dropout_rate=0.0 to disable dropout."
         )
     return rng if rate else None
 

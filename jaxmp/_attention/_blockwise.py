@@ -1,10 +1,10 @@
 """Attention block by block: online softmax, memory linear in the sequence length.
 
 The algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) as one `lax.scan` over the pairs of
-blocks that causality and window leave. The backward pass computes the weights anew from the largest
-logit and the sum of each row, which are saved apart: the rounding of their logsumexp would go into
-every weight of the row. Logits, weights and all sums are FP32 (float64 for float64 operands); each
-product reads its operands in their own dtype, as on a Tensor Core.
+blocks that causality and window do not mask. The backward pass recomputes the weights from the
+largest logit and the sum of each row, which are saved separately: the rounding error of their
+logsumexp would affect every weight of the row. Logits, weights and all sums are FP32 (float64 for
+float64 operands); matmuls read their operands in the dtype of the arguments, as on a Tensor Core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_
 from jaxmp._core._compat import vary, varying_axes
 from jaxmp._core._dtypes import wide_dtype
 
-# Positions of a block, and how many logits may be alive at once: 64 MiB in FP32.
+# Largest and smallest number of positions per block, and of logits at a time (64 MiB in FP32).
 _BLOCK, _LEAST, _LOGITS = 512, 64, 2**24
 
 
@@ -47,7 +47,7 @@ class _Shape(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """What is differentiated, and what only masks."""
+    """Differentiated operands, and arrays that only mask."""
 
     query: jax.Array
     key: jax.Array
@@ -59,20 +59,20 @@ class _Operands(NamedTuple):
     rng: jax.Array | None
 
 
-def blockwise_attention(given: Arguments, block: int = _BLOCK) -> Any:
-    """`[B, T, N, V]` in the operands' dtype; queries that see no key give zero.
+def blockwise_attention(args: Arguments, block: int = _BLOCK) -> Any:
+    """Returns `[B, T, N, V]` in the operands' dtype, zero for queries that see no key.
 
-    With `settings.residual`, also the log-sum-exp `[B, T, N]` in FP32, which has no gradient.
+    With `settings.residual`, it also returns the log-sum-exp `[B, T, N]` in FP32, without gradient.
 
     Args:
-      given: the arguments.
-      block: positions of a block, at most.
+      args: the arguments.
+      block: largest number of positions per block.
     """
-    given = with_scaled_query(given)
+    args = with_scaled_query(args)
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    settings = dataclasses.replace(given.settings, precision=precision)
-    batch, heads, queries, keys = given.logits_shape
-    groups = given.key.shape[2]
+    settings = dataclasses.replace(args.settings, precision=precision)
+    batch, heads, queries, keys = args.logits_shape
+    groups = args.key.shape[2]
     while block > _LEAST and batch * heads * block * block > _LOGITS:
         block //= 2
     shape = _Shape(
@@ -85,14 +85,14 @@ def blockwise_attention(given: Arguments, block: int = _BLOCK) -> Any:
         min(block, _rounded_up(keys, 8)),
     )
     operands = _Operands(
-        given.query,
-        given.key,
-        given.value,
-        given.bias,
-        given.mask,
-        given.query_lengths,
-        given.key_lengths,
-        given.dropout_rng,
+        args.query,
+        args.key,
+        args.value,
+        args.bias,
+        args.mask,
+        args.query_lengths,
+        args.key_lengths,
+        args.dropout_rng,
     )
     return _attention(shape, settings, operands)
 
@@ -112,7 +112,7 @@ def _attention(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
 
 
 def _pairs(shape: _Shape, settings: Settings) -> np.ndarray:
-    """(query block, key block) `[P, 2]` in which some query sees some key; found before tracing."""
+    """Returns the pairs `[P, 2]` of query and key blocks with unmasked entries, before tracing."""
     rows = np.arange(shape.query_blocks)[:, None] * shape.query_block
     columns = np.arange(shape.key_blocks)[None, :] * shape.key_block
     last_row = np.minimum(rows + shape.query_block, shape.queries) - 1
@@ -127,7 +127,7 @@ def _pairs(shape: _Shape, settings: Settings) -> np.ndarray:
 
 
 def _split(array: jax.Array, block: int, blocks: int, shape: _Shape) -> jax.Array:
-    """`[B, L, heads, size]` -> `[blocks, B, K, G, block, size]`, zeros behind the end."""
+    """Splits `[B, L, heads, size]` into `[blocks, B, K, G, block, size]`, padded with zeros."""
     batch, positions, heads, size = array.shape
     array = jnp.pad(array, ((0, 0), (0, block * blocks - positions), (0, 0), (0, 0)))
     array = array.reshape(batch, blocks, block, shape.groups, heads // shape.groups, size)
@@ -135,14 +135,14 @@ def _split(array: jax.Array, block: int, blocks: int, shape: _Shape) -> jax.Arra
 
 
 def _joined(blocks: jax.Array, positions: int) -> jax.Array:
-    """The inverse of `_split`."""
+    """Inverts `_split`."""
     count, batch, groups, shared, block, size = blocks.shape
     array = blocks.transpose(1, 0, 4, 2, 3, 5)
     return array.reshape(batch, count * block, groups * shared, size)[:, :positions]
 
 
 def _split_logits(array: jax.Array, shape: _Shape) -> jax.Array:
-    """`[B|1, N|1, T|1, S|1]` -> `[I|1, J|1, B|1, K|1, G|1, block|1, block|1]`."""
+    """Splits `[B|1, N|1, T|1, S|1]` into `[I|1, J|1, B|1, K|1, G|1, block|1, block|1]`."""
     batch, heads, queries, keys = array.shape
     pad_q = shape.query_blocks * shape.query_block - queries if queries > 1 else 0
     pad_k = shape.key_blocks * shape.key_block - keys if keys > 1 else 0
@@ -154,7 +154,7 @@ def _split_logits(array: jax.Array, shape: _Shape) -> jax.Array:
 
 
 def _joined_logits(blocks: jax.Array, like: jax.Array) -> jax.Array:
-    """The inverse of `_split_logits`."""
+    """Inverts `_split_logits`."""
     i, j, batch, groups, shared, rows, columns = blocks.shape
     array = blocks.transpose(2, 3, 4, 0, 5, 1, 6)
     array = array.reshape(batch, groups * shared, i * rows, j * columns)
@@ -162,7 +162,7 @@ def _joined_logits(blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _at(blocks: jax.Array, *index: jax.Array) -> jax.Array:
-    """One block; a dimension of one block serves all."""
+    """Returns one block; a dimension with a single block is broadcast."""
     for axis, i in enumerate(index):
         blocks = (
             lax.dynamic_index_in_dim(blocks, i, axis)
@@ -179,7 +179,7 @@ def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
 
 
 class _Blocks:
-    """The operands in blocks; gives the logits and dropout factors of a pair of them."""
+    """Operands in blocks, with the logits and dropout factors of each pair."""
 
     def __init__(self, shape: _Shape, settings: Settings, operands: _Operands) -> None:
         self.shape, self.settings, self.operands = shape, settings, operands
@@ -192,19 +192,19 @@ class _Blocks:
         self.mask = None if operands.mask is None else _split_logits(operands.mask, shape)
 
     def product(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """Reads the operands' dtype and adds up in FP32."""
+        """Multiplies in the operands' dtype and accumulates in FP32."""
         lhs, rhs = lhs.astype(self.dtype), rhs.astype(self.dtype)
         precision = self.settings.precision
         return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=self.wide)
 
     def product_of_gradient(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """Likewise of the logits' gradient, which settings may keep in FP32."""
+        """Multiplies the gradient of the logits, in FP32 if the settings require it."""
         if not self.settings.wide_gradients:
             return self.product(equation, lhs, rhs)
         return jnp.einsum(equation, lhs, rhs.astype(self.wide), precision=self.settings.precision)
 
     def logits(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """`[B, K, G, block, block]`, -inf where a query does not see a key."""
+        """Returns logits `[B, K, G, block, block]`, -inf where a query does not see a key."""
         logits = self.product("bkgth,bksh->bkgts", _at(self.query, i), _at(self.key, j))
         logits *= self.wide.type(self.settings.scale)
         if self.bias is not None:
@@ -230,7 +230,7 @@ class _Blocks:
         return seen if self.mask is None else seen & _at(self.mask, i, j)
 
     def kept(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
-        """What dropout multiplies the weights of a pair by; the same in both passes."""
+        """Returns the dropout factors of the weights of a pair, the same in both passes."""
         rate = self.settings.dropout_rate
         if self.operands.rng is None:
             return None
@@ -250,7 +250,7 @@ class _Blocks:
 def _forward(
     shape: _Shape, settings: Settings, operands: _Operands
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """In FP32 the result `[B, T, N, V]`; largest logit and 1 / sum, `[I, B, K, G, block]`."""
+    """Returns the result `[B, T, N, V]` in FP32; largest logit, 1 / sum `[I, B, K, G, block]`."""
     blocks = _Blocks(shape, settings, operands)
     value_size = operands.value.shape[-1]
 
@@ -296,7 +296,7 @@ def _forward_rule(shape: _Shape, settings: Settings, operands: _Operands) -> Any
 
 
 def _residual(shape: _Shape, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Log-sum-exp `[B, T, N]` from the largest logit and 1 / sum of each row."""
+    """Computes the log-sum-exp `[B, T, N]` from the largest logit and 1 / sum of each row."""
     most, shares = rows
     # The sum of a row that sees a key is at least 1.
     sums = jnp.where(shares == 0, NO_KEY, most - jnp.log(jnp.where(shares == 0, 1, shares)))

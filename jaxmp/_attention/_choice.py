@@ -121,8 +121,8 @@ def _explain(
 def _refusal(implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
     reasons = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
     return AttentionError(
-        f"implementation={implementation!r} cannot serve this call:\n{reasons}\n"
-        "implementation='auto' takes another where cuDNN cannot serve."
+        f"implementation={implementation!r} does not support this call:\n{reasons}\n"
+        "implementation='auto' chooses another one if cuDNN does not support the call."
     )
 
 
@@ -196,15 +196,17 @@ def _mask_blockers(args: Arguments) -> list[Blocker]:
     bias, dtype = args.bias, args.query.dtype
     if bias is not None and is_16bit(dtype) and bits(bias.dtype) > bits(dtype):
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
-        change = "Write bias=bias.astype(query.dtype) if its digits can be spared."
+        change = "Write bias=bias.astype(query.dtype) if the lower precision suffices."
         blockers.append(Blocker("bias", reason, change))
     for name, array in (("bias", bias), ("mask", args.mask)):
         if array is not None and (queries % 2 or keys % 2):
             reason = f"the kernel's backward pass with a {name} needs even lengths, not {queries}"
             reason += f" and {keys}"
-            stated = "State it by is_causal, local_window_size or lengths, or pad to even lengths."
+            declared = (
+                "Declare it by is_causal, local_window_size or lengths, or pad to even lengths."
+            )
             padding = "Pad to even lengths."
-            blockers.append(Blocker(name, reason, stated if name == "mask" else padding))
+            blockers.append(Blocker(name, reason, declared if name == "mask" else padding))
     return blockers
 
 

@@ -29,7 +29,7 @@ class Declaration:
     Args:
       mask: "causal", "padding", "causal+padding" or "full".
       window: positions to the left and right of a query that the mask shows; None: all of them.
-      path: of the attention layer, for messages.
+      path: path of the attention layer, for messages.
     """
 
     mask: str
@@ -46,11 +46,11 @@ class Declaration:
 
     @property
     def is_square(self) -> bool:
-        """Whether it relates query t to key t, so that there must be as many keys as queries."""
+        """True if it relates query t to key t, so that queries and keys must be equally many."""
         return self.is_causal or self.window is not None
 
     def settings(self) -> dict[str, Any]:
-        """The keys of [attention], or of a rule, that declare it."""
+        """Returns the keys of [attention], or of a rule, that declare it."""
         if self.window is None:
             return {"mask": self.mask}
         left, right = self.window
@@ -77,7 +77,7 @@ def _toml(value: Any) -> str:
 
 
 def sequence_lengths(mask: Any, declared: Declaration) -> tuple[Any, Any]:
-    """The numbers of queries and keys that the padding of each sequence leaves, `[B]` each.
+    """Returns the numbers of unpadded queries and keys of each sequence, `[B]` each.
 
     Reads one row and one column of the mask, or its diagonal, where these determine the lengths.
 
@@ -87,7 +87,7 @@ def sequence_lengths(mask: Any, declared: Declaration) -> tuple[Any, Any]:
     """
     rows = mask[:, 0]
     if declared.is_causal:
-        # Element (t, t) is hidden by padding alone.
+        # Only padding hides element (t, t).
         keys = rows.reshape(rows.shape[0], -1)[:, :: rows.shape[2] + 1]
     else:
         keys = rows[:, 0] if declared.window is None else rows.any(1)
@@ -101,7 +101,7 @@ def sequence_lengths(mask: Any, declared: Declaration) -> tuple[Any, Any]:
 
 
 def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
-    """The first position (b, n, t, s) at which a mask is not what is declared; None: it is.
+    """Returns the first position (b, n, t, s) at which a mask contradicts its declaration, if any.
 
     Args:
       mask: bool `[B, N, T, S]`.
@@ -118,13 +118,13 @@ def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...]
 
 
 def _without_repeats(mask: np.ndarray) -> np.ndarray:
-    """A mask with batch or heads of 1 where all of them are one row of memory."""
+    """Reduces broadcast batch and head dimensions of a mask to size 1."""
     batch, heads = (slice(1) if stride == 0 else slice(None) for stride in mask.strides[:2])
     return mask[batch, heads]
 
 
 def _expected(mask: np.ndarray, declared: Declaration) -> np.ndarray:
-    """What is declared, with the lengths of a mask; it broadcasts to `[B, N, T, S]`."""
+    """Returns the declared mask with the lengths of `mask`; it broadcasts to `[B, N, T, S]`."""
     _, _, queries, keys = mask.shape
     rows = np.arange(queries, dtype=np.int32)[:, None]
     columns = np.arange(keys, dtype=np.int32)[None, :]
@@ -142,7 +142,7 @@ def _expected(mask: np.ndarray, declared: Declaration) -> np.ndarray:
 
 
 def structure_of(mask: np.ndarray) -> Declaration | None:
-    """The declaration that describes a mask `[B, N, T, S]` exactly; None if there is none."""
+    """Returns the declaration that describes a mask `[B, N, T, S]` exactly, or None."""
     _, _, queries, keys = mask.shape
     windows = [None]
     if queries == keys:
@@ -169,7 +169,7 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
     """Compares a mask `[B, N, T, S]` whose elements are known with its declaration.
 
     Raises:
-      AttentionError: naming the layer, the declaration, the first difference and the fix.
+      AttentionError: with the layer, the declaration, the first difference and the fix.
     """
     position = first_difference(mask, declared)
     if position is None:
@@ -187,7 +187,7 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
 
 
 def refuse_lengths(declared: Declaration, queries: int, keys: int) -> AttentionError:
-    """The error for a structure of equal positions where queries and keys differ in number."""
+    """Returns the error for different numbers of queries and keys in a causal structure."""
     return AttentionError(
         f"{_layer(declared)} declares {declared}, which relates query t to key t, and attends from "
         f"{queries} queries to {keys} keys. {rule_fix(declared.path, None, 'padding')}"
@@ -195,7 +195,7 @@ def refuse_lengths(declared: Declaration, queries: int, keys: int) -> AttentionE
 
 
 def refuse_missing(declared: Declaration) -> AttentionError:
-    """The error for a structure that hides keys where the model passes no mask."""
+    """Returns the error for a declared structure that hides keys, without a mask of the model."""
     return AttentionError(
         f"{_layer(declared)} declares {declared}, and is called without a mask, so that each query "
         "sees every key. A declaration describes the mask that the model passes: pass one, such as "
@@ -204,11 +204,11 @@ def refuse_missing(declared: Declaration) -> AttentionError:
 
 
 def declaration_code(actual: Declaration, path: str | None) -> tuple[str, list[str]]:
-    """Python code, and lines of TOML, that declare a mask.
+    """Returns Python code, and lines of TOML, that declare a mask.
 
     Args:
-      actual: what the mask is.
-      path: of the layer; None: all attention layers of the recipe.
+      actual: the structure of the mask.
+      path: path of the layer; None: all attention layers of the recipe.
     """
     settings = actual.settings()
     python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
@@ -225,13 +225,13 @@ def declaration_code(actual: Declaration, path: str | None) -> tuple[str, list[s
 
 
 def rule_fix(path: str, actual: Declaration | None, mask: str = "array") -> str:
-    """The rule that declares what the mask of a layer is, or `mask` where that is not known."""
+    """Returns the rule that declares the structure of a mask, or `mask` if it is unknown."""
     settings = {"mask": mask} if actual is None else actual.settings()
     python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
     toml = "\n".join(f"    {key} = {_toml(value)}" for key, value in settings.items())
     rule = f'jaxmp.Rule("{path}", {python})'
     return (
-        f"Declare what it is by a rule, {rule}, or in the recipe's file:\n"
+        f"Declare its structure by a rule, {rule}, or in the recipe file:\n"
         f'    [[rules]]\n    path = "{path}"\n{toml}'
     )
 
@@ -248,23 +248,23 @@ def _layer(declared: Declaration) -> str:
 # Marks in a traced program
 # ---------------------------------------------------------------------------
 
-# A declared mask is the second operand of a jitted function whose name begins so.
+# Prefix of the name of a jitted function whose second operand is a declared mask.
 MASK_MARK = "jaxmp_mask"
 
 
 def mark(query: jax.Array, mask: jax.Array, declared: Declaration) -> jax.Array:
     """Returns the query, and records in the program that `mask`, `[B, N, T, S]`, is declared.
 
-    JAX removes what nothing uses from loops and rematerialised functions, and with it the record.
-    So the result is a selection between the query and the mask by a constant. XLA removes that
-    selection, and with it the array.
+    JAX removes unused values from loops and rematerialized functions, and would remove the record.
+    The result is therefore a selection between the query and the mask by a constant. XLA removes
+    this selection, and with it the array.
     """
     window = "" if declared.window is None else "_{}_{}".format(*declared.window)
     return _marker(f"{MASK_MARK}_{declared.mask}{window}")(query, mask)
 
 
 def declaration_of(name: str, path: str) -> Declaration | None:
-    """The declaration that the name of a jitted function records; None for other functions."""
+    """Returns the declaration in the name of a jitted function; None for other functions."""
     if not name.startswith(f"{MASK_MARK}_"):
         return None
     mask, *window = name.removeprefix(f"{MASK_MARK}_").split("_")

@@ -1,4 +1,4 @@
-"""The declared masks of a model, compared with the masks that it passes to its layers."""
+"""Compares the declared masks of a model with those that it passes to its layers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxmp.errors import RecipeWarning
 
 
 def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tuple[MaskRow, ...]:
-    """The layers of a model whose masks are declared, each mask compared as far as it is known.
+    """Lists the layers of a model with declared masks, and compares each mask if it is known.
 
     Args:
       call: `call(*args)` runs the model under `policies`.
-      policies: those of the model; nothing is traced if they declare no mask.
-      *args: trees. Leaves that are arrays, not shapes, have known elements.
+      policies: the policies of the model; nothing is traced if they declare no mask.
+      *args: pytrees of arrays, whose elements are known, or of shapes.
 
     Raises:
       AttentionError: if a mask contradicts its declaration.
@@ -46,7 +46,7 @@ def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tupl
 
     values = [leaves[index] for index in arrays]
     with warnings.catch_warnings():
-        # Of layers that ignore the recipe; they have no part in masks.
+        # Warnings about layers that ignore the recipe, which do not concern masks.
         warnings.simplefilter("ignore", RecipeWarning)
         closed = jax.make_jaxpr(run)(values)
     known = Known()
@@ -68,7 +68,7 @@ def _row(path: str, declared: Declaration, mask: np.ndarray | None) -> MaskRow:
 
 
 def _elements(value: Any) -> np.ndarray | None:
-    """The elements of an argument; None for a shape, a tracer or a key."""
+    """Returns the elements of an argument; None for a shape, a tracer or a key."""
     if isinstance(value, (jax.ShapeDtypeStruct, Tracer)) or not hasattr(value, "__array__"):
         return None
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)

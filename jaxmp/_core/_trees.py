@@ -1,4 +1,4 @@
-"""Walking pytrees: paths, casts, finiteness, selection. The only tree walker."""
+"""Walks over pytrees: paths, casts, finiteness, selection."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Path = tuple[str, ...]
 # Paths
 # ---------------------------------------------------------------------------
 
-# Boxes (`nn.Partitioned`, `nnx.Variable`) add one of these below the parameter's name.
+# Boxes (`nn.Partitioned`, `nnx.Variable`) add one of these fields below the name of a parameter.
 _BOX_FIELDS = frozenset({"value", "raw_value"})
 
 
 def path_names(key_path: tuple[Any, ...]) -> Path:
-    """A JAX key path as names; the field that a box adds at the end is left out."""
+    """Converts a JAX key path to names, without the field that a box adds at the end."""
     names = [_key_name(key) for key in key_path]
     while (
         len(names) > 1
@@ -44,19 +44,19 @@ def _key_name(key: Any) -> str:
 
 
 def parameter_path(names: Path) -> str:
-    """`("block", "dense", "kernel")` -> `"block/dense:kernel"`."""
+    """Converts `("block", "dense", "kernel")` to `"block/dense:kernel"`."""
     return f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
 
 
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` whose function gets the path's names first."""
+    """Maps like `jax.tree.map`; `fn` receives the names of the path as first argument."""
     return jax.tree_util.tree_map_with_path(
         lambda key_path, *leaves: fn(path_names(key_path), *leaves), tree, *rest
     )
 
 
 def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
-    """`[(names, leaf), ...]` in flattening order."""
+    """Returns `[(names, leaf), ...]` in flattening order."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(path_names(key_path), leaf) for key_path, leaf in flat]
 
@@ -67,7 +67,7 @@ def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def dtype_of(leaf: Any) -> np.dtype | None:
-    """The NumPy dtype of an array-like leaf; None for keys, strings, None, Python numbers."""
+    """Returns the NumPy dtype of an array-like leaf; None for keys, strings, None and numbers."""
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype):
         return dtype
@@ -77,20 +77,20 @@ def dtype_of(leaf: Any) -> np.dtype | None:
 
 
 def is_castable(leaf: Any, cast_float64: bool = False) -> bool:
-    """Whether a policy's cast touches `leaf`: an array in float16, bfloat16 or float32."""
+    """Returns True if policies cast `leaf`: an array in float16, bfloat16 or float32."""
     dtype = dtype_of(leaf)
     # NumPy takes None for float64 in a comparison.
     return dtype is not None and (dtype in CASTABLE or (cast_float64 and dtype == FLOAT64))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether `leaf` is a typed PRNG key array."""
+    """Returns True if `leaf` is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
+    """Returns True if `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)
     return dtype is not None and (
         dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
@@ -111,7 +111,7 @@ def canonical(leaf: Any) -> Any:
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """Casts one array, NumPy array or `ShapeDtypeStruct`; the same object if nothing changes."""
+    """Casts an array, NumPy array or `ShapeDtypeStruct`; returns it if its dtype is `dtype`."""
     if leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -122,7 +122,7 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
 
 def saturating_cast(leaf: Any, dtype: Any) -> Any:
-    """Casts one array as `cast` does, except that a finite number never becomes infinite.
+    """Casts an array as `cast` does, except that a finite number never becomes infinite.
 
     Infinities and NaN are kept. Numbers beyond the range of `dtype` become its largest finite
     number. The derivative is that of a plain cast, so that overflowing cotangents stay visible.
@@ -141,14 +141,14 @@ def saturating_cast(leaf: Any, dtype: Any) -> Any:
 
 
 def clamped_cast(array: jax.Array, dtype: Any) -> jax.Array:
-    """The value of `saturating_cast`, with the derivative of the operations it is made of."""
+    """Computes `saturating_cast` with the derivative of its operations."""
     wide, largest = _widened(array, dtype)
     clamped = lax.clamp(-largest, wide, largest)
     return cast(lax.select(lax.is_finite(wide), clamped, wide), dtype)
 
 
 def _widened(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """An array in a dtype that holds the largest number of `dtype` exactly, and that number."""
+    """Casts to a dtype wide enough for the largest number of `dtype`; also returns this number."""
     wide = cast(array, FLOAT32) if is_16bit(array.dtype) else array
     return wide, wide.dtype.type(jnp.finfo(dtype).max)
 
@@ -170,13 +170,13 @@ def _saturate_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Arr
 def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
     """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
 
-    Ints, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
-    numbers are handed through untouched; float64 is too, unless `cast_float64`.
+    Integers, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
+    numbers are returned unchanged, and float64 unless `cast_float64` is True.
 
     Args:
       tree: any pytree.
-      dtype: the floating dtype to cast to.
-      cast_float64: whether float64 leaves are cast as well.
+      dtype: the floating dtype of the result.
+      cast_float64: also cast float64 leaves.
 
     Returns:
       A tree of the same structure.
@@ -191,7 +191,7 @@ def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether every floating or complex element of `tree` is finite.
+    """Returns True if all floating and complex elements of `tree` are finite.
 
     Returns:
       A bool scalar; True for a tree without floating leaves.
@@ -201,11 +201,11 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def first_nonfinite(tree: Any) -> jax.Array:
-    """Index among the leaves of `tree` of the first with an element that is not finite.
+    """Returns the index of the first leaf of `tree` that has a non-finite element.
 
     Returns:
-      An int32 scalar; the number of leaves if all are finite. It takes a few operations more than
-      `all_finite`, whatever the number of leaves.
+      An int32 scalar; the number of leaves if all are finite. This takes a few operations more than
+      `all_finite`, independent of the number of leaves.
     """
     leaves = jax.tree.leaves(tree)
     flags = {index: _is_finite(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
@@ -232,9 +232,9 @@ def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
-    """`on_true` where the bool scalar `pred` holds, leaf by leaf, without arithmetic.
+    """Selects `on_true` or `on_false` by the bool scalar `pred`, without arithmetic.
 
-    Typed PRNG keys are taken from `on_true`: random state moves on even when a step is skipped.
+    Typed PRNG keys are those of `on_true`: random state advances even if a step is skipped.
     """
     return jax.tree.map(lambda new, old: _select_leaf(pred, new, old), on_true, on_false)
 
@@ -244,14 +244,14 @@ def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
 
 
 def select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the bool scalar `pred` holds, PRNG keys included."""
+    """Selects `new` if the bool scalar `pred` is True and `old` otherwise, also for PRNG keys."""
     return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
 
 
 def owned(tree: Any, *others: Any) -> Any:
-    """`tree` with copies of the arrays that stand in `others`, of scalars, and of repetitions.
+    """Copies arrays of `tree` that are also in `others`, scalars, and repeated arrays.
 
-    A donated state takes its arrays with it: what somebody else holds must not be among them.
+    Donation of a state deletes its arrays, which therefore must not be shared with other objects.
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(others)}
 
@@ -274,20 +274,20 @@ PARAMS = "params"
 
 
 def has_collections(tree: Any) -> bool:
-    """Whether `tree` is a dict of Flax collections with parameters among them."""
+    """Returns True if `tree` is a dict of Flax collections that contains parameters."""
     return isinstance(tree, Mapping) and PARAMS in tree
 
 
 def strip_collection(names: Path) -> Path:
-    """The path inside the `params` collection; rules never name the collection."""
+    """Removes the `params` collection from a path, which rules omit."""
     return names[1:] if len(names) > 1 and names[0] == PARAMS else names
 
 
 def rule_names(tree: Any, names: Path) -> Path:
-    """The path of a leaf of `tree` as rules write it.
+    """Returns the path of a leaf of `tree` in the form that rules match.
 
-    That is without the `params` collection, and without the `fast` and `slow` of
-    `optax.LookaheadParams`, which hold two copies of the same parameters.
+    It omits the `params` collection, and `fast` and `slow` of `optax.LookaheadParams`, which
+    contains two copies of the parameters.
     """
     if isinstance(tree, optax.LookaheadParams):
         return rule_names(getattr(tree, names[0]), names[1:])

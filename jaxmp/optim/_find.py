@@ -1,4 +1,4 @@
-"""Finding loss scale, masters and counters in any state, under any nesting."""
+"""Reads loss scale, masters and counters from a state at any nesting, and checks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax.core import Tracer
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
-from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import (
     CompositionError,
     JaxmpError,
@@ -28,41 +29,44 @@ from jaxmp.optim._skip import SkipNonfiniteState, SkipSettings, SkipStats, as_ax
 _LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)
 
 
-def find(state: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """`[(path, node)]` of every node of one of `kinds`, outermost first."""
+def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any]]:
+    """Returns `[(path, node), ...]` of all nodes of the given classes, outermost first."""
     flat, _ = jax.tree_util.tree_flatten_with_path(
-        _tree(state), is_leaf=lambda x: isinstance(x, kinds)
+        _tree(state), is_leaf=lambda x: isinstance(x, classes)
     )
-    return [(jax.tree_util.keystr(path), node) for path, node in flat if isinstance(node, kinds)]
+    return [(jax.tree_util.keystr(path), node) for path, node in flat if isinstance(node, classes)]
 
 
-def _tree(state: Any) -> Any:
-    """The part of `state` to search; an NNX optimizer keeps it in `opt_state`."""
+def _tree(state: PyTree) -> PyTree:
+    """Returns the optimizer state of a train state or NNX optimizer; otherwise `state`."""
     return getattr(state, "opt_state", state)
 
 
-def gradient_options(opt_state: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `value_and_grad` that an optimizer decides: loss scale, dtypes, mapped axes.
+def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, Any]:
+    """Adds the options of `value_and_grad` that an optimizer determines.
+
+    These are the loss scale, the dtypes of sums, and the mapped axes.
 
     Args:
       opt_state: the optimizer state.
-      options: those that the caller gave.
+      options: options of the caller, which take precedence.
 
     Returns:
-      `options`, with what the optimizer says added.
+      All options.
 
     Raises:
-      CompositionError: for an `axis_name` that is not the optimizer's, or several loss scales.
+      CompositionError: if `axis_name` differs from that of the optimizer, or if the optimizer has
+        several loss scales.
     """
     settings = [node.settings for _, node in find(opt_state, SkipNonfiniteState)]
-    decided: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if settings:
-        decided["axis_name"] = _the_axes(settings, options)
+        defaults["axis_name"] = _the_axes(settings, options)
     for _, node in find(opt_state, GradientDtypesState)[:1]:
-        decided.update(dataclasses.asdict(node.dtypes))
+        defaults.update(dataclasses.asdict(node.dtypes))
     if "loss_scale" not in options:
-        decided["loss_scale"] = shared_loss_scale(opt_state)
-    return {**decided, **options}
+        defaults["loss_scale"] = shared_loss_scale(opt_state)
+    return {**defaults, **options}
 
 
 def _the_axes(settings: list[SkipSettings], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -70,15 +74,15 @@ def _the_axes(settings: list[SkipSettings], options: dict[str, Any]) -> tuple[An
     for other in settings[1:]:
         if other.axis_name != axes:
             raise CompositionError(
-                f"The groups of this optimizer name different axes: {_shown(axes)} and "
-                f"{_shown(other.axis_name)}. Give all of them the same axis_name."
+                f"The groups of this optimizer have different axes: {_shown(axes)} and "
+                f"{_shown(other.axis_name)}. Use the same axis_name for all groups."
             )
     if "axis_name" in options and as_axes(options["axis_name"]) != axes:
         raise CompositionError(
-            f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer says "
-            f"axis_name={_shown(axes)}. State it once, in the optimizer: "
+            f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer has "
+            f"axis_name={_shown(axes)}. Specify it once, in the optimizer: "
             f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out of "
-            "value_and_grad, which then averages over that axis."
+            "value_and_grad, which then averages over this axis."
         )
     return axes
 
@@ -87,14 +91,15 @@ def _shown(axes: tuple[Any, ...]) -> str:
     return repr(axes[0] if len(axes) == 1 else axes or None)
 
 
-def shared_loss_scale(opt_state: Any) -> Any:
-    """The loss scale for gradients of all parameters; `NoLossScale()` if the optimizer keeps none.
+def shared_loss_scale(opt_state: PyTree) -> LossScale:
+    """Returns the loss scale for all parameters; `NoLossScale()` if the optimizer has none.
 
-    Several groups of parameters, each with its own optimizer, share one backward pass and so one
-    scale. `apply_update` adjusts the scales of all groups together, so equal scales stay equal.
+    Several groups of parameters, each with an optimizer, share one backward pass and therefore one
+    scale. `apply_update` adjusts the scales of all groups together, so that equal scales remain
+    equal.
 
     Raises:
-      CompositionError: if groups keep loss scales of different settings.
+      CompositionError: if the loss scales of groups have different settings.
     """
     scales = [
         (path, scale)
@@ -107,16 +112,16 @@ def shared_loss_scale(opt_state: Any) -> Any:
     for path, scale in scales[1:]:
         if not _alike(first, scale):
             raise CompositionError(
-                f"The groups of this optimizer keep different loss scales: {first!r} at "
-                f"{scales[0][0]} and {scale!r} at {path}. One backward pass has one scale: give "
-                "every group the same one, or put the groups inside: "
+                f"The groups of this optimizer have different loss scales: {first!r} at "
+                f"{scales[0][0]} and {scale!r} at {path}. One backward pass has one scale. Use the "
+                "same one for all groups, or put the groups inside: "
                 "recipe.optimizer(optax.multi_transform({...}, labels))."
             )
     return jax.tree.map(_compat.plain_array, first, is_leaf=_is_variable)
 
 
 def _alike(scale: Any, other: Any) -> bool:
-    """Whether two loss scales have the same settings and, where they are known, values."""
+    """Returns True if two loss scales have the same settings and, if known, the same values."""
     if jax.tree.structure(scale) != jax.tree.structure(other):
         return False
     pairs = zip(jax.tree.leaves(scale), jax.tree.leaves(other), strict=True)
@@ -128,38 +133,37 @@ def _is_unknown(value: Any) -> bool:
     return isinstance(value, (Tracer, jax.ShapeDtypeStruct))
 
 
-def _the_only(found: list[tuple[str, Any]], what: str, fix: str) -> Any:
-    if not found:
-        raise JaxmpError(f"There is no {what} in this state. {fix}")
-    if len(found) > 1:
-        paths = ", ".join(path or "(top)" for path, _ in found)
+def _only(nodes: list[tuple[str, Any]], description: str) -> Any:
+    """Returns the node of a list with one `(path, node)`, with plain arrays as leaves."""
+    if not nodes:
         raise JaxmpError(
-            f"There are {len(found)} of {what} in this state, at {paths}. Ask for one of them: "
-            f"pass the part of the state that holds it."
+            f"This state contains no {description}. Make the optimizer with "
+            "recipe.optimizer(inner) or jaxmp.optim.mixed_precision(inner, ...)."
         )
-    return jax.tree.map(_compat.plain_array, found[0][1], is_leaf=_is_variable)
+    if len(nodes) > 1:
+        paths = ", ".join(path or "(top)" for path, _ in nodes)
+        raise JaxmpError(
+            f"This state contains {len(nodes)} {description}s, at {paths}. Pass the part of the "
+            "state that contains the one to read."
+        )
+    return jax.tree.map(_compat.plain_array, nodes[0][1], is_leaf=_is_variable)
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: PyTree) -> bool:
     return hasattr(node, "get_value")
 
 
-_MAKE = (
-    "Make the optimizer with recipe.optimizer(inner) or jaxmp.optim.mixed_precision(inner, ...)."
-)
-
-
-def get_loss_scale(state: Any) -> Any:
-    """The loss scale in an optimizer state, train state or any tree that holds one.
+def get_loss_scale(state: PyTree) -> LossScale:
+    """Returns the loss scale in an optimizer state, train state or any other tree.
 
     Args:
-      state: the state; an NNX optimizer will do.
+      state: the state, or an NNX optimizer.
 
     Returns:
-      The loss scale, with plain arrays for leaves.
+      The loss scale, with plain arrays as leaves.
 
     Raises:
-      JaxmpError: if there is none, or more than one (naming their paths).
+      JaxmpError: if there is none, or more than one, with their paths.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
@@ -167,26 +171,26 @@ def get_loss_scale(state: Any) -> Any:
       65536.0
     """
     scales = find(state, _LOSS_SCALES)
-    # Groups of parameters that keep no loss scale have one `NoLossScale` each.
+    # Groups of parameters without a loss scale have a `NoLossScale` each.
     several = [pair for pair in scales if not isinstance(pair[1], NoLossScale)]
-    return _the_only(several or scales[:1], "a loss scale", _MAKE)
+    return _only(several or scales[:1], "loss scale")
 
 
-def get_skip_stats(state: Any) -> SkipStats:
-    """The counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
+def get_skip_stats(state: PyTree) -> SkipStats:
+    """Returns the counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
 
     Args:
-      state: an optimizer state, a train state or any tree that holds one.
+      state: an optimizer state, a train state or any other tree that contains counters.
 
     Returns:
-      The counters, scalar arrays.
+      The counters, as scalar arrays.
 
     Raises:
-      JaxmpError: if there are none, or more than one (naming their paths).
+      JaxmpError: if there are none, or more than one set, with their paths.
 
     Warns:
-      SkippedStepsWarning: once, if the last 10 steps or more were skipped and the counters are on
-        the host already, so that nothing waits for the device.
+      SkippedStepsWarning: once, if the last 10 steps or more were skipped and the counters are
+        already on the host, so that reading them does not wait for the device.
 
     Example:
       >>> tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
@@ -194,18 +198,18 @@ def get_skip_stats(state: Any) -> SkipStats:
       0
     """
     _warn_where_known(state)
-    return _the_only(find(state, SkipStats), "skip counters", _MAKE)
+    return _only(find(state, SkipStats), "set of skip counters")
 
 
-def get_master_params(state: Any) -> Any:
-    """The FP32 truth of the parameters, as a tree like them.
+def get_master_params(state: PyTree) -> PyTree:
+    """Returns the parameters in full precision, with masters for those stored in 16 bits.
 
     Args:
-      state: a train state (anything with `params` and `opt_state`), or an optimizer state in which
+      state: a train state (an object with `params` and `opt_state`), or an optimizer state in which
         every parameter has an FP32 master.
 
     Returns:
-      The parameters, with masters in the place of those that are stored in 16 bits.
+      A tree like the parameters.
 
     Example:
       >>> recipe = jaxmp.load_recipe("bf16_params")
@@ -216,42 +220,39 @@ def get_master_params(state: Any) -> Any:
       dtype('float32')
 
     Raises:
-      JaxmpError: for an optimizer state alone, where FP32 parameters have no second copy and packed
-        remainders are only half of the truth.
+      JaxmpError: for an optimizer state alone that does not contain all values, because FP32
+        parameters have no second copy and packed remainders contain only 16 of the 32 bits.
     """
     if hasattr(state, "params") and hasattr(state, "opt_state"):
         params, overwritten = _overwritten.split(state.params)
         full = _replace_by_masters(params, state.opt_state)
         return _overwritten.join(full, overwritten, state.params)
-    found = find(state, MasterParamsState)
-    node = _the_only(found, "master parameters", _MAKE)
-    _refuse_partial(node)
+    node = _only(find(state, MasterParamsState), "set of master parameters")
+    _check_complete(node)
     return node.masters
 
 
-def _refuse_partial(node: MasterParamsState) -> None:
+def _check_complete(node: MasterParamsState) -> None:
     layout = node.layout
     without = [path for i, (path, _) in enumerate(layout.storage) if not layout.has_master(i)]
     if without:
         raise JaxmpError(
             f"{len(without)} of {len(layout.storage)} parameters (such as {without[0]!r}) are "
-            "stored in FP32 and are their own master; the optimizer state holds no second copy. "
+            "stored in FP32 without a second copy in the optimizer state. "
             "Pass the train state: jaxmp.get_master_params(train_state)."
         )
     if layout.master == "packed":
         raise JaxmpError(
-            "Packed masters are the 16-bit parameters and their remainders together; this state "
-            "holds the remainders only. Pass the train state: jaxmp.get_master_params(train_state)."
+            "Packed masters consist of the 16-bit parameters and their remainders, and this state "
+            "contains only the remainders. Pass the train state: "
+            "jaxmp.get_master_params(train_state)."
         )
 
 
-def _replace_by_masters(params: Any, opt_state: Any) -> Any:
+def _replace_by_masters(params: PyTree, opt_state: Any) -> Any:
     masters: dict[str, Any] = {}
     for node in master_states(unpack_masters(opt_state, params)):
-        held = iter(jax.tree.leaves(node.masters))
-        for index, (path, _) in enumerate(node.layout.storage):
-            if node.layout.has_master(index):
-                masters[path] = next(held)
+        masters.update((path, value) for _, path, value in node.values())
     collections = _trees.has_collections(params)
 
     def read(names: _trees.Path, leaf: Any) -> Any:
@@ -266,27 +267,27 @@ def _replace_by_masters(params: Any, opt_state: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
-# Steps in a row. A dynamic scale that starts at 2**16 falls to 64 in as many.
+# Number of consecutive steps, after which a dynamic scale of 2**16 has fallen to 64.
 _SKIPPED_IN_A_ROW = 10
 
 
-def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
-    """Raises if training cannot go on, and warns if no step is applied any more.
+def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
+    """Raises if training cannot continue, and warns if steps are no longer applied.
 
-    Call it on the host, every so many steps. It waits for the last step to end.
+    Call it on the host from time to time. It waits for the last step to finish.
 
     Args:
-      state: a train state, optimizer state, or anything that holds one.
-      skipped_in_a_row: warn if at least so many of the last steps were skipped.
+      state: a train state, optimizer state, or any other tree that contains one.
+      skipped_in_a_row: warn if at least this number of consecutive steps were skipped.
 
     Warns:
       SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
-        gradient was not finite, and the likely causes, the most likely first.
+        gradient was not finite, and the possible causes, most likely first.
 
     Raises:
       ScaleCollapsedError: if gradients still overflow at the minimum scale.
-      MasterOverflowError: in the last step a master grew too large for the 16-bit dtype that its
-        parameter is stored in.
+      MasterOverflowError: if a master became too large for the 16-bit dtype of its parameter in
+        the last step.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
@@ -296,10 +297,10 @@ def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
         stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
             raise JaxmpError(
-                "check reads values, and these are being traced. Call it on the host, outside "
+                "check reads values, but this state is traced. Call it on the host, outside of "
                 "jax.jit: state = train_step(state, batch); jaxmp.check(state)."
             )
-        # Replicated and vmapped states have a value for each member: the worst one speaks.
+        # Replicated and vmapped states have one value per member; report the worst.
         overflow, at_floor, total = (
             int(np.max(jax.device_get(x)))
             for x in (stats.overflow_leaf, stats.at_floor, stats.total)
@@ -309,22 +310,21 @@ def check(state: Any, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
         if at_floor > 0:
             scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
             raise ScaleCollapsedError(
-                f"The loss scale is at its floor, {scale:g}, and {at_floor} step(s) in "
-                f"a row still overflowed ({total} skipped in all).{_culprit(node, stats)} The "
-                "gradients are not finite for another reason than the scale: look for a NaN in the "
-                "batch or an overflow in the forward pass, or train with "
-                "jaxmp.load_recipe('bf16')."
+                f"The loss scale is at its minimum, {scale:g}, and {at_floor} consecutive step(s) "
+                f"still overflowed ({total} skipped in total).{_first_nonfinite(node, stats)} The "
+                "loss scale is therefore not the cause. Look for a NaN in the batch or an overflow "
+                "in the forward pass, or train with jaxmp.load_recipe('bf16')."
             )
         if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
 
 
-# Guards whose skipped steps `get_skip_stats` has reported: (path, steps skipped before these).
+# Steps that `get_skip_stats` has reported: (path of the state, number of steps skipped before).
 _reported: set[tuple[str, int]] = set()
 
 
-def _warn_where_known(state: Any) -> None:
-    """Warns once of steps skipped in a row, where reading the counters costs nothing."""
+def _warn_where_known(state: PyTree) -> None:
+    """Warns once of consecutive skipped steps, if the counters are on the host."""
     for path, node in find(state, SkipNonfiniteState):
         stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=_is_variable)
         if not all(_compat.is_on_host(leaf) for leaf in (stats.consecutive, stats.total)):
@@ -337,7 +337,7 @@ def _warn_where_known(state: Any) -> None:
 
 
 def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
-    """The message about steps skipped in a row."""
+    """Returns the message about consecutive skipped steps."""
     consecutive, total = (int(np.max(jax.device_get(x))) for x in (stats.consecutive, stats.total))
     scale = ""
     if not isinstance(node.loss_scale, NoLossScale):
@@ -345,51 +345,51 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
         scale = f" The loss scale is {float(value):g}."
     causes = enumerate(_causes(node.loss_scale), start=1)
     return (
-        f"The last {consecutive} steps were skipped ({total} in all), because their gradients were "
-        f"not finite, so the parameters do not change any more.{scale}{_culprit(node, stats)} "
-        "Likely causes, the most likely first:"
+        f"The last {consecutive} steps were skipped ({total} in total), because their gradients "
+        "were not finite. The parameters no longer change."
+        f"{scale}{_first_nonfinite(node, stats)} Possible causes, most likely first:"
         + "".join(f"\n  {number}. {cause}" for number, cause in causes)
     )
 
 
-def _culprit(node: SkipNonfiniteState, stats: SkipStats) -> str:
-    """A sentence about the first gradient that was not finite, with a leading blank, or ""."""
+def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
+    """Returns a sentence about the first non-finite gradient, with a leading space, or ""."""
     leaf = int(np.max(jax.device_get(stats.nonfinite_leaf)))
     paths = [row[0] for each in master_states(node.inner_state) for row in each.layout.storage]
     if not 0 <= leaf < len(paths):
         return ""
-    every = "" if leaf else ", the first parameter of all: a loss that is not finite makes all NaN"
-    return f" The first gradient that is not finite is that of {paths[leaf]!r}{every}."
+    all_nan = "" if leaf else ", the first parameter: a non-finite loss makes all gradients NaN"
+    return f" The first non-finite gradient is that of {paths[leaf]!r}{all_nan}."
 
 
 _NOT_FINITE = (
-    "The batch, or the loss of it, is not finite: jnp.isfinite(loss), and "
-    'jax.config.update("jax_debug_nans", True) to find the operation.'
+    "The batch or the loss is not finite: check jnp.isfinite(loss), and set "
+    'jax.config.update("jax_debug_nans", True) to locate the operation.'
 )
 _DIVERGED = (
-    "The parameters have become very large: lower the learning rate, clip gradients inside, "
-    "recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), inner)), and restart from a "
-    "checkpoint before it."
+    "The parameters have diverged: lower the learning rate, clip gradients by "
+    "recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), inner)), and restart from an "
+    "earlier checkpoint."
 )
 _FORWARD = (
-    "An activation is above 65504, the largest number of float16: give its module "
+    "An activation exceeds 65504, the largest float16 number: compute its module in FP32 by "
     'jaxmp.Rule("path/of/module", "c=f32"), or use jaxmp.load_recipe("bf16").'
 )
 
 
 def _causes(loss_scale: Any) -> tuple[str, ...]:
-    """What may have made gradients not finite, the most likely cause first."""
+    """Returns possible causes of non-finite gradients, most likely first."""
     if isinstance(loss_scale, NoLossScale):
         return _NOT_FINITE, _DIVERGED
     if isinstance(loss_scale, StaticLossScale):
         fixed = (
-            "The loss scale is too large for these gradients: let it adapt, "
+            "The loss scale is too large for these gradients: use a dynamic one, "
             "recipe.replace(loss_scale=jaxmp.DynamicLossScale())."
         )
         return fixed, _FORWARD, _NOT_FINITE, _DIVERGED
     high = (
-        "The loss scale is still too high, if these are the first steps: it falls with each "
-        "skipped step. Start lower: recipe.replace(loss_scale=jaxmp.DynamicLossScale("
+        "If these are the first steps, the loss scale is still too large, and decreases with each "
+        "skipped step. Start with a smaller one: recipe.replace(loss_scale=jaxmp.DynamicLossScale("
         "init_scale=2.0**8))."
     )
     return _FORWARD, _NOT_FINITE, high, _DIVERGED
@@ -402,8 +402,8 @@ def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError
     path, dtype, _ = storage[leaf]
     consequence = "the step was skipped" if dtype == "f16" else "it was saturated"
     return MasterOverflowError(
-        f"The FP32 master of {path!r} is too large for {dtype}, in which the parameter is stored, "
-        f"so {consequence}. Store it in FP32: Rule({path!r}, 'p=f32'), or lower the learning rate."
+        f"The FP32 master of {path!r} is too large for {dtype}, the dtype of the parameter, so "
+        f"{consequence}. Store it in FP32: Rule({path!r}, 'p=f32'), or lower the learning rate."
     )
 
 
@@ -412,19 +412,19 @@ def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError
 # ---------------------------------------------------------------------------
 
 
-def check_composition(opt_state: Any) -> None:
-    """Refuses a nesting around `mixed_precision` that would break it.
+def check_composition(opt_state: PyTree) -> None:
+    """Checks that no transformation around `mixed_precision` breaks it.
 
     Args:
       opt_state: the optimizer state (or its shapes) as `tx.init` returns it.
 
     Raises:
-      CompositionError: naming the wrapper, why it breaks, and the nesting that works.
+      CompositionError: with the wrapper, the reason, and the composition that works.
     """
     _check_node(opt_state)
 
 
-# Wrappers that hand on what they are given, for the parameters that are theirs.
+# Wrappers that pass gradients and updates through unchanged, for their parameters.
 _TRANSPARENT = (
     GradientDtypesState,
     optax.MaskedState,
@@ -434,7 +434,7 @@ _TRANSPARENT = (
 )
 
 
-def _check_node(node: Any) -> None:
+def _check_node(node: PyTree) -> None:
     if isinstance(node, SkipNonfiniteState):
         if find(node.inner_state, SkipNonfiniteState):
             raise CompositionError(
@@ -442,60 +442,60 @@ def _check_node(node: Any) -> None:
                 "same parameters. Apply the recipe once: tx = recipe.optimizer(inner)."
             )
         return
-    if not find(node, SkipNonfiniteState) and not _keeps_masters(node):
+    if not find(node, SkipNonfiniteState) and not _has_masters(node):
         return
     if isinstance(node, optax.MultiStepsState):
         raise CompositionError(
-            "optax.MultiSteps around mixed_precision: an overflow would enter its accumulator and "
-            "never leave it. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
+            "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
+            "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
             " or use value_and_grad(..., microbatches=k)."
         )
     if isinstance(node, optax.ApplyIfFiniteState):
         raise CompositionError(
             "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
-            "which would never back off. Leave it out: recipe.optimizer(inner) skips such steps "
-            "itself."
+            "which would never back off. Remove it: recipe.optimizer(inner) already skips such "
+            "steps."
         )
-    if _keeps_masters(node):
+    if _has_masters(node):
         _check_assignable(node)
     for child in _children(node):
         _check_node(child)
 
 
-def _keeps_masters(node: Any) -> bool:
-    return any(jax.tree.leaves(found.masters) for found in master_states(node))
+def _has_masters(node: PyTree) -> bool:
+    return any(jax.tree.leaves(state.masters) for state in master_states(node))
 
 
-def _check_assignable(node: Any) -> None:
-    """Parameters are assigned from their masters: nothing may change the updates afterwards."""
+def _check_assignable(node: PyTree) -> None:
+    """Raises if a wrapper changes updates, which assignment from masters would ignore."""
     if isinstance(node, (*_TRANSPARENT, MasterParamsState)):
         return
     if _is_chain(node):
         parts = list(node.values()) if isinstance(node, dict) else list(node)
         for index, part in enumerate(parts[:-1]):
-            if _keeps_masters(part):
+            if _has_masters(part):
                 raise CompositionError(
-                    f"Part {index + 1} of {len(parts)} of an optax.chain keeps masters of 16-bit "
-                    "parameters, and other parts come after it. The parameters are assigned from "
-                    "the masters, so what comes after would be ignored. Put it inside: "
+                    f"Part {index + 1} of {len(parts)} of an optax.chain has masters of 16-bit "
+                    "parameters, and other parts follow it. The parameters are assigned from the "
+                    "masters, so that the following parts would be ignored. Put them inside: "
                     "recipe.optimizer(optax.chain(inner, ...)); for groups of parameters use "
                     "optax.multi_transform."
                 )
         return
     raise CompositionError(
         f"{type(node).__name__} around masters of 16-bit parameters: the parameters are assigned "
-        "from the masters, so what that wrapper makes of the updates would be ignored. Put it "
+        "from the masters, so that changes of the updates by this wrapper would be ignored. Put it "
         "inside: recipe.optimizer(wrapper(inner)), or store the parameters in FP32."
     )
 
 
-def _is_chain(node: Any) -> bool:
+def _is_chain(node: PyTree) -> bool:
     plain_tuple = isinstance(node, tuple) and not hasattr(node, "_fields")
     return plain_tuple or isinstance(node, dict)
 
 
-def _children(node: Any) -> list[Any]:
-    """Direct children of a pytree node; none for a leaf."""
+def _children(node: PyTree) -> list[Any]:
+    """Returns the direct children of a pytree node; none for a leaf."""
     if isinstance(node, optax.PartitionState):
         return list(node.inner_states.values())
     flat = jax.tree.leaves(node, is_leaf=lambda x: x is not node)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: 16-bit parameters that learn without masters."""
+"""Stochastic rounding of 16-bit parameters, as an alternative to masters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp.errors import CompositionError
 
 
@@ -19,34 +20,35 @@ class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`.
 
     Attributes:
-      key: uint32[2], raw PRNG key data; it moves on at every update.
+      key: uint32[2], raw PRNG key data; every update replaces it.
       inner_state: the state of the inner transformation.
     """
 
     key: jax.Array
-    inner_state: Any
+    inner_state: PyTree
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation | None = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Rounds the updated 16-bit parameters up or down at random, right on average.
+    """Rounds updated 16-bit parameters up or down at random, with the exact expected value.
 
-    Rounding to nearest loses every update below half a unit in the last place: 1.0 + 0.001 is 1.0
-    in bfloat16, a thousand times over. Rounding up with the probability that equals the distance
-    from below keeps the expected value (Gupta et al. 2015, arXiv:1502.02551).
+    Rounding to nearest loses every update below half a unit in the last place: in bfloat16,
+    1.0 + 0.001 is 1.0, however often it is repeated. Rounding up with a probability equal to the
+    distance from the lower neighbor preserves the expected value (Gupta et al. 2015,
+    arXiv:1502.02551).
 
-    Use it around everything else, on parameters without masters:
+    Use it as the outermost transformation, on parameters without masters:
     `stochastic_rounding(mixed_precision(adamw, policies=..., master="none"))`, or last in a chain.
-    FP32 parameters pass through. A zero update leaves a parameter where it is, bit for bit, so
-    skipped steps stay skipped.
+    FP32 parameters are not rounded. A zero update does not change a parameter, so that skipped
+    steps remain skipped.
 
     Args:
-      inner: the transformation whose updates are rounded. None: those it is given.
-      seed: seed of the random bits, which are in the state: the same state gives the same step.
+      inner: the transformation whose updates are rounded. None: the updates themselves.
+      seed: seed of the random bits, which are in the state: equal states give equal steps.
 
     Returns:
-      An optax transformation that needs `params` in `update`.
+      An optax transformation that requires `params` in `update`.
 
     Raises:
       CompositionError: if `update` is called without the parameters.
@@ -61,24 +63,24 @@ def stochastic_rounding(
     """
     inner = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: PyTree) -> PyTree:
         return StochasticRoundingState(
             jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
             inner.init(params),
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise CompositionError(
-                "stochastic_rounding needs the parameters: tx.update(grads, state, params)."
+                "stochastic_rounding requires the parameters: tx.update(grads, state, params)."
             )
         deltas, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        key, use = jax.random.split(jax.random.wrap_key_data(state.key, impl="threefry2x32"))
+        key, round_key = jax.random.split(jax.random.wrap_key_data(state.key, impl="threefry2x32"))
         leaves, treedef = jax.tree.flatten(params)
         rounded = [
-            _round_leaf(jax.random.fold_in(use, index), param, delta)
+            _round_leaf(jax.random.fold_in(round_key, index), param, delta)
             for index, (param, delta) in enumerate(
                 zip(leaves, treedef.flatten_up_to(deltas), strict=True)
             )
@@ -98,12 +100,12 @@ def _round_leaf(key: jax.Array, param: Any, delta: Any) -> Any:
     return round_stochastically(key, old + delta.astype(FLOAT32), dtype).astype(FLOAT32) - old
 
 
-def round_stochastically(key: jax.Array, value: jax.Array, dtype: Any) -> jax.Array:
+def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds float32 `value` to bfloat16 or float16 so that the expected value is `value`.
 
-    Random bits are added below the last bit kept, and what is below it is then cut off. Values that
-    `dtype` holds stay as they are; infinities and NaN too. Magnitudes below float16's smallest
-    normal number (2**-14) are rounded on its subnormal grid of 2**-24.
+    Random bits are added below the last bit of the format, and the bits below it are then cut off.
+    Values that `dtype` represents exactly, infinities and NaN do not change. Magnitudes below
+    2**-14, the smallest normal number of float16, are rounded on its subnormal grid of 2**-24.
     """
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.

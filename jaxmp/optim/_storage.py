@@ -1,12 +1,12 @@
-"""How a 16-bit parameter and its FP32 master stand for one another.
+"""Conversions between a 16-bit parameter and its FP32 master.
 
-Two forms of the master:
+There are two forms of masters:
 
-* ``fp32``: 32 bits beside the 16 of the parameter. The parameter is the master rounded to nearest,
-  ties to even, as every cast does.
+* ``fp32``: 32 bits in addition to the 16 bits of the parameter. The parameter is the master,
+  rounded to nearest with ties to even, as by any cast.
 * ``packed``: the 16 bits that bfloat16 drops, as a signed remainder. Parameter and remainder
-  together are the master, exactly, at 4 bytes in all. The remainder is the low half of the FP32 bit
-  pattern, so a tie rounds away from zero: that is what a carry out of the low half means.
+  together represent the master exactly, in 4 bytes. The remainder is the lower half of the FP32
+  bit pattern, so that ties round away from zero (a carry out of the lower half).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._policies._resolve import PolicyMap, storage_dtype
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
 _QUIET_NAN = np.uint32(0x7FC00000)
 
-# A finite FP32 value of at least this magnitude is infinite after the cast: the largest finite
-# value and half a unit in its last place (65504 + 16 for float16).
+# Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
+# value plus half a unit in its last place (65504 + 16 for float16).
 OVERFLOW_THRESHOLD = {
     np.dtype(np.float16): np.float32(65520.0),
     BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
@@ -36,14 +36,14 @@ OVERFLOW_THRESHOLD = {
 
 
 def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits FP32 into bfloat16, ties away from zero, and the int16 remainder.
+    """Splits FP32 values into bfloat16, with ties away from zero, and an int16 remainder.
 
     Args:
       master: float32 array of any shape.
 
     Returns:
-      bfloat16 and int16 arrays of that shape; `unpack` gives back every finite and infinite value
-      bit for bit. A NaN becomes the quiet NaN.
+      bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
+      values exactly. A NaN becomes the quiet NaN.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
@@ -56,14 +56,14 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The FP32 value that a bfloat16 parameter and its int16 remainder stand for."""
+    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder."""
     return lax.bitcast_convert_type(_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)
 
 
 def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
-    """The int16 remainder that brings `param` nearest to `master`.
+    """Returns the int16 remainder with which `param` is closest to `master`.
 
-    Exact where `param` is `pack(master)[0]`; clipped where an additive update could not land there.
+    It is exact if `param` is `pack(master)[0]`, and otherwise clipped.
     """
     bits = lax.bitcast_convert_type(master, jnp.int32)
     return jnp.clip(bits - _high_bits(param), -(2**15), 2**15 - 1).astype(jnp.int16)
@@ -74,9 +74,9 @@ def _high_bits(param: jax.Array) -> jax.Array:
     return lax.shift_left(high, jnp.full_like(high, 16))
 
 
-def to_storage(value: Any, dtype: Any, form: str) -> Any:
-    """Casts one leaf to its storage dtype, rounding as the master's form does."""
-    if form == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
+def to_storage(value: Any, dtype: DTypeLike, master: str) -> Any:
+    """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
+    if master == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
         if isinstance(value, jax.ShapeDtypeStruct):
             return value.update(dtype=dtype)
         return pack(jnp.asarray(value))[0]
