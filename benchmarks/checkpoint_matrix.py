@@ -264,7 +264,7 @@ def like(moments: Any, before: Any) -> Any:
 
 
 def has_fp8(state: jaxmp.TrainState) -> bool:
-    """Whether the state contains that of FP8 scaling."""
+    """Returns True if the state contains that of FP8 scaling."""
     return "_overwrite_with_gradient" in state.params
 
 

@@ -89,7 +89,7 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a state consists of, without its values."""
+    """Contents of a state, without its values."""
 
     leaves: tuple[Leaf, ...]
     masters: tuple[Masters, ...] = ()
