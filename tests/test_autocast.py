@@ -406,6 +406,15 @@ def test_while_loops_keep_the_dtypes_of_their_state():
     assert autocast(fn, MIXED)(W, X).dtype == F32
 
 
+def test_scans_keep_the_dtypes_of_their_carry():
+    def fn(w, x):
+        return lax.scan(lambda carry, _: (carry @ w, None), x, length=3)[0]
+
+    w, x = jnp.eye(8), jnp.ones((2, 8))
+    assert set(operands(autocast(fn, MIXED), w, x)) == {(BF16, BF16)}
+    np.testing.assert_array_equal(autocast(fn, MIXED)(w, x), x)
+
+
 def test_a_running_sum_stays_in_fp32():
     def fn(w, x):
         step = lambda total, row: (total + (row @ w).sum(), None)

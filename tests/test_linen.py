@@ -623,6 +623,19 @@ def test_a_cells_carry_keeps_its_dtypes(cell):
     assert out[1].dtype == jnp.bfloat16
 
 
+def test_a_cells_carry_is_not_rounded():
+    class Hold(nn.RNNCellBase):
+        def __call__(self, carry, x):
+            return carry, x
+
+    carry = floats(2, 3) / 3
+    for kept in (
+        apply_policy(Hold(), BF16).apply({}, carry, floats(2, 3))[0],
+        apply_policy(Hold(), BF16).apply({}, carry=carry, x=floats(2, 3))[0],
+    ):
+        np.testing.assert_array_equal(kept, carry)
+
+
 def test_the_state_that_an_rnn_returns_can_be_fed_back():
     model, x = nn.RNN(nn.GRUCell(4), return_carry=True), floats(2, 5, 3)
     with jax.numpy_dtype_promotion("standard"):  # as above

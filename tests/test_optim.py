@@ -1,5 +1,6 @@
 """Masters, skipped steps and their composition, as optax transformations."""
 
+import functools
 import re
 
 import flax.jax_utils
@@ -272,10 +273,19 @@ def test_check_raises_when_the_scale_collapses():
         jaxmp.check(state)
 
 
-def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32():
+@pytest.mark.parametrize(
+    "around",
+    [
+        functools.partial(optim.mixed_precision, policies=FP32),
+        optim.skip_nonfinite,
+        optim.master_params,
+    ],
+    ids=["mixed_precision", "skip_nonfinite", "master_params"],
+)
+def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
     seen = []
     spy = optax.stateless(lambda g, p: seen.append(jax.tree.leaves(g)[0].dtype) or g)
-    tx = optim.mixed_precision(spy, policies=FP32)
+    tx = around(spy)
     params = toy_params()
     tx.update(jax.tree.map(lambda p: p.astype(jnp.float16), params), tx.init(params), params)
     assert set(seen) == {np.dtype("float32")}
