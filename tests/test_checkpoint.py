@@ -583,7 +583,7 @@ def test_orbax_is_optional():
     absent = "import sys; sys.modules['orbax'] = None\nimport jaxmp\n"
     attempt = "try: jaxmp.checkpoint\nexcept jaxmp.MissingDependencyError as error: print(error)"
     message = run_python(absent + attempt)
-    assert "orbax is not installed; jaxmp needs it for checkpoints" in message
+    assert "orbax is not installed; jaxmp requires it for checkpoints" in message
     assert 'pip install "jaxmp[checkpoint]"' in message
 
 
