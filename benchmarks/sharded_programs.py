@@ -132,6 +132,20 @@ def measure(recipe_name: str, layout: str, count: int, use_jax_grad: bool) -> di
     }
 
 
+HEADER = (
+    "| layout | recipe | gradients | sums in 16 bits | sums in FP32 | gathered | temporary |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def markdown(row: dict[str, Any]) -> str:
+    """Returns one row of the table."""
+    gathered = ", ".join(f"{size / 1e6:.1f} {dtype}" for dtype, size in row["gathered"].items())
+    sizes = [f"{row[key] / 1e6:.1f}" for key in ("sums_16_bit", "sums_fp32", "temporary")]
+    cells = [row["layout"], row["recipe"], f"`{row['gradients']}`", *sizes[:2], gathered or "0.0"]
+    return f"| {' | '.join(cells)} | {sizes[2]} |"
+
+
 def main() -> None:
     """Prints the table, and writes it as JSON if that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -140,17 +154,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
-    print("| layout | recipe | gradients | sums in 16 bits | sums in FP32 | gathered | temporary |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(HEADER)
     for layout in ("data parallel", "FSDP"):
         for recipe in args.recipes:
             for use_jax_grad in (True, False) if recipe == "bf16" else (False,):
                 row = measure(recipe, layout, args.devices, use_jax_grad)
                 rows.append(row)
-                gathered = ", ".join(f"{n / 1e6:.1f} {d}" for d, n in row["gathered"].items())
-                numbers = [f"{row[k] / 1e6:.1f}" for k in ("sums_16_bit", "sums_fp32")]
-                cells = [layout, recipe, f"`{row['gradients']}`", *numbers, gathered or "0.0"]
-                print(f"| {' | '.join(cells)} | {row['temporary'] / 1e6:.1f} |", flush=True)
+                print(markdown(row), flush=True)
     if args.out:
         versions = {"jax": jax.__version__, "flax": flax.__version__}
         versions["python"] = platform.python_version()

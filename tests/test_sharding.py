@@ -1,5 +1,8 @@
 """Shardings of training states."""
 
+import json
+from pathlib import Path
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+import sharded_programs
 from jaxmp.errors import JaxmpError
 from jaxmp.sharding import state_shardings
 
@@ -165,3 +169,12 @@ def test_an_unknown_axis_is_refused():
     specs = jax.tree.map(rows(mesh_of()), state.params)
     with pytest.raises(JaxmpError, match=r"optimizer='fsdp' .* 'data', 'model'"):
         state_shardings(state, specs, optimizer="fsdp")
+
+
+def test_the_page_shows_the_programs_as_measured():
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks/results/sharded_programs_h200.json").read_text())
+    table = [sharded_programs.HEADER, *map(sharded_programs.markdown, results["rows"])]
+    assert "\n".join(table) in (root / "docs/sharding.md").read_text()
+    for row in results["rows"]:
+        assert bool(row["sums_16_bit"]) == (row["gradients"] == "jax.grad")
