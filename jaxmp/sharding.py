@@ -20,9 +20,10 @@ def state_shardings(
 ) -> PyTree:
     """Returns a sharding for each array of a training state.
 
-    Parameters get the given shardings. Masters, packed remainders and moments are found by their
-    paths, which end in the path of their parameter, and their shapes. All other arrays, such as
-    loss scale, counters, FP8 state and the factored moments of Adafactor, are replicated.
+    Parameters get the shardings in `params_shardings`. Masters, packed remainders and moments are
+    found by their paths, which end in the path of their parameter, and by their shapes. All other
+    arrays, such as loss scale, counters, FP8 state and the factored moments of Adafactor, are
+    replicated.
 
     Args:
       state: a `TrainState`, the state of NNX objects (`nnx.state((model, optimizer))`), or any
@@ -54,18 +55,20 @@ def state_shardings(
       >>> shardings["opt_state"][0].count.spec
       P()
     """
-    given = _given_shardings(params_shardings)
-    mesh = next(iter(given.values())).mesh
+    shardings_by_path = _given_shardings(params_shardings)
+    mesh = next(iter(shardings_by_path.values())).mesh
     if optimizer != "like_params" and optimizer not in mesh.axis_names:
         raise JaxmpError(
             f"optimizer={optimizer!r} is neither 'like_params' nor an axis of the mesh, whose axes "
             f"are {', '.join(map(repr, mesh.axis_names))}. For ZeRO-1 write "
             f"optimizer={mesh.axis_names[0]!r}."
         )
-    longest = max(map(len, given))
-    matches = {names: _match(names, given, longest) for names, _ in leaves_with_path(state)}
+    longest = max(map(len, shardings_by_path))
+    matches = {
+        names: _match(names, shardings_by_path, longest) for names, _ in leaves_with_path(state)
+    }
     shapes = _parameter_shapes(state, matches)
-    missing = [names for names in given if names not in shapes]
+    missing = [names for names in shardings_by_path if names not in shapes]
     if missing:
         raise JaxmpError(
             f"params_shardings contains {'/'.join(missing[0])!r}, and the state has no such "
@@ -78,7 +81,7 @@ def state_shardings(
         param = matches[names]
         if param is None or leaf.shape != shapes[param][1]:
             return NamedSharding(mesh, PartitionSpec())
-        sharding = given[param]
+        sharding = shardings_by_path[param]
         if names == shapes[param][0] or optimizer == "like_params":
             return sharding
         return _split_further(sharding, leaf.shape, optimizer)
@@ -91,7 +94,7 @@ def _given_shardings(params_shardings: PyTree) -> dict[Path, NamedSharding]:
     flat, _ = jax.tree_util.tree_flatten_with_path(
         params_shardings, is_leaf=lambda node: isinstance(node, Sharding)
     )
-    given: dict[Path, NamedSharding] = {}
+    shardings_by_path: dict[Path, NamedSharding] = {}
     for key_path, sharding in flat:
         names = _without_contents(path_names(key_path))
         names = names[1:] if len(names) > 1 and names[0] == "params" else names
@@ -100,23 +103,23 @@ def _given_shardings(params_shardings: PyTree) -> dict[Path, NamedSharding]:
                 f"params_shardings has {sharding!r} at {'/'.join(names)!r}. Use a "
                 "jax.sharding.NamedSharding(mesh, spec) for each parameter."
             )
-        given[names] = sharding
-    if not given:
+        shardings_by_path[names] = sharding
+    if not shardings_by_path:
         raise JaxmpError("params_shardings contains no sharding. Use one for each parameter.")
-    if len({sharding.mesh for sharding in given.values()}) > 1:
+    if len({sharding.mesh for sharding in shardings_by_path.values()}) > 1:
         raise JaxmpError("params_shardings contains shardings on different meshes. Use one mesh.")
-    return given
+    return shardings_by_path
 
 
 def _without_contents(names: Path) -> Path:
     return names[:-1] if names and names[-1] in _CONTENTS else names
 
 
-def _match(names: Path, given: dict[Path, NamedSharding], longest: int) -> Path | None:
+def _match(names: Path, shardings_by_path: dict[Path, NamedSharding], longest: int) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
     names = _without_contents(names)
     for length in range(min(longest, len(names)), 0, -1):
-        if names[-length:] in given:
+        if names[-length:] in shardings_by_path:
             return names[-length:]
     return None
 
