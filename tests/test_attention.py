@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
+from grids import pairwise
 from jaxmp import AttentionError, dot_product_attention, explain_attention
 from jaxmp._attention import _choice
 from jaxmp._attention._arguments import arguments
@@ -214,16 +215,32 @@ def calls(draw):
     )
 
 
-@given(calls())
-@settings(max_examples=12, deadline=None, phases=GENERATE)
-def test_results_and_gradients_against_fp64(call):
+STATED = [
+    {},
+    {"is_causal": True},
+    {"local_window_size": (3, 2)},
+    {"is_causal": True, "local_window_size": (20, 0)},
+]
+# Dimensions of bias and mask, as in `calls`, and the operands with lengths: keys 1, queries 2.
+EXTRAS = [(None, None, 0), (15, None, 1), (None, 13, 2), (6, 9, 3)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "lengths", "extras", "dtype", "groups"),
+    pairwise(
+        STATED, [(17, 40), (40, 17), (2, 15)], EXTRAS, ["bfloat16", "float16", "float32"], [1, 2]
+    ),
+)
+def test_results_and_gradients_against_fp64(stated, lengths, extras, dtype, groups):
+    bias, mask, uneven = extras
+    options = dict(bias=bias, mask=mask, stated=stated, uneven=uneven)
     with standard():  # the reference is written as users write it
-        check_errors(call())
+        check_errors(drawn(lengths, 2 * groups, groups, dtype, (8, 4), seed=0, **options))
 
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=24, deadline=None, phases=GENERATE)
+@settings(max_examples=36, deadline=None, phases=GENERATE)
 def test_many_results_and_gradients_against_fp64(call):
     with standard():
         check_errors(call())

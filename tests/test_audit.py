@@ -30,6 +30,7 @@ from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
 from jaxmp._audit._checks import Check, documentation_table
 from jaxmp._core._compat import cudnn_version
+from jaxmp._core._matmuls import attention_flops
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 
@@ -961,6 +962,17 @@ def test_kernels_are_named_as_not_counted():
 # ---------------------------------------------------------------------------
 
 SDPA = 4 * 2 * 4 * 256 * 256 * 64  # both products of B = 2, N = 4, T = S = 256, H = 64
+
+
+def test_flops_of_fused_attention_follow_the_mask():
+    flops = functools.partial(attention_flops, (2, 3, 64, 64), (16, 8))
+    pair = 2 * 2 * 3 * 64 * 64
+    full, causal, window = (
+        flops(is_causal=is_causal, window=size, backward=False)
+        for is_causal, size in ((False, 0), (True, 0), (True, 16))
+    )
+    assert [full, causal, window] == [pair * 24, pair * 12, pair * 6]
+    assert flops(is_causal=False, window=0, backward=True) == pair * (3 * 16 + 2 * 8)
 
 
 @pytest.mark.skipif(cudnn_version() is None, reason="JAX's cuDNN attention asks for the library")

@@ -1,0 +1,573 @@
+"""Seeded defects, each with the tests that must catch it: proof that the suite guards behaviour.
+
+    python tests/mutations.py                    applies every defect; runs the tests named for it
+    python tests/mutations.py -k loss_scale      those whose name or file contains the text
+    python tests/mutations.py --full 5           runs the whole fast suite against 5 random defects
+
+A defect replaces one piece of source text in a temporary copy of the repository. The result is
+"caught" if each named test fails, "survived" if one of them passes, and "no longer applies" if the
+text does not occur exactly once. The exit status is 0 if all defects are caught.
+`tests/test_mutations.py` checks that every defect still applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CAUGHT, SURVIVED, STALE = "caught", "survived", "no longer applies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One seeded defect.
+
+    Attributes:
+      name: short description of what goes wrong.
+      file: path below the root of the repository.
+      find: text that occurs exactly once in the file.
+      replace: text that takes its place.
+      tests: tests that must fail, as `file.py::function` below `tests/`.
+    """
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+
+    def applied(self, source: str) -> str | None:
+        """Returns the defective source text; None if `find` does not occur exactly once."""
+        return source.replace(self.find, self.replace) if source.count(self.find) == 1 else None
+
+
+# ---------------------------------------------------------------------------
+# Defects
+# ---------------------------------------------------------------------------
+
+MUTATIONS = [
+    # Loss scale.
+    Mutation(
+        "the scale grows one step late",
+        "jaxmp/_loss_scale.py",
+        "grows = lax.ge(counted, _int32(self.growth_interval))",
+        "grows = lax.gt(counted, _int32(self.growth_interval))",
+        ("test_loss_scale.py::test_grows_after_exactly_the_interval",),
+    ),
+    Mutation(
+        "the minimum scale is lost when a loss scale is flattened",
+        "jaxmp/_loss_scale.py",
+        "        vars(new).update(zip(cls.STATIC, static, strict=True))\n",
+        "        vars(new).update(zip(cls.STATIC, static, strict=True))\n"
+        '        if "min_scale" in vars(new):\n'
+        "            vars(new).update(min_scale=None)\n",
+        ("test_loss_scale.py::test_the_floor_survives_jit_and_flatten",),
+    ),
+    Mutation(
+        "an overflow does not restart the count of finite steps",
+        "jaxmp/_loss_scale.py",
+        "lax.add(self.good_steps, _int32(1)), _int32(0))",
+        "lax.add(self.good_steps, _int32(1)), self.good_steps)",
+        ("test_loss_scale.py::test_an_overflow_starts_the_count_anew",),
+    ),
+    Mutation(
+        "the scale grows beyond its maximum",
+        "jaxmp/_loss_scale.py",
+        "        return lax.select(lax.is_finite(grown), capped, self.scale_value)",
+        "        return lax.select(lax.is_finite(grown), grown, self.scale_value)",
+        ("test_loss_scale.py::test_the_ceiling",),
+    ),
+    Mutation(
+        "gradients are unscaled in 16 bits",
+        "jaxmp/_loss_scale.py",
+        "    wide = jnp.asarray(cast_floating(leaf, FLOAT32))\n",
+        "    wide = jnp.asarray(leaf)\n",
+        ("test_loss_scale.py::test_float16_gradients_are_unscaled_in_fp32",),
+    ),
+    Mutation(
+        "every overflow backs off, whatever the hysteresis",
+        "jaxmp/_loss_scale.py",
+        "return ~finite & lax.le(self.hysteresis_left, _int32(1))",
+        "return ~finite",
+        ("test_loss_scale_presets.py::test_deepspeed",),
+    ),
+    # Gradients.
+    Mutation(
+        "gradients are unscaled by the next, halved scale",
+        "jaxmp/_gradients.py",
+        "options.loss_scale.with_leaves(scale_value=poisoned).unscale",
+        "options.loss_scale.with_leaves(scale_value=poisoned / 2).unscale",
+        ("test_gradients.py::test_power_of_two_scales_change_no_bit_in_fp32",),
+    ),
+    Mutation(
+        "a loss that is not finite leaves its gradients finite",
+        "jaxmp/_gradients.py",
+        "    poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)\n",
+        "    poisoned, finite = jnp.broadcast_to(scale, loss.shape), jnp.array(True)\n",
+        ("test_gradients.py::test_a_bad_loss_with_finite_gradients_poisons_the_gradients",),
+    ),
+    Mutation(
+        "a 16-bit loss causes no warning",
+        "jaxmp/_gradients.py",
+        "    if is_16bit(array.dtype):\n        warnings.warn(",
+        "    if False:\n        warnings.warn(",
+        ("test_gradients.py::test_a_half_loss_is_warned_about",),
+    ),
+    Mutation(
+        "the weight of a loss is ignored",
+        "jaxmp/_gradients.py",
+        '    weight = lax.stop_gradient(_scalar(loss[1], "weight"))\n',
+        '    weight = jnp.ones_like(lax.stop_gradient(_scalar(loss[1], "weight")))\n',
+        (
+            "test_gradients.py::test_sum_and_weight_average_over_all_microbatches",
+            "test_losses.py::test_microbatches_of_unequal_weight_mean_what_the_batch_means",
+        ),
+    ),
+    Mutation(
+        "gradients of microbatches are summed instead of averaged",
+        "jaxmp/_gradients.py",
+        "        return full if sums.weight is None else full / sums.weight.astype(full.dtype)",
+        "        return full",
+        ("test_gradients.py::test_microbatches_give_the_whole_batch_gradient",),
+    ),
+    Mutation(
+        "gradients of microbatches are accumulated in their own 16 bits",
+        "jaxmp/_gradients.py",
+        "return options.accumulate_dtype if _trees.is_castable(gradient) else gradient.dtype",
+        "return gradient.dtype",
+        ("test_gradients.py::test_sixteen_bit_gradients_are_accumulated_in_fp32",),
+    ),
+    Mutation(
+        "all microbatches use the same random numbers",
+        "jaxmp/_gradients.py",
+        "lambda key: jax.random.fold_in(key, index), args[i]",
+        "lambda key: key, args[i]",
+        ("test_gradients.py::test_aux_is_stacked_and_keys_are_folded",),
+    ),
+    Mutation(
+        "gradients are summed over devices instead of averaged",
+        "jaxmp/_gradients.py",
+        "combine = lax.pmean if sums.weight is None else lax.psum",
+        "combine = lax.psum",
+        ("test_gradients.py::test_vmap_averages_once",),
+    ),
+    # Skipped steps.
+    Mutation(
+        "a skipped step keeps the new batch statistics",
+        "jaxmp/_train_state.py",
+        "            mutables = _trees.select(applied, mutables, old)\n",
+        "",
+        ("test_train_state.py::test_a_skipped_step_changes_only_scale_and_counters",),
+    ),
+    Mutation(
+        "a skipped step keeps the new FP8 history",
+        "jaxmp/_train_state.py",
+        "            overwritten = _trees.select(applied, overwritten, old_overwritten)\n",
+        "",
+        ("test_train_state.py::test_overwritten_state_is_assigned_and_reverted_on_a_skip",),
+    ),
+    Mutation(
+        "a skipped step counts as a step",
+        "jaxmp/_train_state.py",
+        "if applied is None else applied.astype(jnp.int32)",
+        "if applied is None else jnp.ones((), jnp.int32)",
+        ("test_train_state.py::test_a_skipped_step_changes_only_scale_and_counters",),
+    ),
+    Mutation(
+        "a skipped step moves the count of a schedule around the optimizer",
+        "jaxmp/optim/_apply.py",
+        "            return _trees.select(applied, n, o)\n",
+        "            return n\n",
+        ("test_optim.py::test_state_around_the_guard_is_restored_on_a_skip",),
+    ),
+    Mutation(
+        "a skip by selection keeps the new optimizer state",
+        "jaxmp/optim/_skip.py",
+        "_trees.select_leaf, applied), new_state, old_state)",
+        "_trees.select_leaf, applied), new_state, new_state)",
+        ("test_optim.py::test_a_nonfinite_gradient_changes_only_scale_and_counters",),
+    ),
+    Mutation(
+        "one device skips a step that the others apply",
+        "jaxmp/optim/_skip.py",
+        "            first = _compat.smallest(first, axes)\n",
+        "            first = first\n",
+        ("test_optim.py::test_devices_agree_on_the_skip",),
+    ),
+    Mutation(
+        "consecutive skips are counted across applied steps",
+        "jaxmp/optim/_skip.py",
+        "consecutive=lax.select(applied, zero, self.consecutive + 1)",
+        "consecutive=lax.select(applied, self.consecutive, self.consecutive + 1)",
+        ("test_optim.py::test_counters",),
+    ),
+    # Masters and 16-bit storage.
+    Mutation(
+        "the new master is not written",
+        "jaxmp/optim/_master.py",
+        "        if stored.dtype != jnp.int16:\n            return emitted, new, over\n",
+        "        if stored.dtype != jnp.int16:\n            return emitted, stored, over\n",
+        ("test_optim.py::test_plain_optax_loop_lands_on_the_cast_master",),
+    ),
+    Mutation(
+        "the inner optimizer receives 16-bit gradients",
+        "jaxmp/optim/_skip.py",
+        "        grads = _trees.cast_floating(updates, FLOAT32)\n",
+        "        grads = updates\n",
+        ("test_optim.py::test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32",),
+    ),
+    Mutation(
+        "the packed remainder has no sign",
+        "jaxmp/optim/_storage.py",
+        "_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)",
+        "_high_bits(param) + jnp.abs(remainder.astype(jnp.int32)), jnp.float32)",
+        ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
+    ),
+    Mutation(
+        "packed parameters are truncated instead of rounded",
+        "jaxmp/optim/_storage.py",
+        "high = lax.shift_right_logical(bits + _HALF_ULP,",
+        "high = lax.shift_right_logical(bits,",
+        ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
+    ),
+    Mutation(
+        "stochastic rounding always rounds towards zero",
+        "jaxmp/optim/_rounding.py",
+        "    cut = (bits + noise) & ~",
+        "    cut = (bits + noise * np.uint32(0)) & ~",
+        ("test_optim.py::test_stochastic_rounding_is_unbiased_and_lands_on_neighbours",),
+    ),
+    # Rules and policies.
+    Mutation(
+        "the last matching rule decides instead of the first",
+        "jaxmp/_policies/_resolve.py",
+        "in zip(policies.rules, policies._policies, strict=True):",
+        "in list(zip(policies.rules, policies._policies, strict=True))[::-1]:",
+        ("test_rules.py::test_the_first_rule_decides_alone",),
+    ),
+    Mutation(
+        "a rule by type covers everything below modules of the type",
+        "jaxmp/_policies/_rules.py",
+        "types = [module_type, *ancestors] if self.subtree else [module_type]",
+        "types = [module_type, *ancestors]",
+        ("test_rules.py::test_a_type_covers_its_modules_and_not_their_children",),
+    ),
+    Mutation(
+        "a required rule that matches nothing is accepted",
+        "jaxmp/_policies/_required.py",
+        "            raise _no_match_error(rule, types)\n",
+        "            continue\n",
+        ("test_rules.py::test_a_required_rule_that_matches_nothing_is_refused",),
+    ),
+    Mutation(
+        "a rule in FP32 keeps FP8 matmuls",
+        "jaxmp/_policies/_rules.py",
+        'return dataclasses.replace(policy, matmul="default")',
+        "return policy",
+        ("test_rules.py::test_a_rule_for_fp32_is_no_rule_for_fp8",),
+    ),
+    # Module boundaries.
+    Mutation(
+        "the cast at a module boundary overflows",
+        "jaxmp/_flax/_casts.py",
+        "    return leaf if is_number else saturating_cast(leaf, dtype)",
+        "    return leaf if is_number else cast(leaf, dtype)",
+        ("test_boundary.py::test_rows_that_a_finite_mask_hides_stay_finite",),
+    ),
+    Mutation(
+        "keep_inputs is ignored",
+        "jaxmp/_flax/_casts.py",
+        "value if index < carried or index in kept.positions else cast_in(value)",
+        "value if index < carried else cast_in(value)",
+        ("test_inputs.py::test_kept_arguments_are_not_cast_however_they_are_passed",),
+    ),
+    Mutation(
+        "the output dtype of the root module is ignored",
+        "jaxmp/_policies/_resolve.py",
+        "policy.output_dtype if names_output or not path else policy.compute_dtype",
+        "policy.output_dtype if names_output else policy.compute_dtype",
+        ("test_linen.py::test_root_output_and_named_outputs_alone_leave_the_compute_dtype",),
+    ),
+    Mutation(
+        "a head with an FP32 output rounds its sums to 16 bits",
+        "jaxmp/_policies/_resolve.py",
+        "wide_output=policy.output_dtype if is_wide else None",
+        "wide_output=None",
+        (
+            "test_linen.py::test_a_wider_output_is_emitted_by_the_product_itself",
+            "test_nnx_policies.py::test_a_wide_output_keeps_the_sums_of_16_bit_products",
+        ),
+    ),
+    Mutation(
+        "norms compute in 16 bits",
+        "jaxmp/_flax/_casts.py",
+        "        return wide_dtype(self.policy.compute_dtype)\n",
+        "        return self.policy.compute_dtype\n",
+        ("test_linen.py::test_norms_compute_in_fp32_and_hand_on_bf16",),
+    ),
+    Mutation(
+        "the carry of a recurrent cell is cast",
+        "jaxmp/_flax/_casts.py",
+        '        carried, carry = 1, "carry"\n',
+        '        carried, carry = 0, ""\n',
+        ("test_linen.py::test_a_cells_carry_is_not_rounded",),
+    ),
+    Mutation(
+        "the backward matmuls of a wide head run in FP32",
+        "jaxmp/_core/_wide_dot.py",
+        "[product(d_lhs, rhs)]",
+        "[product(d_lhs.astype(dtype), rhs.astype(dtype), preferred_element_type=dtype)]",
+        ("test_models.py::test_every_product_has_the_operands_that_the_rules_say",),
+    ),
+    # Autocast.
+    Mutation(
+        "a matmul that only FP32 operations read is rounded to 16 bits",
+        "jaxmp/_autocast/_replay.py",
+        "return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)",
+        "return False",
+        ("test_autocast.py::test_a_product_that_only_fp32_operations_read_is_not_rounded",),
+    ),
+    Mutation(
+        "the carry of a loop takes the dtype of the loop body",
+        "jaxmp/_autocast/_control_flow.py",
+        "        return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]\n",
+        "        return outs\n",
+        ("test_autocast.py::test_scans_keep_the_dtypes_of_their_carry",),
+    ),
+    Mutation(
+        "full_precision does not apply",
+        "jaxmp/_autocast/_resolve.py",
+        "return FLOAT32 if self.is_full_precision else self.policy.compute_dtype",
+        "return self.policy.compute_dtype",
+        ("test_autocast.py::test_full_precision_holds_in_both_passes",),
+    ),
+    # FP8.
+    Mutation(
+        "amaxes of several runs of a layer are averaged, not combined by max",
+        "jaxmp/fp8/_state.py",
+        "        averaged[name] = averaged[name].at[0].set(state[name][0])\n",
+        "",
+        ("test_fp8_state.py::test_shared_layers_whose_gradients_are_added_up",),
+    ),
+    Mutation(
+        "an amax that is not finite enters the history",
+        "jaxmp/fp8/_state.py",
+        "jnp.where(lax.is_finite(latest), grown, history)",
+        "grown",
+        ("test_fp8_state.py::test_states_follow_the_rule",),
+    ),
+    Mutation(
+        "the margin enlarges the scale",
+        "jaxmp/fp8/_quantize.py",
+        "limit * 2.0**-margin",
+        "limit * 2.0**margin",
+        ("test_fp8_quantize.py::test_scales_follow_the_rule",),
+    ),
+    Mutation(
+        "an infinity saturates and is hidden",
+        "jaxmp/fp8/_quantize.py",
+        "    return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))",
+        "    return q",
+        ("test_fp8_quantize.py::test_what_is_not_finite_stays_so",),
+    ),
+    Mutation(
+        "values beyond the range of FP8 become NaN",
+        "jaxmp/fp8/_quantize.py",
+        "    clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))\n",
+        "    clipped = scaled\n",
+        ("test_fp8_quantize.py::test_what_is_too_large_saturates",),
+    ),
+    # Attention.
+    Mutation(
+        "a causal query does not see its own position",
+        "jaxmp/_attention/_arguments.py",
+        "return keys <= queries if settings.is_causal",
+        "return keys < queries if settings.is_causal",
+        ("test_attention.py::test_results_and_gradients_against_fp64",),
+    ),
+    Mutation(
+        "a window is one position too wide",
+        "jaxmp/_attention/_arguments.py",
+        "(keys >= queries - left)",
+        "(keys >= queries - left - 1)",
+        ("test_attention.py::test_results_and_gradients_against_fp64",),
+    ),
+    Mutation(
+        "blocks of keys at the edge of a window are left out",
+        "jaxmp/_attention/_blockwise.py",
+        "(last_column >= rows - left)",
+        "(columns >= rows - left)",
+        ("test_attention.py::test_results_and_gradients_against_fp64",),
+    ),
+    Mutation(
+        "a query that sees no key attends to all",
+        "jaxmp/_attention/_plain.py",
+        "    out = out if seeing is None else jnp.where(seeing, out, 0)\n",
+        "",
+        ("test_attention.py::test_a_query_that_sees_no_key_gives_zero_and_no_gradient",),
+    ),
+    # Losses.
+    Mutation(
+        "label smoothing is missing from the gradient",
+        "jaxmp/losses/_softmax.py",
+        "        targets = targets * (1 - terms.label_smoothing) + rows.share\n",
+        "        targets = targets * (1 - terms.label_smoothing)\n",
+        ("test_losses.py::test_losses_and_gradients_are_those_of_fp64",),
+    ),
+    Mutation(
+        "the weights of rows do not enter the mean",
+        "jaxmp/losses/_weights.py",
+        "jnp.asarray(math.prod(rows), wide) if factors is None else jnp.sum(factors)",
+        "jnp.asarray(math.prod(rows), wide)",
+        ("test_losses.py::test_reductions",),
+    ),
+    # Recipe files.
+    Mutation(
+        "an unknown key of a TOML file is accepted",
+        "jaxmp/_recipe_files/_schema.py",
+        "            raise _unknown_key(document, (*table, key), kind)\n",
+        "            continue\n",
+        ("test_recipes.py::test_a_refusal_names_the_location_and_shows_a_fix_that_loads",),
+    ),
+    Mutation(
+        "the rules of an extended file precede those of the file",
+        "jaxmp/_recipe_files/_load.py",
+        "rules + base.rules)",
+        "base.rules + rules)",
+        ("test_recipes.py::test_extends_puts_own_rules_first_and_replaces_scalars",),
+    ),
+    Mutation(
+        "a recipe in float16 has no loss scale",
+        "jaxmp/_recipe_files/_loss_scale_table.py",
+        'return "dynamic" if _FLOAT16 in',
+        'return "none" if _FLOAT16 in',
+        ("test_recipes.py::test_float16_anywhere_asks_for_a_dynamic_loss_scale",),
+    ),
+    # Audit.
+    Mutation(
+        "the audit is silent about a softmax in 16 bits",
+        "jaxmp/_audit/_check_ops.py",
+        '    if _role_of_exponential(op) == "softmax":\n        is_own',
+        '    if _role_of_exponential(op) == "nothing":\n        is_own',
+        ("test_audit.py::test_a_half_softmax",),
+    ),
+    Mutation(
+        "the audit reports the casts that autocast inserts",
+        "jaxmp/_audit/_check_promotions.py",
+        "    if AUTOCAST in str(op.equation.source_info.name_stack) or ",
+        "    if ",
+        ("test_audit.py::test_what_autocast_lifts_is_no_silent_promotion",),
+    ),
+    Mutation(
+        "the FLOPs of causal attention are not halved",
+        "jaxmp/_core/_matmuls.py",
+        "queries * keys // (2 if is_causal else 1)",
+        "queries * keys",
+        ("test_audit.py::test_flops_of_fused_attention_follow_the_mask",),
+    ),
+    # NNX.
+    Mutation(
+        "a skipped step of an NNX optimizer keeps what the forward pass wrote",
+        "jaxmp/_flax/_nnx_optimizer.py",
+        "undo(write, others, applied)",
+        "undo(write, others, applied | True)",
+        ("test_nnx.py::test_it_trains_and_a_skipped_step_restores_everything_but_random_state",),
+    ),
+]
+
+
+# ---------------------------------------------------------------------------
+# Runner
+# ---------------------------------------------------------------------------
+
+# Files and folders that no test reads.
+_UNREAD = shutil.ignore_patterns("__pycache__", ".[!c]*", "build", "dist", "demo_out", "venv*")
+
+
+def judge(mutation: Mutation, root: Path = ROOT, *, full: bool = False) -> tuple[str, str]:
+    """Applies a defect to a copy of the repository and runs its tests there.
+
+    Args:
+      mutation: the defect.
+      root: the repository, which is not changed.
+      full: True to run the whole fast suite until one test fails, instead of the named tests.
+
+    Returns:
+      The verdict, and the tests that failed, or that should have failed.
+
+    Raises:
+      RuntimeError: if pytest could not run the tests.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxmp-mutation-") as folder:
+        copy = Path(folder) / "repository"
+        shutil.copytree(root, copy, ignore=_UNREAD)
+        file = copy / mutation.file
+        defective = mutation.applied(file.read_text("utf-8")) if file.exists() else None
+        if defective is None:
+            return STALE, mutation.find
+        file.write_text(defective, "utf-8")
+        # One failure decides if there is one test, or the whole suite.
+        selected = ["-m", "not slow", *["-x"] * (full or len(mutation.tests) == 1)]
+        if full:
+            selected += ["-n", "auto", "--dist", "worksteal"]
+        else:
+            selected += [f"tests/{name}" for name in mutation.tests]
+        status, output = _run_pytest(copy, selected)
+    failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", output, re.MULTILINE)
+    if status not in (0, 1) and not failed:
+        raise RuntimeError(f"pytest could not run {mutation.tests} of {mutation.name!r}:\n{output}")
+    if full:
+        return (CAUGHT, ", ".join(failed)) if failed else (SURVIVED, "all tests")
+    passed = [name for name in mutation.tests if not _is_among(name, failed)]
+    return (SURVIVED, ", ".join(passed)) if passed else (CAUGHT, ", ".join(mutation.tests))
+
+
+def _run_pytest(folder: Path, arguments: list[str]) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command + arguments, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _is_among(test: str, failed: list[str]) -> bool:
+    """Returns True if a case of `test` is among the failed ones, or the import of its file."""
+    file = test.partition("::")[0]
+    return any(name == file or re.split(r"[\[ ]", name)[0] == test for name in failed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-k", default="", help="only defects whose name or file contains this text")
+    parser.add_argument("--full", type=int, metavar="N", help="whole suite, N random defects")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), help="defects at a time")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTATIONS if options.k in m.name or options.k in m.file]
+    full = options.full is not None
+    if full:
+        chosen = random.Random(options.seed).sample(chosen, min(options.full, len(chosen)))
+    verdicts = []
+    # The whole suite has workers of its own.
+    with ThreadPoolExecutor(1 if full else options.jobs) as pool:
+        judged = pool.map(lambda mutation: judge(mutation, full=full), chosen)
+        for mutation, (verdict, tests) in zip(chosen, judged, strict=True):
+            verdicts.append(verdict)
+            print(f"{verdict:18} {mutation.name}  [{tests}]", flush=True)
+    print(", ".join(f"{verdicts.count(v)} {v}" for v in (CAUGHT, SURVIVED, STALE)))
+    return int(verdicts.count(CAUGHT) < len(verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
