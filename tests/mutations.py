@@ -462,11 +462,18 @@ MUTATIONS = [
         ("test_audit.py::test_a_half_softmax",),
     ),
     Mutation(
-        "the audit reports the casts that autocast inserts",
-        "jaxmp/_audit/_check_promotions.py",
-        "    if AUTOCAST in str(op.equation.source_info.name_stack) or ",
-        "    if ",
-        ("test_audit.py::test_what_autocast_lifts_is_no_silent_promotion",),
+        "the audit reports matmuls that a rule wants in FP32",
+        "jaxmp/_audit/_check_matmuls.py",
+        "    elif FLOAT32 not in allowed:\n",
+        "    else:\n",
+        ("test_audit.py::test_a_rule_that_wants_fp32_makes_it_right",),
+    ),
+    Mutation(
+        "the audit ignores full_precision",
+        "jaxmp/_audit/_context.py",
+        "        if FULL_PRECISION in names:\n            return frozenset({FLOAT32})\n",
+        "",
+        ("test_audit.py::test_full_precision_is_allowed",),
     ),
     Mutation(
         "the FLOPs of causal attention are not halved",
