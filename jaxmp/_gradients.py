@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,9 @@ from jax import lax
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit, sum_dtype
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import Array, AxisNames, DTypeLike, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
-from jaxmp._loss_scale import NoLossScale, as_loss_scale
+from jaxmp._loss_scale import LossScale, LossScaleLike, NoLossScale, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._state import to_float32
 
@@ -32,7 +32,7 @@ class LossDtypeWarning(UserWarning):
 class _Options:
     """Checked arguments of `value_and_grad`."""
 
-    loss_scale: Any
+    loss_scale: LossScale
     has_aux: bool
     weighted: bool
     argnums: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Options:
     rng_argnums: tuple[int, ...]
     mutable_argnum: int | None
     interleave: bool
-    axes: tuple[Any, ...]
+    axes: tuple[Hashable, ...]
     accumulate_dtype: np.dtype
     reduce_dtype: np.dtype
 
@@ -66,16 +66,16 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike = None,
     weighted: bool = False,
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] | None = None,
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
     mutable_argnum: int | None = None,
     interleave: bool = False,
-    accumulate_dtype: Any = "float32",
-    reduce_dtype: Any = "float32",
+    accumulate_dtype: DTypeLike = "float32",
+    reduce_dtype: DTypeLike = "float32",
 ) -> Callable[..., Any]:
     """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
 
@@ -146,7 +146,7 @@ def value_and_grad(
         reduce_dtype=sum_dtype(reduce_dtype),
     )
 
-    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _compat.check_axes(options.axes)
         called = _for_call(options, args)
         before = [args[i] for i in called.argnums]
@@ -184,7 +184,7 @@ def grad(
     """
     run = value_and_grad(fn, argnums, has_aux, **options)
 
-    def grad_fn(*fn_args: Any, **fn_kwargs: Any) -> Any:
+    def grad_fn(*fn_args: PyTree, **fn_kwargs: PyTree) -> PyTree:
         value, grads = run(*fn_args, **fn_kwargs)
         with_aux = has_aux or options.get("mutable_argnum") is not None
         return (grads, value[1]) if with_aux else grads
@@ -198,7 +198,7 @@ def grad(
 
 
 def _evaluate(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+    fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
 ) -> tuple[_Sums, PyTree]:
     """Returns the loss (or its sum), unscaled gradients and auxiliary data of one part."""
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
@@ -227,7 +227,7 @@ def _evaluate(
     return _Sums(loss, weight, tuple(_overwritten.map_params(unscale, g) for g in grads)), aux
 
 
-def _parse(out: Any, options: _Options) -> tuple[jax.Array, jax.Array | None, Any]:
+def _parse(out: PyTree, options: _Options) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """Splits the result of a loss function into FP32 loss, FP32 weight or None, and aux."""
     if options.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise JaxmpError(
@@ -249,7 +249,7 @@ def _parse(out: Any, options: _Options) -> tuple[jax.Array, jax.Array | None, An
     return _scalar(loss[0], "loss"), weight, aux
 
 
-def _tuple_for_loss(loss: Any, options: _Options) -> JaxmpError:
+def _tuple_for_loss(loss: tuple[PyTree, ...] | list[PyTree], options: _Options) -> JaxmpError:
     weighted = "value_and_grad(fn, weighted=True)"
     if options.has_aux and options.mutable_argnum is None:
         weighted = "value_and_grad(fn, has_aux=True, weighted=True)"
@@ -262,7 +262,7 @@ def _tuple_for_loss(loss: Any, options: _Options) -> JaxmpError:
     )
 
 
-def _scalar(value: Any, what: str) -> jax.Array:
+def _scalar(value: PyTree, what: str) -> jax.Array:
     if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
         raise JaxmpError(f"The {what} is {_describe(value)}, not a scalar array.")
     array = jnp.asarray(value)
@@ -285,7 +285,7 @@ def _scalar(value: Any, what: str) -> jax.Array:
     return array.astype(FLOAT32)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: PyTree) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return (
@@ -293,7 +293,7 @@ def _describe(value: Any) -> str:
     )
 
 
-def _poison_one(finite: jax.Array, grads: Any) -> Any:
+def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
     """Casts gradients to FP32, and sets the smallest leaf to NaN if the loss is not finite.
 
     The cotangent of the loss is already NaN, but a `where` inside the model can block it. One NaN
@@ -315,8 +315,8 @@ def _poison_one(finite: jax.Array, grads: Any) -> Any:
 
 
 def _accumulate(
-    fn: Any, args: tuple[Any, ...], kwargs: Any, options: _Options
-) -> tuple[_Sums, Any]:
+    fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, PyTree], options: _Options
+) -> tuple[_Sums, PyTree]:
     """Evaluates the microbatches one after the other, and sums their results."""
     rows = {i: _split(args[i], i, options) for i in options.batch_argnums if i < len(args)}
     if not any(rows.values()):
@@ -325,7 +325,9 @@ def _accumulate(
             f"batch_argnums={options.batch_argnums}. Name the batch, for example batch_argnums=1."
         )
 
-    def run_part(mutables: Any, index: jax.Array, part: Any) -> tuple[_Sums, Any, Any]:
+    def run_part(
+        mutables: PyTree, index: jax.Array, part: dict[int, list[Array]]
+    ) -> tuple[_Sums, PyTree, PyTree]:
         call = list(args)
         for i, leaves in part.items():
             call[i] = _join(leaves, args[i])
@@ -338,7 +340,9 @@ def _accumulate(
             mutables, aux = unpair(aux)
         return sums, mutables, aux
 
-    def body(carry: tuple[Any, _Sums], xs: Any) -> tuple[tuple[Any, _Sums], Any]:
+    def body(
+        carry: tuple[PyTree, _Sums], xs: tuple[Array, dict[int, list[Array]]]
+    ) -> tuple[tuple[PyTree, _Sums], PyTree]:
         mutables, total = carry
         sums, mutables, aux = run_part(mutables, *xs)
         return (mutables, _add(total, sums)), aux
@@ -349,7 +353,7 @@ def _accumulate(
     return total, aux if options.mutable_argnum is None else (mutables, aux)
 
 
-def unpair(aux: Any) -> tuple[Any, Any]:
+def unpair(aux: PyTree) -> tuple[PyTree, PyTree]:
     if not (isinstance(aux, tuple) and len(aux) == 2):
         raise JaxmpError(
             "With mutable_argnum the function must return (loss, (mutables, aux)); beside the loss "
@@ -358,11 +362,11 @@ def unpair(aux: Any) -> tuple[Any, Any]:
     return aux
 
 
-def _split(batch: Any, argnum: int, options: _Options) -> list[Any]:
+def _split(batch: PyTree, argnum: int, options: _Options) -> list[Array]:
     """Splits each leaf that has an axis 0 to `(microbatches, rows per microbatch, ...)`."""
     count = options.microbatches
 
-    def split_leaf(names: _trees.Path, leaf: Any) -> Any:
+    def split_leaf(names: _trees.Path, leaf: Array) -> Array:
         if leaf.shape[0] % count:
             where = "".join(f"[{name!r}]" for name in names)
             raise JaxmpError(
@@ -378,11 +382,11 @@ def _split(batch: Any, argnum: int, options: _Options) -> list[Any]:
     return [split_leaf(names, leaf) for names, leaf in flat if _has_rows(leaf)]
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: object) -> bool:
     return getattr(leaf, "ndim", 0) > 0
 
 
-def _join(part: list[Any], whole: Any) -> Any:
+def _join(part: list[Array], whole: PyTree) -> PyTree:
     """Returns the batch `whole` with its rows replaced by those of one part."""
     rows = iter(part)
     return jax.tree.map(lambda leaf: next(rows) if _has_rows(leaf) else leaf, whole)
@@ -442,7 +446,7 @@ def _reduce(sums: _Sums, options: _Options) -> _Sums:
     combine = lax.pmean if sums.weight is None else lax.psum
     axes, dtype = options.axes, options.reduce_dtype
 
-    def reduce_leaf(gradient: Any) -> Any:
+    def reduce_leaf(gradient: Array) -> Array:
         reduced = _trees.cast(gradient, dtype) if _trees.is_castable(gradient) else gradient
         return combine(reduced, axes)
 
@@ -460,7 +464,7 @@ def _reduce(sums: _Sums, options: _Options) -> _Sums:
 def _mean(sums: _Sums) -> tuple[jax.Array, tuple[Any, ...]]:
     """Divides the sums by their weight, in FP32."""
 
-    def mean_leaf(gradient: Any) -> Any:
+    def mean_leaf(gradient: Array) -> Array:
         full = _in_full(gradient)
         return full if sums.weight is None else full / sums.weight.astype(full.dtype)
 
@@ -468,7 +472,7 @@ def _mean(sums: _Sums) -> tuple[jax.Array, tuple[Any, ...]]:
     return (sums.loss if sums.weight is None else sums.loss / sums.weight), grads
 
 
-def _in_full(gradient: Any) -> Any:
+def _in_full(gradient: Array) -> Array:
     return _trees.cast(gradient, FLOAT32) if _trees.is_castable(gradient) else gradient
 
 
@@ -477,13 +481,13 @@ def _in_full(gradient: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: AxisNames) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def check_argnums(argnums: Any) -> None:
+def check_argnums(argnums: int | Sequence[int]) -> None:
     """Checks that `argnums` contains only argument numbers, and not a positional loss scale.
 
     Raises:
@@ -499,7 +503,7 @@ def check_argnums(argnums: Any) -> None:
             )
 
 
-def _positive(microbatches: Any) -> int:
+def _positive(microbatches: int) -> int:
     if (
         isinstance(microbatches, bool)
         or not isinstance(microbatches, (int, np.integer))
@@ -544,7 +548,7 @@ def _for_call(options: _Options, args: tuple[Any, ...]) -> _Options:
     return called
 
 
-def _check_differentiable(index: int, arg: Any) -> None:
+def _check_differentiable(index: int, arg: PyTree) -> None:
     params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)

@@ -13,6 +13,7 @@ from typing import (
     Protocol,
     Self,
     TypeAlias,
+    TypeGuard,
     TypeVar,
     cast,
     final,
@@ -28,6 +29,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
+from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import LossScaleError
 
 T = TypeVar("T")
@@ -122,7 +124,7 @@ class LossScale(abc.ABC):
         del finite
         return self
 
-    def with_leaves(self, **attributes: Any) -> Self:
+    def with_leaves(self, **attributes: Array) -> Self:
         """Returns this loss scale with other leaves, which are not checked and may be traced."""
         new = object.__new__(type(self))
         vars(new).update(vars(self), **attributes)
@@ -143,7 +145,7 @@ class LossScale(abc.ABC):
 
     # Value semantics.
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         self._refuse_change(name, "set")
 
     def __delattr__(self, name: str) -> NoReturn:
@@ -618,11 +620,11 @@ def _float32(value: float) -> jax.Array:
     return lax.full((), value, jnp.float32)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: ArrayLike, b: ArrayLike) -> bool:
     return a is b or bool(np.array_equal(a, b))
 
 
-def _rescale(rescale: Callable[[jax.Array], jax.Array], leaf: Any) -> Any:
+def _rescale(rescale: Callable[[jax.Array], jax.Array], leaf: PyTree) -> PyTree:
     """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
     if isinstance(leaf, float) and dtype_of(leaf) is None:
         leaf = jnp.float32(leaf)
@@ -634,7 +636,7 @@ def _rescale(rescale: Callable[[jax.Array], jax.Array], leaf: Any) -> Any:
     return rescale(wide)
 
 
-def _one_bool(value: Any) -> jax.Array:
+def _one_bool(value: object) -> jax.Array:
     if isinstance(value, bool) or (_is_scalar(value) and dtype_of(value) == np.bool_):
         return jnp.asarray(value)
     raise LossScaleError(
@@ -665,7 +667,7 @@ _RIGHT_CALL = {
 }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Returns True if `value` is a single real number, traced or not, and not a bool."""
     if isinstance(value, (int, float)):
         return not isinstance(value, bool)
@@ -673,11 +675,11 @@ def _is_number(value: Any) -> bool:
     return kind is not None and any(jnp.issubdtype(kind, k) for k in (jnp.floating, jnp.integer))
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and value.shape == ()
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: object) -> TypeGuard[Tracer]:
     return isinstance(value, Tracer)
 
 
@@ -692,40 +694,40 @@ def _fp32(value: Any) -> float:
         return math.inf
 
 
-def _scale_argument(name: str, value: ArrayLike) -> ArrayLike:
+def _scale_argument(name: str, value: ArrayLike) -> float | jax.Array:
     """Returns a scale as an FP32 number; a traced scale is returned unchanged."""
     if _is_number(value) and _is_traced(value):
         return value
     return _bound_argument(name, value)
 
 
-def _bound_argument(name: str, value: Any) -> float:
+def _bound_argument(name: str, value: object) -> float:
     number = _fp32(value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise _refusal(name, value, _SCALE)
     return number
 
 
-def _factor_argument(name: str, value: Any, low: float, high: float) -> float:
+def _factor_argument(name: str, value: float, low: float, high: float) -> float:
     if not low < _fp32(value) < high:
         raise _refusal(name, value, f"a plain number that FP32 holds between {low} and {high}")
     return float(value)
 
 
-def _count_argument(name: str, value: Any, least: int) -> int:
+def _count_argument(name: str, value: int, least: int) -> int:
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or not least <= value <= _LARGEST_COUNT:
         raise _refusal(name, value, f"an int from {least} to 2**31 - 1")
     return int(value)
 
 
-def _refill_argument(name: str, value: Any) -> Any:
+def _refill_argument(name: str, value: Refill) -> Refill:
     if not isinstance(value, str) or value not in get_args(Refill):
         raise _refusal(name, value, " or ".join(map(repr, get_args(Refill))))
     return value
 
 
-def _refusal(name: str, value: Any, allowed: str) -> LossScaleError:
+def _refusal(name: str, value: object, allowed: str) -> LossScaleError:
     right = _RIGHT_CALL[name]
     return LossScaleError(
         f"{right.partition('(')[0]}({name}={value!r}): {name} must be {allowed}; "
@@ -733,7 +735,7 @@ def _refusal(name: str, value: Any, allowed: str) -> LossScaleError:
     )
 
 
-def _check_order(low: float, init: Any, high: float) -> None:
+def _check_order(low: float, init: float | jax.Array, high: float) -> None:
     inside = () if _is_traced(init) else (init,)
     if [low, *inside, high] == sorted([low, *inside, high]):
         return

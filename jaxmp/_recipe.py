@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Hashable
-from typing import Any, TypeVar, Unpack, final
+from types import ModuleType
+from typing import TypeVar, Unpack, final
 
 import jax
 import optax
 
 from jaxmp import optim
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._resolve import PolicyMap
@@ -135,7 +135,7 @@ class Recipe:
         return _load_adapter(model).apply_policy(model, self.policies)
 
     def optimizer(
-        self, inner: optax.GradientTransformation, axis_name: Hashable | None = None
+        self, inner: optax.GradientTransformation, axis_name: AxisNames = None
     ) -> optax.GradientTransformationExtraArgs:
         """Adds this recipe's masters, loss scale and skipped steps to an optimizer.
 
@@ -261,7 +261,7 @@ def list_recipes() -> list[str]:
     return recipe_names()
 
 
-def _load_adapter(model: object) -> Any:
+def _load_adapter(model: object) -> ModuleType:
     """Imports the adapter module for a Flax module.
 
     Raises:

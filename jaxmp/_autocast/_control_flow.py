@@ -130,7 +130,9 @@ def _custom_jvp(
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
     call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
 
-    def call_jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    def call_jvp(
+        primals: tuple[Array, ...], tangents: tuple[Array | SymbolicZero, ...]
+    ) -> tuple[list[Array], list[Array | SymbolicZero]]:
         zeros = [
             isinstance(tangent, SymbolicZero) or not _moves(aval)
             for tangent, aval in zip(tangents, avals, strict=True)
@@ -154,8 +156,8 @@ def _custom_jvp(
 
 
 def _rule_jaxpr(
-    rule: Any, avals: Sequence[Any], zeros: list[bool], symbolic_zeros: bool
-) -> tuple[Any, list[bool]]:
+    rule: Any, avals: Sequence[ShapedArray], zeros: list[bool], symbolic_zeros: bool
+) -> tuple[ClosedJaxpr, list[bool]]:
     """Traces a `custom_jvp` rule in the recorded dtypes.
 
     Args:
@@ -194,9 +196,11 @@ def _moves(aval: ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _instantiate(out: Any) -> Any:
-    aval: Any = out.aval if isinstance(out, SymbolicZero) else None
-    return out if aval is None else jnp.zeros(aval.shape, aval.dtype)
+def _instantiate(out: Array | SymbolicZero) -> Array:
+    if not isinstance(out, SymbolicZero):
+        return out
+    aval: Any = out.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def as_recorded_dtypes(

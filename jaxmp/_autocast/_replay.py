@@ -199,7 +199,7 @@ class Interpreter:
         values: list[Value],
         policy: ScopePolicy,
         scope_path: Path,
-    ) -> Any:
+    ) -> Array:
         """Runs a matmul or convolution in the compute dtype or in FP8.
 
         FP32 operands with `precision=HIGHEST` keep their recorded dtypes. The dtype of the result

@@ -92,7 +92,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return Traced(closed, arrays, results, static_out["in_custom_vjp"])
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind in "biufcV"
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

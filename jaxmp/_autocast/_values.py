@@ -43,7 +43,7 @@ class Value:
     scalar: np.ndarray | None = None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
     @property
@@ -82,7 +82,7 @@ class Environment:
     def read(self, var: Var | Literal) -> Value:
         return _literal(var) if isinstance(var, Literal) else self.values[var]
 
-    def cast(self, value: Value, dtype: DTypeLike) -> Any:
+    def cast(self, value: Value, dtype: DTypeLike) -> Array:
         """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
         if not value.castable or value.dtype == dtype:
             return value.array
@@ -125,10 +125,12 @@ def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
     return None if function is None else function(number)
 
 
-def wrap(equation: JaxprEqn, outs: Any, priority: Priority = Priority.COMPUTED) -> list[Value]:
+def wrap(
+    equation: JaxprEqn, outs: Array | Sequence[Array], priority: Priority = Priority.COMPUTED
+) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
-    outs = outs if equation.primitive.multiple_results else [outs]
-    return [Value(out, priority) for out in outs]
+    arrays = outs if equation.primitive.multiple_results else [outs]
+    return [Value(array, priority) for array in arrays]
 
 
 def in_recorded_dtypes(equation: JaxprEqn, env: Environment, values: list[Value]) -> list[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,3 +13,5 @@ Array: TypeAlias = jax.Array
 # A nested structure of containers that JAX knows, with arrays or other leaves. Python cannot state
 # that a type parameter of a container is any registered pytree, so this is `Any` to a type checker.
 PyTree: TypeAlias = Any
+# Name of a mapped axis of `vmap`, `pmap` or `shard_map`, or several of them; None: no axis.
+AxisNames: TypeAlias = Hashable | Sequence[Hashable]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def apply_update(
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
-    **extra_args: Any,
+    **extra_args: object,
 ) -> Applied:
     """Updates parameters; a skipped step changes only loss scales and counters.
 
@@ -107,7 +107,7 @@ def _restore(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """
     several = len(find(old, SkipNonfiniteState)) > 1
 
-    def restore(n: Any, o: Any) -> Any:
+    def restore(n: PyTree, o: PyTree) -> PyTree:
         if not _is_guarded(n):
             return _trees.select(applied, n, o)
         n = dataclasses.replace(n, inner_state=_trees.select(applied, n.inner_state, o.inner_state))

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import (
     CompositionError,
@@ -120,7 +120,7 @@ def shared_loss_scale(opt_state: PyTree) -> LossScale:
     return jax.tree.map(_compat.plain_array, first, is_leaf=_is_variable)
 
 
-def _alike(scale: Any, other: Any) -> bool:
+def _alike(scale: LossScale, other: LossScale) -> bool:
     """Returns True if two loss scales have the same settings and, if known, the same values."""
     if jax.tree.structure(scale) != jax.tree.structure(other):
         return False
@@ -129,7 +129,7 @@ def _alike(scale: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in known)
 
 
-def _is_unknown(value: Any) -> bool:
+def _is_unknown(value: object) -> bool:
     return isinstance(value, (Tracer, jax.ShapeDtypeStruct))
 
 
@@ -249,13 +249,13 @@ def _check_complete(node: MasterParamsState) -> None:
         )
 
 
-def _replace_by_masters(params: PyTree, opt_state: Any) -> Any:
+def _replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
     masters: dict[str, Any] = {}
     for node in master_states(unpack_masters(opt_state, params)):
         masters.update((path, value) for _, path, value in node.values())
     collections = _trees.has_collections(params)
 
-    def read(names: _trees.Path, leaf: Any) -> Any:
+    def read(names: _trees.Path, leaf: Array) -> Array:
         inside = _trees.strip_collection(names) if collections else names
         return masters.get(_trees.parameter_path(inside), leaf)
 
@@ -377,7 +377,7 @@ _FORWARD = (
 )
 
 
-def _causes(loss_scale: Any) -> tuple[str, ...]:
+def _causes(loss_scale: LossScale) -> tuple[str, ...]:
     """Returns possible causes of non-finite gradients, most likely first."""
     if isinstance(loss_scale, NoLossScale):
         return _NOT_FINITE, _DIVERGED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import optax
@@ -74,7 +73,7 @@ def gradient_dtypes(
         return GradientDtypesState(inner.init(params), dtypes)
 
     def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         emitted, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return emitted, GradientDtypesState(inner_state, state.dtypes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError, RecipeWarning
@@ -220,7 +220,7 @@ def master_params(
         return dataclasses.replace(state, overflow=_first_index(overflows))
 
     def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise CompositionError(
@@ -254,8 +254,8 @@ def master_params(
         return treedef.unflatten(delta for delta, _, _ in steps), new_state
 
     def _step(
-        param: Any, stored: Any, full: Any, delta: Any, is_unpacked: bool
-    ) -> tuple[Any, Any, jax.Array | None]:
+        param: Array, stored: Array | optax.MaskedNode, full: Array, delta: Array, is_unpacked: bool
+    ) -> tuple[Array, Array | optax.MaskedNode, Array | None]:
         """Returns the emitted update, the new entry of `masters`, and True if it overflowed."""
         if isinstance(stored, optax.MaskedNode):
             return delta, stored, None
@@ -274,7 +274,7 @@ def master_params(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def add_update(param: Any, update: Any) -> Any:
+def add_update(param: Array | None, update: Array) -> Any:
     """Adds an update as `optax.apply_updates` does, and to 16-bit parameters in FP32."""
     if param is None or update.dtype == jax.dtypes.float0:
         return param
@@ -300,12 +300,12 @@ def check_parameters(params: PyTree) -> None:
         )
 
 
-def _make_master(param: Any, master: str) -> jax.Array:
+def _make_master(param: Array, master: str) -> jax.Array:
     full = jnp.array(param, dtype=FLOAT32, copy=True)
     return _storage.pack(full)[1] if master == "packed" else full
 
 
-def read_master(param: Any, stored: Any) -> Any:
+def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`."""
     if isinstance(stored, optax.MaskedNode):
         return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
@@ -381,7 +381,7 @@ def _path_of(names: _trees.Path, collections: bool) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _is_master_state(node: Any) -> bool:
+def _is_master_state(node: object) -> TypeGuard[MasterParamsState]:
     return isinstance(node, MasterParamsState)
 
 
@@ -420,7 +420,7 @@ def overflow_leaf(state: PyTree) -> jax.Array:
     return first
 
 
-def agree_on_overflow(state: PyTree, axes: tuple[Any, ...]) -> PyTree:
+def agree_on_overflow(state: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
     """Combines the overflow flags over devices, which may have different parts of parameters."""
     if not axes:
         return state
@@ -520,14 +520,16 @@ def store(params: PyTree, state: PyTree) -> PyTree:
     }
     collections = _trees.has_collections(params)
 
-    def cast_leaf(names: _trees.Path, leaf: Any) -> Any:
+    def cast_leaf(
+        names: _trees.Path, leaf: Array | jax.ShapeDtypeStruct
+    ) -> Array | jax.ShapeDtypeStruct:
         dtype, master = storage.get(_path_of(names, collections), (None, "fp32"))
         return leaf if dtype is None else _storage.to_storage(leaf, dtype, master)
 
     return _trees.map_with_path(cast_leaf, params)
 
 
-def warn_of_wide(params: Any, state: Any, fix: str, stacklevel: int) -> None:
+def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> None:
     """Warns of parameters that the optimizer's policies store in fewer bits than they have.
 
     An optimizer casts the parameters that it trains; those that it does not train, such as the

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optax
 
+from jaxmp._core._typing import AxisNames
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._recipe_files._load import RecipeLike
 from jaxmp.optim._master import master_params
@@ -19,7 +18,7 @@ def mixed_precision(
     loss_scale: LossScaleLike = None,
     master: str = "auto",
     skip: str = "auto",
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adds masters, loss scale and skipped steps: `skip_nonfinite(master_params(inner))`.
 

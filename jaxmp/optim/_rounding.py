@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp.errors import CompositionError
 
 
@@ -70,7 +70,7 @@ def stochastic_rounding(
         )
 
     def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise CompositionError(
@@ -92,7 +92,7 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _round_leaf(key: jax.Array, param: Any, delta: Any) -> Any:
+def _round_leaf(key: jax.Array, param: Array, delta: Array) -> Array:
     dtype = _trees.dtype_of(param)
     if dtype is None or not is_16bit(dtype):
         return delta

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import lax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import Array, AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import (
@@ -99,7 +98,7 @@ class SkipSettings:
     """
 
     guarded: bool
-    axis_name: tuple[Any, ...]
+    axis_name: tuple[Hashable, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +129,7 @@ def skip_nonfinite(
     *,
     loss_scale: LossScaleLike = None,
     skip: str = "auto",
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies the inner transformation only to finite gradients, and adjusts the loss scale.
 
@@ -180,7 +179,7 @@ def skip_nonfinite(
         )
 
     def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
@@ -242,7 +241,7 @@ def _check_mode(skip: str, loss_scale: LossScale) -> None:
         )
 
 
-def as_axes(axis_name: Any) -> tuple[Any, ...]:
+def as_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
     """Converts an `axis_name` argument to a tuple of mapped axes."""
     if axis_name is None:
         return ()
@@ -255,7 +254,7 @@ def _resolve(skip: str) -> str:
     return "cond" if _compat.target() == "cpu" else "select"
 
 
-def _cast_like(grad: Any, update: Any) -> Any:
+def _cast_like(grad: Array, update: Array) -> Array:
     """Casts an update to the dtype of its gradient, which the zeros of a skipped step have."""
     return update if update.dtype == grad.dtype else update.astype(grad.dtype)
 

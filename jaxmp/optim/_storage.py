@@ -11,8 +11,6 @@ There are two forms of masters:
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +72,7 @@ def _high_bits(param: jax.Array) -> jax.Array:
     return lax.shift_left(high, jnp.full_like(high, 16))
 
 
-def to_storage(value: Any, dtype: DTypeLike, master: str) -> Any:
+def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
     """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
     if master == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -93,7 +91,7 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
     """
     collections = _trees.has_collections(params)
 
-    def cast_leaf(names: _trees.Path, leaf: Any) -> Any:
+    def cast_leaf(names: _trees.Path, leaf: PyTree) -> PyTree:
         inside = not collections or names[0] == _trees.PARAMS
         if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
             return leaf
