@@ -57,16 +57,16 @@ class TrainState(struct.PyTreeNode):
 
     if TYPE_CHECKING:
         # Flax's has no annotations, which mypy reports in subclasses in strict mode.
-        def __init_subclass__(cls, **kwargs: Any) -> None: ...
+        def __init_subclass__(cls, **kwargs: object) -> None: ...
 
     @classmethod
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any],
+        apply_fn: Callable[..., PyTree],
         params: PyTree,
         tx: optax.GradientTransformation,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> Self:
         """Creates the state of step 0.
 
@@ -104,11 +104,11 @@ class TrainState(struct.PyTreeNode):
 
     def value_and_grad(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., PyTree],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         **options: Any,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         """Returns `jaxmp.value_and_grad` of `fn(params, *args)` with this state's loss scale.
 
         Args:
@@ -133,7 +133,7 @@ class TrainState(struct.PyTreeNode):
         return lambda *args, **kwargs: run(self.params, *args, **kwargs)
 
     def apply_gradients(
-        self, *, grads: PyTree, extra_args: Mapping[str, Any] | None = None, **mutables: Any
+        self, *, grads: PyTree, extra_args: Mapping[str, object] | None = None, **mutables: PyTree
     ) -> Self:
         """Applies one optimizer step, or skips it.
 
@@ -195,7 +195,7 @@ class TrainState(struct.PyTreeNode):
                 )
 
 
-def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
+def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
@@ -217,25 +217,27 @@ def _make(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
     }
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: object) -> object:
     """Returns the shape and dtype of an array; other leaves unchanged."""
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
-def _placed_as(leaf: Any, like: Any) -> Any:
+def _placed_as(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:
     """Adds the sharding of the original parameter to a shape."""
     sharding = getattr(like, "sharding", None)
     return leaf if sharding is None else leaf.update(sharding=sharding)
 
 
-def _described(tree: Any) -> Any:
+def _described(
+    tree: PyTree,
+) -> tuple[object, list[tuple[tuple[int, ...], object]]]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves]
 
 
-def _strong(leaf: Any) -> Any:
+def _strong(leaf: PyTree) -> PyTree:
     """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
@@ -243,15 +245,15 @@ def _strong(leaf: Any) -> Any:
     return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
 
 
-def _fresh_array(leaf: Any) -> Any:
+def _fresh_array(leaf: object) -> object:
     return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
 
 
-def _fresh(new: Any, original: Any) -> Any:
+def _fresh(new: Array, original: Array) -> Array:
     return jnp.array(new, copy=True) if new is original else new
 
 
-def _check_rules(opt_state: Any, params: Any) -> None:
+def _check_rules(opt_state: PyTree, params: PyTree) -> None:
     """Refuses required rules that set `param_dtype` by path and match no parameter."""
     paths = set()
     for names, _ in _trees.leaves_with_path(params):
@@ -273,10 +275,10 @@ def _check_rules(opt_state: Any, params: Any) -> None:
 
 
 def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -> None:
-    def to_state_dict(node: Any) -> dict[str, Any]:
+    def to_state_dict(node: object) -> dict[str, Any]:
         return {name: serialization.to_state_dict(getattr(node, name)) for name in fields}
 
-    def from_state_dict(node: Any, state: dict[str, Any]) -> Any:
+    def from_state_dict(node: object, state: dict[str, Any]) -> object:
         return replace(
             node,
             **{

@@ -74,7 +74,7 @@ def apply_policy(model: M, policies: RecipeLike) -> M:
 
 
 def module_paths(
-    model: nn.Module, *args: Any, rngs: PyTree = None, **kwargs: Any
+    model: nn.Module, *args: PyTree, rngs: PyTree = None, **kwargs: PyTree
 ) -> dict[str, type | None]:
     """Lists every path that a rule can match in a model, without computing anything.
 
@@ -96,7 +96,7 @@ def module_paths(
 
 
 def explain(
-    model: nn.Module, policies: RecipeLike, *args: Any, rngs: PyTree = None, **kwargs: Any
+    model: nn.Module, policies: RecipeLike, *args: PyTree, rngs: PyTree = None, **kwargs: PyTree
 ) -> PolicyExplanation:
     """Lists the policy and the deciding rule of each module of a model, and the unused rules.
 
@@ -129,19 +129,19 @@ def explain(
     object.__setattr__(wrapped, "_jaxmp_tabulated", True)
     rngs = jax.random.key(0) if rngs is None else rngs
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         return wrapped.init_with_output(rngs, *args, **kwargs)
 
     return dataclasses.replace(explanation, masks=mask_rows(call, policies, args, kwargs))
 
 
 def _share(
-    model: nn.Module, args: tuple[Any, ...], rngs: PyTree, kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[PyTree, ...], rngs: PyTree, kwargs: dict[str, PyTree]
 ) -> float | None:
     """Returns the share of a wrapped model's matmul FLOPs in 16 bits or fewer; None without any."""
     rngs = jax.random.key(0) if rngs is None else rngs
 
-    def initialize_and_apply(rngs: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def initialize_and_apply(rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         variables = jax.eval_shape(lambda: model.init(rngs, *args, **kwargs))
         variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
         return model.apply(variables, *args, rngs=rngs, mutable=DenyList("params"), **kwargs)
@@ -281,7 +281,7 @@ _CALLS = {
 }
 
 
-def _check_model(model: Any, function: str) -> None:
+def _check_model(model: object, function: str) -> None:
     here, nnx_call = _CALLS[function]
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise CompositionError(

@@ -106,7 +106,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
 
 
 def explain(
-    model: nnx.Module, policies: RecipeLike, *args: Any, **kwargs: Any
+    model: nnx.Module, policies: RecipeLike, *args: PyTree, **kwargs: PyTree
 ) -> PolicyExplanation:
     """Lists the policy and the deciding rule of each module of a model, and the unused rules.
 
@@ -144,14 +144,16 @@ def explain(
     # Masks do not depend on parameters, so their values are not copied.
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
-    def call(state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(state: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         return _call_model(nnx.merge(definition, state), args, kwargs)
 
     masks = mask_rows(call, policies, state, args, kwargs)
     return dataclasses.replace(explanation, low_precision_share=share, masks=masks)
 
 
-def _call_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_model(
+    model: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> PyTree:
     return model(*args, **kwargs)
 
 
@@ -336,7 +338,7 @@ def value_and_grad(
     _gradients.value_and_grad(fn, **options)  # Checks the options before the first call.
 
     @functools.wraps(fn, updated=())
-    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         out, _ = gradient(args, kwargs, options)
         return out
 
@@ -373,7 +375,7 @@ def grad(
     run = value_and_grad(fn, argnums, has_aux, **options)
 
     @functools.wraps(fn, updated=())
-    def grad_fn(*args: Any, **kwargs: Any) -> Any:
+    def grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = run(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -386,7 +388,7 @@ def grad(
 
 
 def compile_step(
-    fn: Callable[..., Any], *nodes: Any, donate: bool = True, **options: Any
+    fn: Callable[..., Any], *nodes: PyTree, donate: bool = True, **options: Any
 ) -> CompiledStep:
     """Compiles a training step on NNX objects that splits them into arrays only once.
 
@@ -436,7 +438,7 @@ _CALLS = {
 }
 
 
-def _check_model(model: Any, function: str) -> None:
+def _check_model(model: object, function: str) -> None:
     here, linen_call = _CALLS[function]
     if isinstance(model, type) and issubclass(model, nnx.Module):
         instance = f"{model.__name__}(..., rngs=nnx.Rngs(0))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., jax.Array])
 
 def attention_function(
     current: Function,
-    default: Any,
+    default: Callable[..., jax.Array],
     make: Callable[[MaskHints], Function],
     policy: Policy,
     path: str,

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
@@ -130,7 +130,7 @@ def cast_tree(
     Modules in `tree` are not cast. Parameters and cotangents are cast by `cast_floating`.
     """
 
-    def cast_array(leaf: Any) -> Any:
+    def cast_array(leaf: object) -> object:
         if not isinstance(leaf, _ARRAYS):
             return leaf
         leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
@@ -214,7 +214,7 @@ def cast_inputs(
     }
 
 
-def _cast_input(leaf: Any, dtype: Any) -> Any:
+def _cast_input(leaf: ArrayLike, dtype: DTypeLike) -> ArrayLike:
     """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
     return leaf if is_number else saturating_cast(leaf, dtype)
@@ -283,7 +283,7 @@ def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
     return module.return_carry if option is None else option
 
 
-def written_back(value: Any, read: Any, stored: Any) -> Any:
+def written_back(value: Array, read: Array, stored: Array) -> Array:
     """Returns the new value of a variable that is read in a narrower dtype.
 
     Elements that did not change since they were read keep their stored precision.
@@ -386,8 +386,10 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
       wide: dtype of the result.
     """
 
-    def operator(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        def bound(lhs: Any, rhs: Any, preferred_element_type: Any = None) -> jax.Array:
+    def operator(lhs: jax.Array, rhs: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+        def bound(
+            lhs: Array, rhs: Array, preferred_element_type: DTypeLike | None = None
+        ) -> jax.Array:
             return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
 
         return wide_product(bound, lhs, rhs, wide)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import merge_param
@@ -46,9 +47,9 @@ class LayerDot:
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
         dims = make_dims(lhs, rhs, dimension_numbers)
@@ -80,8 +81,8 @@ class LayerEinsum:
         equation: str,
         lhs: jax.Array,
         rhs: jax.Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
         k = n = 0
@@ -147,7 +148,7 @@ def _plain(
 
 def linen_dot(
     dot: type[LayerDot] | type[LayerEinsum],
-    module: Any,
+    module: nn.Module,
     scaling: Scaling,
     wide: DTypeLike | None,
     path: str,

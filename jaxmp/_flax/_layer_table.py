@@ -196,7 +196,7 @@ class LayerTable:
     def _function(self) -> str:
         return f"jaxmp.{self._framework}.register_layer"
 
-    def _check_class(self, cls: Any) -> None:
+    def _check_class(self, cls: object) -> None:
         if isinstance(cls, type) and issubclass(cls, self._module_class):
             if hasattr(cls, "_jaxmp_class"):
                 raise CompositionError(
@@ -218,7 +218,7 @@ class LayerTable:
             f"{self._function} received {cls!r}, which is not a subclass of {framework}. {fix}."
         )
 
-    def _check_name(self, cls: type, argument: str, name: Any) -> None:
+    def _check_name(self, cls: type, argument: str, name: object) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise CompositionError(
                 f"{self._function}({cls.__name__}, {argument}={name!r}): {argument} must be the "

@@ -16,6 +16,7 @@ from flax.linen.dtypes import promote_dtype
 
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
+from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import attention_function
 from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
@@ -64,7 +65,7 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
     object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
 
-    def set_field(name: str, value: Any) -> None:
+    def set_field(name: str, value: object) -> None:
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
 
@@ -110,7 +111,9 @@ def _restore(module: nn.Module, author: dict[str, Any]) -> None:
 def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
     """Returns `module.param` that casts what it returns. The stored parameter keeps its dtype."""
 
-    def param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
+    def param(
+        name: str, init_fn: Callable[..., Any], *init_args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
         dtype, cast_float64 = module_policy.param_dtype(name), module_policy.policy.cast_float64
@@ -132,7 +135,7 @@ class _CastVariable(nn.Variable):
         return cast(stored, self.dtype) if is_castable(stored) else stored
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: PyTree) -> None:
         read, stored = self.value, super().value
         if is_castable(stored):
             value = written_back(value, read, stored)
@@ -142,7 +145,7 @@ class _CastVariable(nn.Variable):
 def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
     """Returns `module.variable` that reads caches in the compute dtype."""
 
-    def variable(collection: str, name: str, *args: Any, **kwargs: Any) -> nn.Variable:
+    def variable(collection: str, name: str, *args: PyTree, **kwargs: PyTree) -> nn.Variable:
         module = ref()
         source = type(module).variable(module, collection, name, *args, **kwargs)
         if collection not in module_policy.traits.caches or not is_castable(source.value):
@@ -189,7 +192,9 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
 def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
     """Returns Flax's `promote_dtype` that casts the bias to the dtype of the result."""
 
-    def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    def promote(
+        *arrays: Array | None, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> list[Array | None]:
         operands = promote_dtype(*arrays[:2], dtype=dtype, inexact=inexact)
         return operands + [None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:]]
 
@@ -251,7 +256,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
     return attend
 
 
-def _looks_up_float32(module: Any, module_policy: ModulePolicy) -> bool:
+def _looks_up_float32(module: nn.Module, module_policy: ModulePolicy) -> bool:
     """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
     if not module_policy.traits.embedding or module.promote_dtype is not promote_dtype:
         return False
@@ -265,7 +270,7 @@ def _stored_table(module: nn.Module, module_policy: ModulePolicy) -> jax.Array:
 
 
 def _lookup(
-    module: Any, module_policy: ModulePolicy, call: Callable[..., Any]
+    module: nn.Module, module_policy: ModulePolicy, call: Callable[..., Any]
 ) -> Callable[..., jax.Array]:
     """Returns `Embed.__call__` that casts the rows and not the table, which has the same result.
 
@@ -273,7 +278,7 @@ def _lookup(
     """
     stored = [_stored_table(module, module_policy)]
 
-    def lookup(*args: Any, **kwargs: Any) -> jax.Array:
+    def lookup(*args: PyTree, **kwargs: PyTree) -> jax.Array:
         object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
         try:
             return cast(call(*args, **kwargs), module_policy.policy.compute_dtype)

@@ -16,6 +16,7 @@ from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_floa
 from jaxmp._core._compat import current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._casts import (
     ModulePolicy,
     cast_inputs,
@@ -95,7 +96,7 @@ def _is_bridge(cls: type) -> bool:
     return ("flax.nnx.bridge.wrappers", "ToLinen") in names
 
 
-def _check_bridge(module: Any, path: Path) -> None:
+def _check_bridge(module: nn.Module, path: Path) -> None:
     """Refuses an NNX module without policies, because Linen policies do not reach it."""
     # A function can return a module with policies; a class returns one without.
     if _is_bridge(type(module)) and isinstance(module.nnx_class, type):
@@ -146,8 +147,12 @@ class PolicyInterceptor:
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, where: nn.module.InterceptorContext
-    ) -> Any:
+        self,
+        call: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        where: nn.module.InterceptorContext,
+    ) -> PyTree:
         module, method = where.module, where.method_name
         # An inner root applies its own policies, and an unbound module has nothing to cast.
         is_foreign = self.suspended or current_context().policies != self.root
@@ -211,27 +216,27 @@ class PolicyInterceptor:
     def _split_carry(
         self,
         module_policy: ModulePolicy,
-        module: Any,
+        module: nn.Module,
         method: str,
         body: str,
-        out: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, Callable[[Any], Any]]:
+        out: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         if "while_loop(" in body and args:
             carry = cast_like(out, args[0])
             return (), lambda _: carry
         return split_carry(module_policy.traits, module, method, out, args, kwargs, "scan(" in body)
 
-    def _boundary(self, module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
+    def _boundary(self, module: Any, method: str, uncast: PyTree, cast: PyTree) -> Boundary | None:
         """Returns the record of a call that cast some inputs; None if it cast none."""
 
-        def rerun(leaves: list[Any], arrays: list[int], structure: Any) -> Rerun:
+        def rerun(leaves: list[object], arrays: list[int], structure: Any) -> Rerun:
             scope = module.scope
             state, state_structure = jax.tree.flatten(nested(module.variables, scope.path))
             rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
 
-            def call(inputs: list[Any], state: list[Any]) -> None:
+            def call(inputs: list[Array], state: list[Array]) -> None:
                 filled = dict(enumerate(leaves)) | dict(zip(arrays, inputs, strict=True))
                 args, kwargs = structure.unflatten(filled.values())
 
@@ -306,7 +311,7 @@ class PolicyInterceptor:
 
     # -- policy of the module -------------------------------------------------------------------
 
-    def _keeps_dtype(self, module: Any, module_policy: ModulePolicy, operands: Any) -> bool:
+    def _keeps_dtype(self, module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:
         """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
         if self.frames and (self.frames[-1].keeps_dtype or self.frames[-1].module is module):
             return self.frames[-1].keeps_dtype
@@ -322,7 +327,7 @@ class PolicyInterceptor:
         """True if parameters of the model may require the dtype that its author chose."""
         return keeps_dtype(_params(self.scope), False)
 
-    def _module_policy(self, module: Any, path: Path) -> ModulePolicy:
+    def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
         key = (path, cls, ancestors)
@@ -333,7 +338,7 @@ class PolicyInterceptor:
             )
         return self.module_policies[key]
 
-    def _ancestors(self, module: Any, path: Path) -> tuple[type, ...]:
+    def _ancestors(self, module: nn.Module, path: Path) -> tuple[type, ...]:
         self.types.setdefault(path, type(module))
         parent, above = module.parent, path[:-1]
         while isinstance(parent, nn.Module) and parent.scope is not None:
@@ -343,7 +348,7 @@ class PolicyInterceptor:
         return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
 
 
-def _params(scope: Scope) -> Any:
+def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
 
 

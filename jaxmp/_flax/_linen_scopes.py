@@ -49,7 +49,7 @@ def key_scopes(module: nn.Module) -> None:
                 key_scopes(child)
 
 
-def modules_in(value: Any) -> list[nn.Module]:
+def modules_in(value: object) -> list[nn.Module]:
     """Returns the modules in an attribute: the value itself, or those in a container."""
     if not _may_contain_modules(type(value)):
         return []

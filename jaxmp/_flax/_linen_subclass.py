@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._casts import cast_like, cast_tree, resolve_module
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, root_of
@@ -104,7 +105,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 
 def _under_policy(inherited: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inherited)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with _entered(self):
             return inherited(self, *args, **kwargs)
 
@@ -138,8 +139,12 @@ def _root_of(module: Any) -> Root:
 def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.apply)
     def apply(
-        self: nn.Module, variables: Any, *args: Any, method: Any = None, **kwargs: Any
-    ) -> Any:
+        self: nn.Module,
+        variables: PyTree,
+        *args: PyTree,
+        method: str | Callable[..., PyTree] | None = None,
+        **kwargs: PyTree,
+    ) -> PyTree:
         out = cls.apply(self, variables, *args, method=_method_of_apply(self, method), **kwargs)
         wrapped: Any = type(self)
         suspects = wrapped._jaxmp_suspects
@@ -152,7 +157,9 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
     return apply
 
 
-def _method_of_apply(module: nn.Module, method: Any) -> Any:
+def _method_of_apply(
+    module: nn.Module, method: str | Callable[..., PyTree] | None
+) -> str | Callable[..., PyTree] | None:
     """Returns the `method` argument of `apply` as a function that runs under the policies."""
     if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
         return _method_of_apply(module, _submodule_caller(method))
@@ -163,7 +170,7 @@ def _method_of_apply(module: nn.Module, method: Any) -> Any:
         method = method.__func__
 
     @functools.wraps(method)
-    def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with _entered(bound):
             out = method(bound, *args, **kwargs)
         return _cast_to_output(bound, out) if _is_foreign(module, method) else out
@@ -181,7 +188,7 @@ def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
     return own is None or inspect.unwrap(own) is not inspect.unwrap(function)
 
 
-def _cast_to_output(module: Any, out: Any) -> Any:
+def _cast_to_output(module: Any, out: PyTree) -> PyTree:
     """Casts the result of a function that `apply` called with the module to its output dtype."""
     cls = type(module)
     (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
@@ -219,14 +226,14 @@ def _make_lookup(inherited: Callable[[Any, str], Any]) -> Callable[[Any, str], A
     return lookup
 
 
-def _with_policies(owner: nn.Module, value: Any) -> Any:
+def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
     """Returns an attribute of a bound model for a caller outside: submodules have policies."""
     if not modules_in(value):
         return value
     return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
 
 
-def _submodule_with_policies(owner: Any, child: Any) -> Any:
+def _submodule_with_policies(owner: Any, child: object) -> object:
     if not isinstance(child, nn.Module) or child.scope is None or is_wrapped(child):
         return child
     cls, root = type(owner), _root_of(owner)
@@ -239,7 +246,7 @@ def _submodule_with_policies(owner: Any, child: Any) -> Any:
     return wrapped
 
 
-def _classes_above(module: Any) -> tuple[type, ...]:
+def _classes_above(module: nn.Module) -> tuple[type, ...]:
     """Returns the classes of the modules above a bound module, the nearest first."""
     classes, parent = [], module.parent
     while isinstance(parent, nn.Module) and parent.scope is not None:
@@ -269,7 +276,7 @@ def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _author_fields_in(module: Any) -> Iterator[None]:
+def _author_fields_in(module: nn.Module) -> Iterator[None]:
     """Runs a block in which a module, and the modules in its fields, have their author's values."""
     modules = _with_submodules(module)
     own = [(part.__dict__, author_fields(part)) for part in modules]
@@ -283,7 +290,7 @@ def _author_fields_in(module: Any) -> Iterator[None]:
             fields.update(current)
 
 
-def _with_submodules(module: Any) -> list[Any]:
+def _with_submodules(module: nn.Module) -> list[nn.Module]:
     """Returns a module and the modules in its fields, at any depth."""
     values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
     below = [child for value in values for child in modules_in(value)]
@@ -326,9 +333,13 @@ def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE) 
 def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.init_with_output)
     def init_with_output(
-        self: nn.Module, rngs: Any, *args: Any, method: Any = None, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        def init(*, plain: bool) -> tuple[Any, Any]:
+        self: nn.Module,
+        rngs: PyTree,
+        *args: PyTree,
+        method: str | Callable[..., PyTree] | None = None,
+        **kwargs: PyTree,
+    ) -> tuple[PyTree, PyTree]:
+        def init(*, plain: bool) -> tuple[PyTree, PyTree]:
             called = method if plain else _method_of_apply(self, method)
             return cls.init_with_output(self, rngs, *args, method=called, **kwargs)
 
@@ -348,7 +359,7 @@ def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
     return init_with_output
 
 
-def _cast_computed(variables: Any, wrapped_init: Callable[[], Any]) -> Any:
+def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
     """Casts caches and other computed state to the dtypes that `apply` writes."""
     computed = [
         name
@@ -365,7 +376,7 @@ def _cast_computed(variables: Any, wrapped_init: Callable[[], Any]) -> Any:
     }
 
 
-def _with_fp8_state(module: Any, variables: Any, wrapped_init: Callable[[], Any]) -> Any:
+def _with_fp8_state(module: Any, variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
     """Adds the state of delayed scaling, which `init` without policies does not create."""
     scaling = type(module)._jaxmp_policies.fp8
     if scaling is None or not scaling.is_stateful:
@@ -384,7 +395,7 @@ _TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
 
 def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
     @functools.wraps(cls.tabulate)
-    def tabulate(self: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> str:
+    def tabulate(self: nn.Module, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
         called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
         check_required_rules(self, rngs, args, called_with)
         shown = self.clone()
@@ -395,7 +406,7 @@ def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
 
 
 def check_required_rules(
-    module: Any, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: Any, rngs: PyTree, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> None:
     """Raises an error if a required rule matches nothing in a wrapped model.
 
@@ -409,21 +420,26 @@ def check_required_rules(
 
 
 def module_paths(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rngs: Any
+    model: nn.Module, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], rngs: PyTree
 ) -> dict[str, type | None]:
     """Implements `jaxmp.linen.module_paths`."""
     paths: dict[str, type | None] = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
-    def init(rngs: Any, values: list[Any]) -> Any:
+    def init(rngs: PyTree, values: list[Array]) -> PyTree:
         filled = leaves.copy()
         for index, value in zip(arrays, values, strict=True):
             filled[index] = value
         args, kwargs = structure.unflatten(filled)
         return model.init(rngs, *args, **kwargs)
 
-    def record(call: Callable[..., Any], args: Any, kwargs: Any, where: Any) -> Any:
+    def record(
+        call: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        where: nn.module.InterceptorContext,
+    ) -> PyTree:
         cls = type(where.module)
         if where.module.scope is not None and hasattr(cls, where.method_name):
             key_scopes(where.module)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import attention_function
 from jaxmp._flax._casts import ModulePolicy, wide_operator
@@ -73,7 +74,7 @@ def _keeps_explicit_dtype(module: nnx.Module, module_policy: ModulePolicy) -> bo
     return _is_explicit(module, traits, dtype) and np.dtype(dtype) != policy.compute_dtype
 
 
-def _is_explicit(module: nnx.Module, traits: LayerTraits, dtype: Any) -> bool:
+def _is_explicit(module: nnx.Module, traits: LayerTraits, dtype: DTypeLike | None) -> bool:
     """Returns True if the author of a model chose the `dtype` of a layer."""
     table = vars(module).get(traits.embedding)
     default = default_dtype(type(module), traits.registered, traits.dtype)
@@ -140,7 +141,9 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
 def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
     """Returns Flax's `promote_dtype` that casts the bias to the dtype of the result."""
 
-    def promote(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def promote(
+        arrays: tuple[Array | None, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> tuple[Array | None, ...]:
         promoted = flax_promote_dtype(arrays[:2], dtype=dtype, inexact=inexact)
         biases = (None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:])
         return (*promoted, *biases)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
+from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_attributes import bind, unbind
 from jaxmp._flax._nnx_bound import Path, author_class, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
@@ -62,7 +63,7 @@ def _bind_all(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePath
 
 
 @binds_assigned
-def _bind_assigned(owner: nnx.Module, name: str, value: Any) -> Any:
+def _bind_assigned(owner: nnx.Module, name: str, value: PyTree) -> PyTree:
     """Returns a value that is assigned to a wrapped module, with policies for its modules.
 
     As in `bind_model`, the modules are copies that share the Variables of the originals, which can
@@ -93,10 +94,10 @@ def _prefixes(path: Path) -> list[str]:
     return ["/".join(path[:length]) for length in range(len(path), -1, -1)]
 
 
-def _copy_unbound(value: Any, copies: dict[int, nnx.Module]) -> Any:
+def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
     """Copies the modules in `value` that have no policies. The copies share the Variables."""
 
-    def copy(leaf: Any) -> Any:
+    def copy(leaf: object) -> object:
         if not isinstance(leaf, nnx.Module) or bound_of(leaf) is not None:
             return leaf
         if id(leaf) not in copies:
@@ -198,7 +199,7 @@ def _separate_stored(entries: list[ModuleEntry], policies: PolicyMap) -> None:
 
 
 def _replace_members(
-    module: nnx.Module, name: str, value: Any, copies: Mapping[int, nnx.Variable[Any]]
+    module: nnx.Module, name: str, value: PyTree, copies: Mapping[int, nnx.Variable[Any]]
 ) -> None:
     leaves = jax.tree.leaves(value, is_leaf=is_member)
     if any(id(leaf) in copies for leaf in leaves):

@@ -66,7 +66,7 @@ class Bound:
             return True
         return isinstance(other, Bound) and self._hash == other._hash and self._key == other._key
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Bound], tuple[Any, ...]]:
         return Bound, self._key
 
     def __repr__(self) -> str:

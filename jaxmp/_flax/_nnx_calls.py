@@ -18,6 +18,7 @@ from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_floa
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import (
     ModulePolicy,
@@ -64,13 +65,18 @@ _frames = _Frames()
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 
 
-def _is_opaque(value: Any) -> bool:
+def _is_opaque(value: object) -> bool:
     return isinstance(value, _OPAQUE)
 
 
 def call_method(
-    bound: Bound, module: Any, name: str, call: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+    bound: Bound,
+    module: nnx.Module,
+    name: str,
+    call: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     """Calls a method of a wrapped module under the policies of its model.
 
     Args:
@@ -123,7 +129,7 @@ def call_method(
 _counted: set[tuple[type, PolicyMap]] = set()
 
 
-def _suspect(bound: Bound, module: Any) -> None:
+def _suspect(bound: Bound, module: nnx.Module) -> None:
     own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
     elements = matrix_elements(value.get_raw_value() for value in own)
     if elements:
@@ -131,7 +137,9 @@ def _suspect(bound: Bound, module: Any) -> None:
         _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements)
 
 
-def _report_suspects(bound: Bound, module: Any, name: str, args: Any, kwargs: Any) -> None:
+def _report_suspects(
+    bound: Bound, module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> None:
     """Warns once if many layers of a model ignore the dtype of their policies."""
     suspects = list(_frames.suspects.values())
     _frames.suspects.clear()
@@ -143,7 +151,7 @@ def _report_suspects(bound: Bound, module: Any, name: str, args: Any, kwargs: An
     warn_if_low(bound.cls, suspects, 4, call, module, args, kwargs)
 
 
-def _check_containers(bound: Bound, module: Any) -> None:
+def _check_containers(bound: Bound, module: nnx.Module) -> None:
     """Warns about modules that were added to a Python list or dict of a wrapped model."""
     for name, value in vars(module).items():
         if type(value) not in (list, dict):
@@ -162,7 +170,7 @@ def _check_containers(bound: Bound, module: Any) -> None:
                 return
 
 
-def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: Any) -> bool:
+def _keeps_dtype(module: nnx.Module, module_policy: ModulePolicy, operands: PyTree) -> bool:
     """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
     if _frames.stack and _frames.stack[-1].keeps_dtype:
         return True
@@ -177,7 +185,9 @@ def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: Any) -> boo
     return is_complex(author) or keeps_dtype((params, operands), cast_float64, _is_opaque)
 
 
-def _call_as_author(bound: Bound, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def _call_as_author(
+    bound: Bound, module: nnx.Module, name: str, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
     """Calls a method of a Flax layer as if the layer had no policy."""
     plain = object.__new__(bound.cls)
     vars(plain).update({**vars(module), **dict(bound.author if bound.is_overridden else ())})
@@ -206,7 +216,7 @@ def _looks_up_float32(bound: Bound, module: nnx.Module) -> bool:
     return is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (np.float32, np.float32)
 
 
-def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
+def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> jax.Array:
     """Calls `Embed.__call__` and casts the rows and not the table, which has the same result.
 
     The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
@@ -215,7 +225,7 @@ def _lookup(bound: Bound, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
     return cast(rows, bound.module_policy.policy.compute_dtype)
 
 
-def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
+def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
     """Returns `Embed.attend` with a wide result. The layer has no attribute for its dot."""
 
     def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -227,15 +237,15 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., Any]:
     return attend
 
 
-def _boundary(module: Any, method: str, uncast: Any, cast: Any) -> Boundary | None:
+def _boundary(module: nnx.Module, method: str, uncast: PyTree, cast: PyTree) -> Boundary | None:
     """Returns the record of a call that cast some inputs; None if it cast none."""
 
-    def rerun(leaves: list[Any], arrays: list[int], structure: Any) -> Rerun:
+    def rerun(leaves: list[object], arrays: list[int], structure: Any) -> Rerun:
         objects = {i: leaf for i, leaf in enumerate(leaves) if _is_opaque(leaf)}
         graph, state = nnx.split((module, objects))
         values, state_structure = jax.tree.flatten(state)
 
-        def call(inputs: list[Any], values: list[Any]) -> None:
+        def call(inputs: list[Array], values: list[Array]) -> None:
             copy, objects = nnx.merge(graph, state_structure.unflatten(values))
             filled = dict(enumerate(leaves)) | objects | dict(zip(arrays, inputs, strict=True))
             args, kwargs = structure.unflatten(filled.values())

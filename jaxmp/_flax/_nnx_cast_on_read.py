@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmp._core._compat import current_context
 from jaxmp._core._trees import cast, cast_floating, is_castable
-from jaxmp._core._typing import DTypeLike
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_bound import bound_of
@@ -30,12 +30,12 @@ def cast_on_read(module: nnx.Module, traits: LayerTraits) -> frozenset[str]:
     return frozenset(name for name, value in vars(module).items() if _is_cast_on_read(value))
 
 
-def _is_cast_on_read(value: Any) -> bool:
+def _is_cast_on_read(value: PyTree) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_member)
     return any(isinstance(leaf, nnx.Param) or is_stateful(leaf) for leaf in leaves)
 
 
-def is_member(value: Any) -> bool:
+def is_member(value: object) -> bool:
     """Returns True for modules and Variables."""
     return isinstance(value, (nnx.Variable, nnx.Module))
 
@@ -62,7 +62,7 @@ class CastOnRead:
             raise AttributeError(attribute)
         return object.__getattribute__(self, attribute)
 
-    def __get__(self, module: Any, owner: Any = None) -> Any:
+    def __get__(self, module: nnx.Module | None, owner: type | None = None) -> Any:
         if module is None:
             return getattr(super(self.owner, owner), self.name, self)
         if self.name not in vars(module):
@@ -80,7 +80,7 @@ class CastOnRead:
         dtype = bound.module_policy.param_dtype(self.name)
         cast_float64 = bound.module_policy.policy.cast_float64
 
-        def read(leaf: Any) -> Any:
+        def read(leaf: object) -> object:
             if isinstance(leaf, (nnx.Param, nnx.Cache)):
                 return read_as(leaf, dtype, cast_float64)
             if is_stateful(leaf):
@@ -90,10 +90,10 @@ class CastOnRead:
 
         return jax.tree.map(read, value, is_leaf=is_member)
 
-    def __set__(self, module: Any, value: Any) -> None:
+    def __set__(self, module: nnx.Module, value: object) -> None:
         vars(module)[self.name] = value
 
-    def __delete__(self, module: Any) -> None:
+    def __delete__(self, module: nnx.Module) -> None:
         del vars(module)[self.name]
 
 
@@ -115,7 +115,7 @@ def read_as(
     return variable
 
 
-def _is_ordinary(variable: Any) -> bool:
+def _is_ordinary(variable: nnx.Variable[Any]) -> bool:
     """Returns False for a Variable in a `jax.Ref` or of a hijax type."""
     return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
 
@@ -127,7 +127,7 @@ def _cast_class(cls: type) -> Any:
     class CastVariable(cls):
         __slots__ = ("_source",)
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: PyTree) -> None:
             source = _source_of(self)
             if name != "_raw_value" or source is None:
                 super().__setattr__(name, value)
@@ -136,7 +136,7 @@ def _cast_class(cls: type) -> Any:
             source.set_raw_value(written_back(value, read, source.get_raw_value()))
             object.__setattr__(self, name, cast(value, read.dtype))
 
-        def set_value(self, value: Any, **index: Any) -> None:
+        def set_value(self, value: PyTree, **index: Any) -> None:
             source = _source_of(self)
             if source is None:
                 super().set_value(value, **index)
@@ -154,7 +154,7 @@ def _cast_class(cls: type) -> Any:
     return CastVariable
 
 
-def _source_of(variable: Any) -> Any:
+def _source_of(variable: nnx.Variable[Any]) -> Any:
     """Returns the Variable to which one writes; None if a transformation created a copy of it."""
     try:
         return object.__getattribute__(variable, "_source")

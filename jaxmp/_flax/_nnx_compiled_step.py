@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import CompositionError
 
 
@@ -31,7 +32,7 @@ class CompiledStep:
         # A function for each (graphdef, tree structure) of the nodes.
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs one step on the state after the last one."""
         if self._leaves is None:
             self._split()
@@ -62,7 +63,13 @@ class CompiledStep:
         _ = self.nodes
 
 
-def _run(fn: Callable[..., Any], static: Any, leaves: Any, args: Any, kwargs: Any) -> Any:
+def _run(
+    fn: Callable[..., PyTree],
+    static: tuple[nnx.GraphDef[Any], Any],
+    leaves: tuple[Array, ...],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> tuple[PyTree, tuple[Array, ...]]:
     graphdef, structure = static
     nodes = nnx.merge(graphdef, structure.unflatten(leaves))
     out = fn(*nodes, *args, **kwargs)

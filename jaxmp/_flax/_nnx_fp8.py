@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class OverwriteWithGradient(nnx.Variable):
 nnx.register_variable_name(OVERWRITE, OverwriteWithGradient, overwrite=True)
 
 
-def is_stateful(value: Any) -> bool:
+def is_stateful(value: object) -> TypeGuard[LayerDot | LayerEinsum]:
     """Returns True for an FP8 dot that reads and writes a state."""
     return isinstance(value, (LayerDot, LayerEinsum)) and value.scaling.is_stateful
 
@@ -63,7 +63,7 @@ def set_fp8_state(module: nnx.Module, traits: LayerTraits, changes: dict[str, An
         setattr(module, name, OverwriteWithGradient(leaf))
 
 
-def _is_state(name: str, value: Any) -> bool:
+def _is_state(name: str, value: object) -> bool:
     return name.startswith(PREFIX) and isinstance(value, OverwriteWithGradient)
 
 

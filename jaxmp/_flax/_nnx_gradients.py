@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from flax import nnx
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp.errors import JaxmpError
 
@@ -28,7 +29,9 @@ _TAG = "jaxmp"
 class Slot:
     """Location of a value in a Flax object: a Variable, or an array attribute."""
 
-    def __init__(self, root: Any, path: tuple[Any, ...], leaf: Any) -> None:
+    def __init__(
+        self, root: object, path: tuple[Any, ...], leaf: nnx.Variable[Any] | Array
+    ) -> None:
         self.variable = leaf if isinstance(leaf, nnx.Variable) else None
         # A weak reference, because the object may contain the optimizer that stores its writes.
         self._root = None if self.variable is not None else weakref.ref(root)
@@ -44,14 +47,14 @@ class Slot:
     def __hash__(self) -> int:
         return id(self.variable) if self.variable is not None else hash(self._path)
 
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         """Returns the value at the location, or None if the location no longer exists."""
         if self.variable is not None:
             return self.variable.get_raw_value()
         root = None if self._root is None else self._root()
         return next((v for path, v in nnx.iter_graph(root) if path == self._path), None)
 
-    def set(self, value: Any) -> None:
+    def set(self, value: PyTree) -> None:
         if self.variable is not None:
             self.variable.set_raw_value(value)
             return
@@ -85,12 +88,12 @@ class Write:
         ) == _described(self.after)
 
 
-def _described(value: Any) -> Any:
+def _described(value: PyTree) -> tuple[object, list[tuple[object, object]]]:
     leaves, structure = jax.tree.flatten(value)
     return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
 
 
-def same(value: Any, other: Any) -> bool:
+def same(value: PyTree, other: PyTree) -> bool:
     """Returns True if two values consist of the same array objects."""
     leaves, other_leaves = jax.tree.leaves(value), jax.tree.leaves(other)
     return len(leaves) == len(other_leaves) and all(
@@ -147,14 +150,14 @@ class _Ref:
     index: int
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
 
 
-def _without_objects(tree: Any, objects: list[Any]) -> Any:
+def _without_objects(tree: PyTree, objects: list[object]) -> PyTree:
     """Replaces each Flax object in `tree` by a `_Ref`, and appends the object to `objects`."""
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: object) -> object:
         if not is_object(leaf):
             return leaf
         objects.append(leaf)
@@ -163,17 +166,17 @@ def _without_objects(tree: Any, objects: list[Any]) -> Any:
     return jax.tree.map(take, tree, is_leaf=is_object)
 
 
-def _with_objects(tree: Any, objects: Sequence[Any]) -> Any:
+def _with_objects(tree: PyTree, objects: Sequence[object]) -> PyTree:
     return jax.tree.map(
         lambda leaf: objects[leaf.index] if isinstance(leaf, _Ref) else leaf, tree, is_leaf=_is_ref
     )
 
 
-def _is_ref(value: Any) -> bool:
+def _is_ref(value: object) -> TypeGuard[_Ref]:
     return isinstance(value, _Ref)
 
 
-def _refs(tree: Any) -> list[int]:
+def _refs(tree: PyTree) -> list[int]:
     return [leaf.index for leaf in jax.tree.leaves(tree, is_leaf=_is_ref) if _is_ref(leaf)]
 
 
@@ -191,7 +194,7 @@ def _by_position(
     return bound.args, bound.kwargs
 
 
-def _counted(name: str, numbers: Any, count: int) -> tuple[int, ...]:
+def _counted(name: str, numbers: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Returns argument numbers with negative ones counted from the end."""
     for number in _gradients.as_tuple(numbers):
         if name != "batch_argnums" and not -count <= number < count:
@@ -264,7 +267,11 @@ class _Call:
     """
 
     def __init__(
-        self, gradient: Gradient, args: tuple[Any, ...], kwargs: Any, options: dict[str, Any]
+        self,
+        gradient: Gradient,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: dict[str, Any],
     ) -> None:
         self.gradient = gradient
         self.filters = gradient.filters(len(args))
@@ -291,7 +298,7 @@ class _Call:
         owner = {k: i for i, arg in enumerate(self.args) for k in _refs(arg)}
         predicates = {i: nnx.filterlib.to_predicate(f) for i, f in self.filters.items()}
 
-        def is_differentiated(path: tuple[Any, ...], leaf: Any) -> bool:
+        def is_differentiated(path: tuple[Any, ...], leaf: nnx.Variable[Any] | Array) -> bool:
             predicate = predicates.get(owner.get(path[0], -1))
             if predicate is None:
                 return False
@@ -351,7 +358,7 @@ class _Call:
             out.append(params)
         return out
 
-    def _state(self, k: int, indices: list[int]) -> Any:
+    def _state(self, k: int, indices: list[int]) -> nnx.State[Any, Any] | nnx.Variable[Any]:
         """Returns the Variables of object `k` at `indices`: an `nnx.State` or the object itself."""
         if isinstance(self.objects[k], nnx.Variable):
             return self.leaves[indices[0]] if indices else nnx.State({})
@@ -404,7 +411,9 @@ class _Call:
             )
         return out
 
-    def _pure(self, *args: Any) -> Any:
+    def _pure(
+        self, *args: PyTree
+    ) -> tuple[Array, tuple[list[PyTree], tuple[list[PyTree], PyTree]]]:
         """Evaluates the function on arrays; returns `(loss, (carried, (new values, aux)))`."""
         *pure_args, carried = args
         inner = self._inner_leaves(pure_args, carried)
@@ -434,7 +443,7 @@ class _Call:
         values, plan.values = plan.values, []
         return loss, ([_value(present.get(i, inner[i])) for i in self.carried], (values, aux))
 
-    def _split_aux(self, out: Any) -> tuple[Any, Any]:
+    def _split_aux(self, out: PyTree) -> tuple[PyTree, PyTree]:
         if not self.gradient.has_aux:
             return out, None
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -462,7 +471,7 @@ class _Call:
         loss = (loss, _with_objects(aux, aux_objects)) if self.gradient.has_aux else loss
         return (loss, grads), self._writes()
 
-    def _merge_outside(self, carried: Sequence[Any], values: list[Any]) -> Any:
+    def _merge_outside(self, carried: Sequence[PyTree], values: list[PyTree]) -> Sequence[object]:
         """Updates the objects and creates new ones; returns the objects in `aux`."""
         by_index = dict(zip(self.carried, carried, strict=True))
         with nnx.merge_context(_TAG, inner=False) as context:
@@ -470,13 +479,13 @@ class _Call:
             _, aux_objects = context.unflatten(self.plan.graphdef, leaves)
         return aux_objects
 
-    def _grads(self, i: int, grads: Any) -> Any:
+    def _grads(self, i: int, grads: PyTree) -> PyTree:
         """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
         params, overwritten = _overwritten.split(grads)
         treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
         refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
 
-        def of_object(k: int, pure: Any) -> Any:
+        def of_object(k: int, pure: PyTree) -> PyTree:
             states = [_in_variables(self._state(k, self.differentiated[k]), pure)]
             if overwritten is not None and str(k) in overwritten:
                 state = self._state(k, self.overwritten[k])
@@ -506,14 +515,19 @@ class _Plan:
     values: the new values, while the function is traced.
     """
 
-    def __init__(self, graphdef: Any) -> None:
+    def __init__(self, graphdef: nnx.GraphDef[Any]) -> None:
         self.graphdef = graphdef
         self.written: set[int] = set()
         self.values: list[Any] = []
         self._sources: list[tuple[str, Any, Any]] = []
 
     def add(
-        self, path: tuple[Any, ...], leaf: Any, index: int | None, changed: bool, call: _Call
+        self,
+        path: tuple[Any, ...],
+        leaf: nnx.Variable[Any] | Array,
+        index: int | None,
+        changed: bool,
+        call: _Call,
     ) -> None:
         """Adds one leaf of the objects after the call; `index` is None for a new leaf."""
         structure = jax.tree.structure(leaf)
@@ -561,30 +575,30 @@ class _Plan:
         return out
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: nnx.Variable[Any] | Array) -> PyTree:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _renewed(leaf: Any, value: Any) -> Any:
+def _renewed(leaf: nnx.Variable[Any] | Array, value: PyTree) -> PyTree:
     """Returns a Variable like `leaf` that belongs to the current trace; an array stays an array."""
     if not isinstance(leaf, nnx.Variable):
         return value
     return jax.tree.structure(leaf).unflatten(jax.tree.leaves(value))
 
 
-def _in_variables(like: Any, values: Any) -> Any:
+def _in_variables(like: PyTree, values: PyTree) -> PyTree:
     return jax.tree.structure(like).unflatten(jax.tree.leaves(values))
 
 
-def _is_overwritten(leaf: Any) -> bool:
+def _is_overwritten(leaf: object) -> bool:
     return isinstance(leaf, OverwriteWithGradient)
 
 
-def _is_sown(leaf: Any) -> bool:
+def _is_sown(leaf: object) -> bool:
     return isinstance(leaf, nnx.Intermediate)
 
 
-def _is_carried(leaf: Any) -> bool:
+def _is_carried(leaf: nnx.Variable[Any] | Array) -> bool:
     """Returns True for arrays, except sown ones, that each microbatch passes to the next."""
     arrays = jax.tree.leaves(_value(leaf))
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
@@ -599,7 +613,7 @@ def _text(path: tuple[Any, ...]) -> str:
     return repr("/".join(map(str, path)))
 
 
-def _brief(value: Any) -> str:
+def _brief(value: PyTree) -> str:
     leaves = jax.tree.leaves(value)
     return ", ".join(
         f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x) for x in leaves

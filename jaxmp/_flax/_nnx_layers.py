@@ -21,7 +21,7 @@ from jaxmp._flax._layer_table import (
 from jaxmp.errors import CompositionError
 
 
-def is_flax(value: Any) -> bool:
+def is_flax(value: object) -> bool:
     """Returns True for a class or function that Flax defines."""
     return getattr(value, "__module__", "").partition(".")[0] == "flax"
 
@@ -33,14 +33,14 @@ def is_flax(value: Any) -> bool:
 Sizes = tuple[tuple[int, ...], int, int]
 
 
-def _linear_sizes(module: Any, shape: tuple[int, ...]) -> Sizes:
+def _linear_sizes(module: nnx.Linear | nnx.LinearGeneral, shape: tuple[int, ...]) -> Sizes:
     inputs, outputs = np.atleast_1d(module.in_features), np.atleast_1d(module.out_features)
     batch = getattr(module, "batch_axis", {}).values()
     stack, _ = _unstacked(shape, (*batch, *inputs.tolist(), *outputs.tolist()))
     return stack, int(np.prod(inputs)), int(np.prod(outputs))
 
 
-def _einsum_sizes(module: Any, shape: tuple[int, ...]) -> Sizes:
+def _einsum_sizes(module: nnx.Einsum, shape: tuple[int, ...]) -> Sizes:
     stack, own = _unstacked(shape, tuple(module.kernel_shape))
     if module.einsum_str is None:
         return stack, 0, 0
@@ -48,7 +48,7 @@ def _einsum_sizes(module: Any, shape: tuple[int, ...]) -> Sizes:
     return stack, (1 if exclusion else k), n
 
 
-def matrix_sizes(module: Any, shape: tuple[int, ...]) -> Sizes:
+def matrix_sizes(module: nnx.Module, shape: tuple[int, ...]) -> Sizes:
     """Returns the sizes of a kernel `[..., inputs, outputs]`."""
     del module
     return shape[:-2], shape[-2], shape[-1]

@@ -65,7 +65,7 @@ def find_modules(model: nnx.Module, path: Path = ()) -> list[ModuleEntry]:
     return list(entries.values())
 
 
-def _check_bridge(module: Any, path: Path) -> None:
+def _check_bridge(module: nnx.bridge.ToNNX | nnx.bridge.Module, path: Path) -> None:
     if isinstance(module, nnx.bridge.Module):
         raise CompositionError(
             f"The {type(module).__name__} at {'/'.join(path)!r} is an nnx.bridge.Module, which "

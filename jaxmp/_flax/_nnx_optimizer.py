@@ -122,7 +122,7 @@ class Optimizer(nnx.Optimizer):
         _gradients.value_and_grad(fn, **options)  # Checks the options before the first call.
 
         @functools.wraps(fn, updated=())
-        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
             optimizer = self._present()
             out, writes = gradient(args, kwargs, optimizer._gradient_options(options))
             optimizer._remember(writes)
@@ -172,11 +172,11 @@ class Optimizer(nnx.Optimizer):
             )
         return copies[0] if copies else self
 
-    def _signature(self) -> Any:
+    def _signature(self) -> tuple[object, ...]:
         leaves, structure = jax.tree.flatten(self._pure_state())
         return self.tx, self.wrt, structure, [(x.shape, x.dtype) for x in leaves]
 
-    def _warn_of_wide(self, model: Any) -> None:
+    def _warn_of_wide(self, model: nnx.Module) -> None:
         """Warns about frozen FP32 parameters, after other optimizers have cast theirs."""
         if self.wrt is nnx.Param:
             return
@@ -195,7 +195,7 @@ class Optimizer(nnx.Optimizer):
                 if write.is_restorable
             ]
 
-    def update(self, model: nnx.Module, grads: PyTree, /, **extra_args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, model: nnx.Module, grads: PyTree, /, **extra_args: PyTree) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Applies one optimizer step to `model`, or skips it.
 
         A skipped step restores the values that the last call of this optimizer's `value_and_grad`

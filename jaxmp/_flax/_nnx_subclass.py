@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmp._core._compat import declares_pytree
+from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._nnx_bound import bound_of
 from jaxmp._flax._nnx_calls import call_method
 from jaxmp._flax._nnx_cast_on_read import CastOnRead, cast_on_read
@@ -84,7 +85,7 @@ def _methods(cls: type) -> dict[str, Any]:
 
 def _wrap_method(name: str, inherited: Any) -> Callable[..., Any]:
     @functools.wraps(inherited)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = inherited.__get__(self, type(self))
         bound = bound_of(self)
         if bound is None:
@@ -96,7 +97,9 @@ def _wrap_method(name: str, inherited: Any) -> Callable[..., Any]:
 
 def _make_init_cache(inherited: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(inherited)
-    def init_cache(self: Any, input_shape: Any, dtype: Any = None) -> None:
+    def init_cache(
+        self: nnx.Module, input_shape: tuple[int, ...], dtype: DTypeLike | None = None
+    ) -> None:
         """Creates the cache as Flax does; by default it has the compute dtype."""
         bound = bound_of(self)
         if dtype is None:
@@ -121,7 +124,7 @@ def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, 
     """Returns `__setattr__` that applies policies to assigned modules and parameters."""
 
     @functools.wraps(inherited)
-    def __setattr__(self: Any, name: str, value: Any) -> None:
+    def __setattr__(self: nnx.Module, name: str, value: object) -> None:
         bound = bound_of(self)
         if bound is None or not isinstance(value, _CONTAINERS) or name.startswith("_pytree__"):
             inherited(self, name, value)
@@ -153,5 +156,5 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _rebuild, (type(self)._jaxmp_class, names), self.__getstate__()
 
 
-def _rebuild(cls: type, names: frozenset[str]) -> Any:
+def _rebuild(cls: type, names: frozenset[str]) -> nnx.Module:
     return object.__new__(wrapped_class(cls, names))

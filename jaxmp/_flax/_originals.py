@@ -15,16 +15,18 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import is_moved, jaxpr_body, underlying
 from jaxmp._core._dtypes import bits, is_16bit
-from jaxmp._core._jaxprs import is_literal, sub_jaxprs
-from jaxmp._flax._casts import ModulePolicy
+from jaxmp._core._jaxprs import array_aval, sub_jaxprs
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._flax._casts import IsLeaf, ModulePolicy
 from jaxmp._policies._inputs import Kept
 
 # Equations whose result consists of elements of all operands.
@@ -43,6 +45,11 @@ _INDICES = _LAYOUT | {
 }
 _CALLS = frozenset({"jit", "pjit"})
 
+# (path, method) of a module.
+Callee: TypeAlias = tuple[tuple[str, ...], str]
+# A callee, and the number of its calls so far.
+CallKey: TypeAlias = tuple[Callee, int]
+
 # ---------------------------------------------------------------------------
 # Calls that cast some of their inputs
 # ---------------------------------------------------------------------------
@@ -52,9 +59,9 @@ class Rerun(NamedTuple):
     """Call of a module that can be traced again without side effects."""
 
     # The module's arrays, which are arguments of the second trace.
-    state: list[Any]
+    state: list[Array]
     # (arrays of the arguments, arrays of the module) -> anything; calls a copy of the module.
-    call: Callable[[list[Any], list[Any]], Any]
+    call: Callable[[list[Array], list[Array]], object]
 
 
 class Boundary:
@@ -66,15 +73,15 @@ class Boundary:
       rerun: returns the call in a form that can be traced again.
     """
 
-    def __init__(self, uncast: list[Any], cast: list[Any], rerun: Callable[[], Rerun]) -> None:
+    def __init__(self, uncast: list[Array], cast: list[Array], rerun: Callable[[], Rerun]) -> None:
         self.uncast, self.cast, self.rerun = uncast, cast, rerun
         # Id of a cast array -> (the array, its original). Storing the array prevents the reuse of
         # its id.
         self.originals = {id(c): (c, u) for u, c in zip(uncast, cast, strict=True) if c is not u}
         # (path, method) of an inner module that may receive an original -> its calls so far.
-        self.calls: dict[Any, int] = {}
+        self.calls: dict[Callee, int] = {}
         # Traces of all such calls; None before the full trace.
-        self.traces: dict[Any, _Trace] | None = None
+        self.traces: dict[CallKey, _Trace] | None = None
         # True after the first trace.
         self.probed = False
 
@@ -82,19 +89,19 @@ class Boundary:
 class _Trace(NamedTuple):
     """Trace of an outer module's call; its results are the inputs of an inner module."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: tuple[Any, ...]
-    outvars: list[Any]
+    outvars: list[Var | Literal]
 
 
 class _Probe:
     """Record of the inputs of inner modules during a second trace."""
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: CallKey | None) -> None:
         # The inner call that ends the trace; None to trace to the end and record all inner calls.
         self.key = key
-        self.calls: dict[Any, int] = {}
-        self.received: dict[Any, list[Any]] = {}
+        self.calls: dict[Callee, int] = {}
+        self.received: dict[CallKey, list[Array]] = {}
 
 
 class _Reached(BaseException):
@@ -124,7 +131,10 @@ def noted(boundary: Boundary | None) -> Iterator[None]:
 
 
 def boundary_of(
-    incoming: Any, cast: Any, is_leaf: Any, rerun: Callable[[Any, list[int], Any], Rerun]
+    incoming: PyTree,
+    cast: PyTree,
+    is_leaf: IsLeaf,
+    rerun: Callable[[list[object], list[int], Any], Rerun],
 ) -> Boundary | None:
     """Returns the `Boundary` of a call; None if no input was cast, or during a second trace.
 
@@ -149,7 +159,7 @@ def boundary_of(
     )
 
 
-def _is_same(before: Any, after: Any) -> bool:
+def _is_same(before: object, after: object) -> bool:
     return before is after
 
 
@@ -159,8 +169,13 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def with_originals(
-    module_policy: ModulePolicy, path: Any, method: str, args: Any, kwargs: Any, is_leaf: Any
-) -> Any:
+    module_policy: ModulePolicy,
+    path: tuple[str, ...],
+    method: str,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    is_leaf: IsLeaf,
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Replaces inputs that an enclosing module cast with their uncast originals.
 
     Args:
@@ -193,7 +208,7 @@ def with_originals(
     ), {name: wide_kwargs[name] if name in kept.names else value for name, value in kwargs.items()}
 
 
-def _replaced(callee: Any, leaves: list[Any]) -> list[Any]:
+def _replaced(callee: Callee, leaves: list[PyTree]) -> list[PyTree]:
     halves = [i for i, leaf in enumerate(leaves) if _is_half(leaf)]
     probe = _thread.probe
     if probe is not None:
@@ -215,16 +230,16 @@ def _replaced(callee: Any, leaves: list[Any]) -> list[Any]:
     return [leaf if originals.get(i) is None else originals[i] for i, leaf in enumerate(leaves)]
 
 
-def _is_half(leaf: Any) -> bool:
+def _is_half(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) and is_16bit(leaf.dtype)
 
 
-def _counted(calls: dict[Any, int], callee: Any) -> Any:
+def _counted(calls: dict[Callee, int], callee: Callee) -> CallKey:
     calls[callee] = calls.get(callee, 0) + 1
     return callee, calls[callee]
 
 
-def _unchanged(leaf: Any, level: int) -> Any:
+def _unchanged(leaf: Array | None, level: int) -> Array | None:
     """Returns the original of a value that was passed on unchanged; None if it was not.
 
     Args:
@@ -239,7 +254,7 @@ def _unchanged(leaf: Any, level: int) -> Any:
     return original
 
 
-def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
+def _may_come_from(leaf: Array, boundary: Boundary) -> bool:
     """Returns False if a value cannot consist of elements of a boundary's cast inputs; cheap."""
     casts = [underlying(cast) for cast, _ in boundary.originals.values()]
     value = underlying(leaf)
@@ -261,7 +276,7 @@ def _may_come_from(leaf: Any, boundary: Boundary) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _traced(boundary: Boundary, key: Any, count: int) -> _Trace | None:
+def _traced(boundary: Boundary, key: CallKey, count: int) -> _Trace | None:
     """Traces what a module receives as equations of the inputs; None if that is not possible."""
     if boundary.probed and boundary.traces is None:
         # A second inner call needs originals: one full trace serves it and all later calls.
@@ -271,14 +286,14 @@ def _traced(boundary: Boundary, key: Any, count: int) -> _Trace | None:
     return trace if trace is not None and len(trace.outvars) == count else None
 
 
-def _probe(boundary: Boundary, key: Any) -> dict[Any, _Trace]:
+def _probe(boundary: Boundary, key: CallKey | None) -> dict[CallKey, _Trace]:
     probe = _Probe(key)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in boundary.cast]
     try:
         rerun = boundary.rerun()
         state = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in rerun.state]
 
-        def call(inputs: list[Any], state: list[Any]) -> list[list[Any]]:
+        def call(inputs: list[Array], state: list[Array]) -> list[list[Array]]:
             outer = _thread.boundaries, _thread.probe
             _thread.boundaries, _thread.probe = [], probe
             try:
@@ -302,7 +317,7 @@ def _probe(boundary: Boundary, key: Any) -> dict[Any, _Trace]:
     }
 
 
-def _recorded(probe: _Probe) -> list[Any]:
+def _recorded(probe: _Probe) -> list[CallKey]:
     return list(probe.received) if probe.key is None else [probe.key]
 
 
@@ -318,8 +333,8 @@ class _ComputedError(Exception):
 class _Value(NamedTuple):
     """Array that is computed on demand, and its dtype."""
 
-    make: Callable[[], Any]
-    dtype: Any
+    make: Callable[[], Array]
+    dtype: np.dtype
 
 
 class _Reader:
@@ -334,18 +349,18 @@ class _Reader:
     """
 
     def __init__(
-        self, jaxpr: Any, original: Callable[[Any], _Value], index: Callable[[Any], Any]
+        self, jaxpr: Jaxpr, original: Callable[[Var], _Value], index: Callable[[Var], Array]
     ) -> None:
         self.equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.original, self.index = original, index
 
-    def wide(self, var: Any) -> _Value:
+    def wide(self, var: Var | Literal) -> _Value:
         """Returns the uncast value of a floating variable.
 
         Raises:
           _ComputedError: if it is not the result of data movement alone, on inputs of one dtype.
         """
-        if is_literal(var):
+        if isinstance(var, Literal):
             raise _ComputedError
         equation = self.equations.get(var)
         if equation is None:
@@ -366,15 +381,15 @@ class _Reader:
             moved[0].dtype,
         )
 
-    def integer(self, var: Any) -> Any:
+    def integer(self, var: Var | Literal) -> Array:
         """Returns the value of an index variable, computed from integers.
 
         Raises:
           _ComputedError: if it depends on floating values or on unlisted operations.
         """
-        if var.aval.dtype.kind not in "iub":
+        if array_aval(var).dtype.kind not in "iub":
             raise _ComputedError
-        if is_literal(var):
+        if isinstance(var, Literal):
             return var.val
         equation = self.equations.get(var)
         if equation is None:
@@ -387,15 +402,15 @@ class _Reader:
             raise _ComputedError
         return _bound(equation, position, [self.integer(operand) for operand in equation.invars])
 
-    def _inside(self, equation: Any, position: int) -> tuple[_Reader, Any]:
+    def _inside(self, equation: JaxprEqn, position: int) -> tuple[_Reader, Var | Literal]:
         body, consts = jaxpr_body(sub_jaxprs(equation)[0])
         outside = dict(zip(body.invars, equation.invars, strict=True))
         known = dict(zip(body.constvars, consts, strict=True))
 
-        def index(var: Any) -> Any:
+        def index(var: Var) -> Array:
             return known[var] if var in known else self.integer(outside[var])
 
-        def original(var: Any) -> _Value:
+        def original(var: Var) -> _Value:
             if var in known:
                 raise _ComputedError
             return self.wide(outside[var])
@@ -403,12 +418,12 @@ class _Reader:
         return _Reader(body, original, index), body.outvars[position]
 
 
-def _bound(equation: Any, position: int, operands: list[Any]) -> Any:
+def _bound(equation: JaxprEqn, position: int, operands: list[Array]) -> Array:
     out = equation.primitive.bind(*operands, **equation.params)
     return out[position] if equation.primitive.multiple_results else out
 
 
-def _moved(trace: _Trace, position: int, leaf: Any, level: int) -> Any:
+def _moved(trace: _Trace, position: int, leaf: Array, level: int) -> Array | None:
     """Returns the original of a value, with the same data movement applied.
 
     Args:
@@ -427,16 +442,16 @@ def _moved(trace: _Trace, position: int, leaf: Any, level: int) -> Any:
     inputs = dict(zip(trace.jaxpr.invars, pairs, strict=False))
     known = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
 
-    def original(var: Any) -> _Value:
+    def original(var: Var) -> _Value:
         cast, uncast = inputs.get(var, (None, None))
-        if cast is uncast:
+        if cast is uncast or uncast is None:
             raise _ComputedError
         # An enclosing boundary may have cast this value as well.
         outer = _unchanged(uncast, level)
         value = uncast if outer is None else outer
         return _Value(lambda: value, value.dtype)
 
-    def index(var: Any) -> Any:
+    def index(var: Var) -> Array:
         if var in known:
             return known[var]
         cast, _ = inputs.get(var, (None, None))
