@@ -13,8 +13,10 @@ from typing import (
     Protocol,
     Self,
     TypeAlias,
+    TypedDict,
     TypeGuard,
     TypeVar,
+    Unpack,
     cast,
     final,
     get_args,
@@ -267,6 +269,19 @@ class StaticLossScale(_Scaling):
         return f"StaticLossScale(loss_scale={self.scale_value})"
 
 
+class _Settings(TypedDict, total=False):
+    """Settings of `DynamicLossScale` that its presets accept."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float | None
+    max_scale: float | None
+    hysteresis: int
+    hysteresis_refill: Refill
+    first_growth_delay: int
+
+
 @final
 @jax.tree_util.register_pytree_with_keys_class
 class DynamicLossScale(_Scaling):
@@ -452,7 +467,7 @@ class DynamicLossScale(_Scaling):
     # Presets, with the settings in `_FRAMEWORKS`.
 
     @classmethod
-    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
+    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Unpack[_Settings]) -> Self:
         """Creates the loss scale of `torch.amp.GradScaler`, Accelerate and Lightning: no bounds.
 
         Args:
@@ -462,7 +477,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("torch", overrides))
 
     @classmethod
-    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
+    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Unpack[_Settings]) -> Self:
         """Creates DeepSpeed's loss scale under ZeRO: interval 1000, minimum 1, hysteresis 2.
 
         One finite step is not counted, at the start and after each overflow.
@@ -475,7 +490,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("deepspeed", overrides))
 
     @classmethod
-    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Any) -> Self:
+    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Unpack[_Settings]) -> Self:
         """Creates Megatron-LM's `DynamicGradScaler`: interval 1000, minimum 1, hysteresis 2.
 
         Args:
@@ -485,7 +500,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("megatron", overrides))
 
     @classmethod
-    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
+    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Unpack[_Settings]) -> Self:
         """Creates the loss scale of Keras 3's `LossScaleOptimizer`: interval 2000, no bounds.
 
         Args:
@@ -495,7 +510,7 @@ class DynamicLossScale(_Scaling):
         return cls(init_scale, **_preset("keras", overrides))
 
     @classmethod
-    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
+    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Unpack[_Settings]) -> Self:
         """Creates TensorFlow's `DynamicLossScale`: interval 2000, minimum 1.
 
         Args:
@@ -526,7 +541,7 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _preset(framework: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def _preset(framework: str, overrides: _Settings) -> dict[str, Any]:
     doubling = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None}
     return {**doubling, **_FRAMEWORKS[framework], **overrides}
 
