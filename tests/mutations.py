@@ -490,6 +490,36 @@ MUTATIONS = [
         "undo(write, others, applied | True)",
         ("test_nnx.py::test_it_trains_and_a_skipped_step_restores_everything_but_random_state",),
     ),
+    # Several devices.
+    Mutation(
+        "weight gradients keep the dtype of their matmul",
+        "jaxmp/_fp32_gradients/_backward.py",
+        "    chosen = (asked & possible) - narrow\n",
+        "    chosen = set()\n",
+        ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
+    ),
+    Mutation(
+        "gradients of biases are summed in 16 bits",
+        "jaxmp/_fp32_gradients/_interpreter.py",
+        "        if name in MOVES and copies[0]:\n",
+        '        if name in MOVES - {"broadcast_in_dim"} and copies[0]:\n',
+        ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
+    ),
+    Mutation(
+        "moments are replicated",
+        "jaxmp/sharding.py",
+        "        if param is None or leaf.shape != shapes[param][1]:\n",
+        "        if param is None or names != shapes[param][0]:\n",
+        ("test_sharding.py::test_parameters_masters_and_moments_share_their_bytes",),
+    ),
+    # Checkpoints.
+    Mutation(
+        "the checksums of files are not compared when a checkpoint is restored",
+        "jaxmp/checkpoint/_checkpointer.py",
+        "        if verify:\n            self._verify_files(directory, manifest, step)\n",
+        "        if not verify:\n            self._verify_files(directory, manifest, step)\n",
+        ("test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name",),
+    ),
 ]
 
 
