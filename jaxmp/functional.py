@@ -108,7 +108,15 @@ def layer_norm(
 _STATISTICS = "jaxmp_norm_statistics"
 
 
-def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centred: bool) -> Any:
+def _normalise(
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    epsilon: float,
+    axis: int | Sequence[int],
+    *,
+    centred: bool,
+) -> jax.Array:
     x = floating_array(x, "x")
     axes = _axes(axis, x)
     parameters = [
@@ -133,7 +141,7 @@ def _normalise(x: Any, scale: Any, bias: Any, epsilon: Any, axis: Any, *, centre
     return jax.checkpoint(normalise, policy=saved)(x, *parameters)
 
 
-def _axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
+def _axes(axis: int | Sequence[int], x: jax.Array) -> tuple[int, ...]:
     items = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
@@ -247,7 +255,7 @@ def rotary_embedding(
     return out if size == x.shape[-1] else jnp.concatenate([out, x[..., size:]], axis=-1)
 
 
-def _angles(positions: jax.Array, radians: np.ndarray, wide: Any) -> jax.Array:
+def _angles(positions: jax.Array, radians: np.ndarray, wide: np.dtype) -> jax.Array:
     """Returns the angles, `[..., H / 2]`; modulo whole turns if positions are integers."""
     if jnp.issubdtype(positions.dtype, jnp.integer) and wide == FLOAT32:
         turns = _turns(positions.astype(jnp.int32), radians / (2 * math.pi))
@@ -283,7 +291,7 @@ def _high_word(a: jax.Array, b: np.ndarray) -> jax.Array:
     return upper * b_upper + ((upper * b_lower) >> 16) + ((lower * b_upper) >> 16)
 
 
-def _positions(positions: Any) -> jax.Array:
+def _positions(positions: ArrayLike) -> jax.Array:
     array = jnp.asarray(positions)
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (FLOAT32, FLOAT64):
         return array
@@ -297,7 +305,7 @@ def _positions(positions: Any) -> jax.Array:
     )
 
 
-def _rotary_dim(size: Any, x: jax.Array) -> int:
+def _rotary_dim(size: int | None, x: jax.Array) -> int:
     if size is None:
         size = x.shape[-1]
     elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):
@@ -310,7 +318,9 @@ def _rotary_dim(size: Any, x: jax.Array) -> int:
     return int(size)
 
 
-def _frequencies(size: int, base: Any, scaling: Any, frequencies: Any) -> np.ndarray:
+def _frequencies(
+    size: int, base: float, scaling: float, frequencies: ArrayLike | Sequence[float] | None
+) -> np.ndarray:
     """Returns the radians per position of each pair, float64 `[H / 2]`."""
     number = functools.partial(_number, least=0.0)
     if frequencies is None:

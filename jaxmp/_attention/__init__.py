@@ -28,7 +28,7 @@ from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core._compat import target
-from jaxmp._policies._policy import get_policy
+from jaxmp._policies._policy import PolicyLike, get_policy
 
 _RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,
@@ -54,7 +54,7 @@ def dot_product_attention(
     return_residual: Literal[False] = False,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
 ) -> jax.Array: ...
 
 
@@ -75,7 +75,7 @@ def dot_product_attention(
     return_residual: Literal[True],
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -95,7 +95,7 @@ def dot_product_attention(
     return_residual: bool = False,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `softmax(scale * q k^T + bias) v` with logits and softmax in FP32.
 
@@ -155,7 +155,7 @@ def dot_product_attention(
     """
     query_array = as_array(query)
     implementation = check_implementation(implementation)
-    given = arguments(
+    args = arguments(
         query_array,
         key,
         value,
@@ -173,20 +173,20 @@ def dot_product_attention(
         wide_gradients=policy is None and target() != "gpu",
         return_residual=return_residual,
     )
-    result = run(given, implementation)
-    out, residual = result if given.settings.residual else (result, None)
-    dtype = given.query.dtype if policy is None else get_policy(policy).output_dtype
+    result = run(args, implementation)
+    out, residual = result if args.settings.residual else (result, None)
+    dtype = args.query.dtype if policy is None else get_policy(policy).output_dtype
     leading = query_array.shape[:-1]
     out = out.reshape(*leading, out.shape[-1]).astype(dtype)
     return out if residual is None else (out, residual.reshape(leading).astype(dtype))
 
 
 def explain_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: ArrayLike | jax.ShapeDtypeStruct,
+    key: ArrayLike | jax.ShapeDtypeStruct,
+    value: ArrayLike | jax.ShapeDtypeStruct,
+    bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
+    mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
     implementation: str | None = None,
     **options: Any,
@@ -214,23 +214,23 @@ def explain_attention(
     return choose(arguments(query, key, value, bias, mask, **options), implementation)
 
 
-def run(given: Arguments, implementation: str) -> Any:
+def run(args: Arguments, implementation: str) -> Any:
     """Computes attention with the chosen implementation, whose name appears in the program.
 
     Returns:
       `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
-    choice = choose(given, implementation)
+    choice = choose(args, implementation)
     log_once(choice)
     because = choice.rows[0].argument if choice.rows else ""
     arrays = {
-        field: getattr(given, field)
+        field: getattr(args, field)
         for field in Arguments.__dataclass_fields__
-        if field != "settings" and getattr(given, field) is not None
+        if field != "settings" and getattr(args, field) is not None
     }
     name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
     _choices.setdefault(name, {})[_operands_of(arrays.values())] = choice
-    return _compiled(choice.implementation, name)(arrays, given.settings)
+    return _compiled(choice.implementation, name)(arrays, args.settings)
 
 
 # Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
@@ -265,8 +265,9 @@ def implementation_of(name: str) -> tuple[str, str]:
       name: a name such as "jaxmp_attention_xla_device".
     """
     rest = name.removeprefix(f"{MARK}_")
-    found = max((one for one in _RUN if f"{rest}_".startswith(f"{one}_")), key=len, default="")
-    return found, rest.removeprefix(found).removeprefix("_")
+    names = (key for key in _RUN if f"{rest}_".startswith(f"{key}_"))
+    implementation = max(names, key=len, default="")
+    return implementation, rest.removeprefix(implementation).removeprefix("_")
 
 
 def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:

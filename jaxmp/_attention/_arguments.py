@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import bits, wide_dtype
-from jaxmp._policies._policy import ATTENTION, get_policy
+from jaxmp._core._typing import ArrayLike
+from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
 from jaxmp.errors import AttentionError, did_you_mean
+
+_ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+_ArrayLikeOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -85,7 +89,7 @@ class Arguments:
         return beyond or any(array is not None for array in optional)
 
 
-def check_implementation(implementation: Any) -> str:
+def check_implementation(implementation: object) -> str:
     """Returns the name of an implementation; "auto" for None, which is JAX's default.
 
     Raises:
@@ -113,21 +117,21 @@ def with_scaled_query(args: Arguments) -> Arguments:
 
 
 def arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: _ArrayLikeOrShape,
+    key: _ArrayLikeOrShape,
+    value: _ArrayLikeOrShape,
+    bias: _ArrayLikeOrShape | None = None,
+    mask: _ArrayLikeOrShape | None = None,
     *,
     is_causal: bool = False,
-    scale: Any = None,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
+    scale: _ArrayLikeOrShape | None = None,
+    query_seq_lengths: _ArrayLikeOrShape | None = None,
+    key_value_seq_lengths: _ArrayLikeOrShape | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     dropout_rate: float = 0.0,
-    dropout_rng: Any = None,
+    dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     wide_gradients: bool = False,
     return_residual: bool = False,
 ) -> Arguments:
@@ -181,7 +185,7 @@ def arguments(
 # ---------------------------------------------------------------------------
 
 
-def _array(value: Any, name: str) -> Any:
+def _array(value: _ArrayLikeOrShape, name: str) -> _ArrayOrShape:
     array = as_array(value)
     if array.ndim not in (3, 4):
         raise AttentionError(
@@ -191,19 +195,19 @@ def _array(value: Any, name: str) -> Any:
     return array
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: _ArrayLikeOrShape) -> _ArrayOrShape:
     """Converts lists and NumPy arrays to JAX arrays; JAX arrays and shapes are unchanged."""
     is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
     return value if is_array else jnp.asarray(value)
 
 
-def _cast(array: Any, dtype: np.dtype) -> Any:
+def _cast(array: _ArrayOrShape, dtype: np.dtype) -> _ArrayOrShape:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, dtype)
     return array.astype(dtype)
 
 
-def _with_batch(array: Any, ndim: int) -> Any:
+def _with_batch(array: _ArrayOrShape, ndim: int) -> _ArrayOrShape:
     shape = (1,) * (ndim - array.ndim) + array.shape
     if shape == array.shape:
         return array
@@ -212,7 +216,7 @@ def _with_batch(array: Any, ndim: int) -> Any:
     return array.reshape(shape)
 
 
-def _check_dtypes(query: Any, key: Any, value: Any) -> None:
+def _check_dtypes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape) -> None:
     dtypes = [array.dtype for array in (query, key, value)]
     names = ", ".join(
         f"{name} {dtype.name}"
@@ -231,7 +235,7 @@ def _check_dtypes(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def _check_shapes(query: Any, key: Any, value: Any) -> None:
+def _check_shapes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if key.shape[:3] != value.shape[:3]:
         raise AttentionError(f"{shapes}: key and value differ in batch, positions or heads.")
@@ -256,7 +260,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
+def _bias(bias: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrShape | None:
     if bias is None:
         return None
     bias = as_array(bias)
@@ -270,7 +274,7 @@ def _bias(bias: Any, logits: tuple[int, ...]) -> Any:
     return _broadcastable(bias, "bias", logits)
 
 
-def _mask(mask: Any, logits: tuple[int, ...]) -> Any:
+def _mask(mask: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrShape | None:
     if mask is None:
         return None
     mask = as_array(mask)
@@ -282,7 +286,7 @@ def _mask(mask: Any, logits: tuple[int, ...]) -> Any:
     return _broadcastable(mask, "mask", logits)
 
 
-def _broadcastable(array: Any, name: str, logits: tuple[int, ...]) -> Any:
+def _broadcastable(array: _ArrayOrShape, name: str, logits: tuple[int, ...]) -> _ArrayOrShape:
     fits = array.ndim <= 4 and all(
         size in (1, whole) for size, whole in zip(array.shape[::-1], logits[::-1], strict=False)
     )
@@ -294,7 +298,9 @@ def _broadcastable(array: Any, name: str, logits: tuple[int, ...]) -> Any:
     return _with_batch(array, 4)
 
 
-def _lengths(lengths: Any, name: str, batch: int, positions: int) -> Any:
+def _lengths(
+    lengths: _ArrayLikeOrShape | None, name: str, batch: int, positions: int
+) -> _ArrayOrShape | None:
     if lengths is None:
         return None
     lengths = as_array(lengths)
@@ -338,7 +344,7 @@ def _scale(scale: Any, size: int) -> tuple[float, Any]:
     return value, None
 
 
-def _window(size: Any, is_causal: bool) -> tuple[int, int] | None:
+def _window(size: object, is_causal: bool) -> tuple[int, int] | None:
     if size is None:
         return None
     pair = _pair(size)
@@ -363,13 +369,13 @@ def _pair(size: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def _is_causal(is_causal: Any, window: Any) -> bool:
+def _is_causal(is_causal: object, window: object) -> bool:
     # A window with right = 0 is causal, and cuDNN supports windows only with a causal mask.
     pair = None if window is None else _pair(window)
     return _flag(is_causal, "is_causal") or (pair is not None and pair[1] == 0)
 
 
-def _flag(value: Any, name: str) -> bool:
+def _flag(value: object, name: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise AttentionError(
             f"{name}={value!r} is neither True nor False; it is part of the compiled kernel."
@@ -377,7 +383,7 @@ def _flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def _checked_rng(rate: Any, rng: Any) -> Any:
+def _checked_rng(rate: object, rng: jax.Array | None) -> jax.Array | None:
     if isinstance(rate, Tracer) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise AttentionError(
             f"dropout_rate={rate!r} is not a number with 0 <= dropout_rate < 1; for example "

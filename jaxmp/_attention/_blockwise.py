@@ -21,6 +21,7 @@ from jax import lax
 from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
 from jaxmp._core._compat import vary, varying_axes
 from jaxmp._core._dtypes import wide_dtype
+from jaxmp._core._typing import PyTree
 
 # Largest and smallest number of positions per block, and of logits at a time (64 MiB in FP32).
 _BLOCK, _LEAST, _LOGITS = 512, 64, 2**24
@@ -254,7 +255,7 @@ def _forward(
     blocks = _Blocks(shape, settings, operands)
     value_size = operands.value.shape[-1]
 
-    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+    def step(carry: tuple[Any, ...], pair: jax.Array) -> tuple[Any, None]:
         sums, most, total = carry
         i, j = pair
         logits = blocks.logits(i, j)
@@ -308,7 +309,7 @@ def _residual(shape: _Shape, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
 # ---------------------------------------------------------------------------
 
 
-def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: Any) -> Any:
+def _backward_rule(shape: _Shape, settings: Settings, saved: tuple[Any, ...], d_out: PyTree) -> Any:
     d_out = d_out[0] if settings.residual else d_out
     operands, out, (most, shares) = saved
     blocks = _Blocks(shape, settings, operands)
@@ -319,7 +320,7 @@ def _backward_rule(shape: _Shape, settings: Settings, saved: Any, d_out: Any) ->
     product = (d_out.astype(wide) * out.astype(wide)).sum(-1)
     shared = _split(product[..., None], shape.query_block, shape.query_blocks, shape)[..., 0]
 
-    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+    def step(carry: tuple[Any, ...], pair: jax.Array) -> tuple[Any, None]:
         d_query, d_key, d_value, d_bias = carry
         i, j = pair
         weights = jnp.exp(blocks.logits(i, j) - _at(most, i)[..., None])

@@ -73,7 +73,7 @@ def _padded(array: jax.Array, size: int) -> jax.Array:
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
 
 
-def _whole(array: Any, queries: int, keys: int) -> Any:
+def _whole(array: jax.Array | None, queries: int, keys: int) -> jax.Array | None:
     """Broadcasts the last two dimensions to `[T, S]`, as cuDNN requires."""
     if array is None:
         return None

@@ -61,11 +61,11 @@ class Declaration:
         return ", ".join(f"{key} = {_toml(value)}" for key, value in self.settings().items())
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return str(list(value))
     return _quoted(value)
@@ -76,7 +76,7 @@ def _toml(value: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
-def sequence_lengths(mask: Any, declared: Declaration) -> tuple[Any, Any]:
+def sequence_lengths(mask: jax.Array | np.ndarray, declared: Declaration) -> tuple[Any, Any]:
     """Returns the numbers of unpadded queries and keys of each sequence, `[B]` each.
 
     Reads one row and one column of the mask, or its diagonal, where these determine the lengths.

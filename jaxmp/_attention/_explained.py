@@ -15,12 +15,13 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._static_values import Known, walk
+from jaxmp._core._typing import PyTree
 from jaxmp._policies._explanation import MaskRow
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 
-def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tuple[MaskRow, ...]:
+def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: PyTree) -> tuple[MaskRow, ...]:
     """Lists the layers of a model with declared masks, and compares each mask if it is known.
 
     Args:
@@ -51,14 +52,15 @@ def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: Any) -> tupl
         closed = jax.make_jaxpr(run)(values)
     known = Known()
     known.bind(jaxpr_body(closed)[0].invars, map(_elements, values))
-    found: dict[Path, tuple[Declaration, np.ndarray | None]] = {}
+    declarations: dict[Path, tuple[Declaration, np.ndarray | None]] = {}
     scopes: dict[Path, None] = {}
     for equation, names in walk(closed, known):
         scopes.update(dict.fromkeys(names[:length] for length in range(len(names) + 1)))
         declared = declaration_of(str(equation.params.get("name", "")), "")
         if declared is not None:
-            found[names] = declared, known.value(equation.invars[1])
-    return tuple(_row(module_of(names, root_of(scopes)), *found[names]) for names in found)
+            declarations[names] = declared, known.value(equation.invars[1])
+    root = root_of(scopes)
+    return tuple(_row(module_of(names, root), *each) for names, each in declarations.items())
 
 
 def _row(path: str, declared: Declaration, mask: np.ndarray | None) -> MaskRow:

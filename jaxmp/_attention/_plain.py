@@ -28,7 +28,7 @@ def attend(
     mask: jax.Array | None,
     dropout: Callable[[jax.Array], jax.Array] | None,
     sow: Callable[[jax.Array], Any] | None,
-    precision: Any,
+    precision: lax.PrecisionLike,
     scale: float | jax.Array | None = None,
     wide_gradients: bool = False,
     qk_einsum: Callable[..., jax.Array] | None = None,
@@ -93,7 +93,11 @@ def _repeat_heads(array: jax.Array, heads: int) -> jax.Array:
 
 
 def _logits(
-    query: jax.Array, key: jax.Array, precision: Any, einsum: Any, wide_gradients: bool
+    query: jax.Array,
+    key: jax.Array,
+    precision: lax.PrecisionLike,
+    einsum: Callable[..., jax.Array] | None,
+    wide_gradients: bool,
 ) -> jax.Array:
     """Computes QK^T `[B..., N, T, S]` in FP32; in float64 for float64 operands."""
     wide = wide_dtype(query.dtype)

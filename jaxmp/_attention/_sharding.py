@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp.errors import AttentionError
 
@@ -92,7 +92,9 @@ def _partitioned(arrays: Arrays) -> Arrays:
 
 
 @_partitioned.def_vmap
-def _batched(size: int, is_batched: Any, arrays: Arrays) -> tuple[Arrays, Any]:
+def _batched(
+    size: int, is_batched: Sequence[dict[str, bool]], arrays: Arrays
+) -> tuple[Arrays, Any]:
     whole = {
         name: array if is_batched[0][name] else jnp.broadcast_to(array, (size, *array.shape))
         for name, array in arrays.items()
@@ -130,10 +132,10 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
     def identity(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return arrays
 
-    def shardings(mesh: Any, infos: Any) -> tuple[NamedSharding, ...]:
+    def shardings(mesh: Mesh, infos: Sequence[Any]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in _specs(mesh, names, infos))
 
-    def partition(mesh: Any, _: Any, infos: Any) -> Any:
+    def partition(mesh: Mesh, _: object, infos: Sequence[Any]) -> Any:
         result = shardings(mesh, infos)
         return mesh, identity, result, result
 
@@ -147,7 +149,9 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
     return made
 
 
-def _specs(mesh: Any, names: tuple[str, ...], infos: Any) -> list[PartitionSpec]:
+def _specs(
+    mesh: Mesh | AbstractMesh, names: tuple[str, ...], infos: Sequence[Any]
+) -> list[PartitionSpec]:
     """Returns the query's sharding of batch and heads for each array.
 
     Raises:

@@ -10,6 +10,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxmp._core._typing import PyTree
+from jaxmp._recipe_files._load import RecipeLike
+
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
 from jaxmp._audit import _check_promotions as _check_promotions
@@ -43,10 +46,10 @@ from jaxmp.errors import AuditError
 
 def audit(
     fn: Callable[..., Any],
-    *args: Any,
-    policies: Any = None,
+    *args: PyTree,
+    policies: RecipeLike | None = None,
     target: str | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
 
@@ -92,7 +95,7 @@ def audit_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    policies: Any,
+    policies: RecipeLike | None,
     target: str | None,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from jax.extend.core import Jaxpr
+
 from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT, Check
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
@@ -111,7 +113,7 @@ class Auditor:
     # -- the walk ---------------------------------------------------------------------------
 
     def run(
-        self, jaxpr: Any, outer: Location, times: int, enclosing: tuple[Equation, ...] = ()
+        self, jaxpr: Jaxpr, outer: Location, times: int, enclosing: tuple[Equation, ...] = ()
     ) -> None:
         """Visits the equations of a jaxpr and of its sub-jaxprs.
 
@@ -182,7 +184,7 @@ class Auditor:
 
     # -- FLOPs ------------------------------------------------------------------------------
 
-    def flops_of(self, jaxpr: Any) -> int:
+    def flops_of(self, jaxpr: Jaxpr) -> int:
         """Returns the FLOPs of one execution of a jaxpr."""
         known = self._flops.get(id(jaxpr))
         if known is None:

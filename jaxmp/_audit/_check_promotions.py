@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from types import CodeType
+
+import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
@@ -96,7 +98,7 @@ def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
     return audit.promotion_fixes.get((op.location.names, audit.findings.line_of(op)), "")
 
 
-def _is_wider(source: Any, target: Any) -> bool:
+def _is_wider(source: np.dtype, target: np.dtype) -> bool:
     return (is_16bit(source) and target == FLOAT32) or (
         target == FLOAT64 and (is_16bit(source) or source == FLOAT32)
     )
@@ -219,7 +221,7 @@ def _is_where(op: OpOccurrence) -> bool:
     return bool(op.enclosing) and op.enclosing[0].params.get("name") == "_where"
 
 
-def _is_of_call(var: Atom, call: Any, body: Body) -> bool:
+def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:
     """Returns True if the same call made an operand: then the call widens on purpose."""
     maker = body.maker_through(var, _BROADCASTS)
     return maker is not None and call is not None and call_site(maker) == call

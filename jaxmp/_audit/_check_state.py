@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.tree_util as jtu
+import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, FIX_ACCUMULATOR
@@ -194,7 +195,7 @@ class _Step:
         is_read = number in self.flow.differentiated
         return not is_read and update.has_gradient and not self.is_average(update)
 
-    def _is_master(self, number: int, dtype: Any) -> bool:
+    def _is_master(self, number: int, dtype: np.dtype) -> bool:
         return not is_16bit(dtype) and any(
             update.factor == PLUS and update.has_gradient for update in self.updates[number]
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmp._audit._gpus import GPUS
@@ -38,7 +39,7 @@ class Compiled(NamedTuple):
     is_real: bool
 
 
-def check_target(target: Any) -> None:
+def check_target(target: object) -> None:
     """Checks the name of a target before anything is traced.
 
     Raises:
@@ -111,7 +112,7 @@ def _in_jit(traced: Traced) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _real_gpus(target: str, mesh: Any, count: int) -> list[Any]:
+def _real_gpus(target: str, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
     """Returns `count` local devices if they are the target; otherwise none.
 
     A mesh of the arguments keeps its order. Devices of other processes are not used, because all
@@ -135,7 +136,7 @@ def _is_target(target: str, device_kind: str) -> bool:
     return target in parts and "mig" not in parts
 
 
-def _devices_of(mesh: Any) -> list[Any]:
+def _devices_of(mesh: object) -> list[Any]:
     """Returns the devices of a mesh, in its order; an abstract mesh has none."""
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
@@ -184,14 +185,14 @@ def _mesh_of(traced: Traced) -> Any:
     return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
 
 
-def _meshes_in(value: Any) -> list[Any]:
+def _meshes_in(value: object) -> list[Any]:
     """Returns the meshes, including abstract ones, of a sharding or a parameter."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     meshes = (v.mesh if isinstance(v, NamedSharding) else v for v in values)
     return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and not m.empty]
 
 
-def _asked_shardings(jaxpr: Any) -> dict[int, NamedSharding]:
+def _asked_shardings(jaxpr: Jaxpr) -> dict[int, NamedSharding]:
     """Returns the shardings that the user's `jit` sets, by the number of the argument."""
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
     shardings: dict[int, NamedSharding] = {}
@@ -206,12 +207,12 @@ def _asked_shardings(jaxpr: Any) -> dict[int, NamedSharding]:
 class _Move:
     """Replaces the devices of shardings."""
 
-    def __init__(self, mesh: Any, devices: list[Any]) -> None:
+    def __init__(self, mesh: Mesh | AbstractMesh | None, devices: list[Any]) -> None:
         self._devices = devices
         self._mesh = mesh
         self._new = None if mesh is None else self._moved(mesh)
 
-    def _moved(self, mesh: Any) -> Mesh:
+    def _moved(self, mesh: Mesh | AbstractMesh) -> Mesh:
         new = dict(zip(_devices_of(self._mesh), self._devices, strict=False))
         if new and not new.keys() >= set(_devices_of(mesh)):
             raise AuditError(
@@ -240,7 +241,7 @@ class _Move:
         aval = jax.typeof(array) if not hasattr(array, "dtype") else array
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
-    def parameter(self, value: Any) -> Any:
+    def parameter(self, value: object) -> object:
         """Returns a parameter of an equation with the new devices."""
         if isinstance(value, Mesh) and not value.empty:
             return self._moved(value)
@@ -261,7 +262,7 @@ def _no_callbacks(target: str, traced: Traced) -> AuditError:
     )
 
 
-def _donated(jaxpr: Any) -> list[int]:
+def _donated(jaxpr: Jaxpr) -> list[int]:
     """Returns the numbers of the arguments that the user's `jit` donates."""
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
     donated: dict[int, None] = {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._audit._program import OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._jaxprs import BACKWARD, FORWARD, is_literal
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
@@ -63,7 +63,7 @@ _SUMS = named("add add_any sub")
 _RULES = _SAME | _SUMS | named("neg mul div")
 
 
-def is_lineage(label: Any) -> bool:
+def is_lineage(label: object) -> bool:
     """Returns True for the labels that `lineage` propagates."""
     return isinstance(label, _LABELS)
 
@@ -95,14 +95,14 @@ def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> fro
     return frozenset()
 
 
-def _broadcast(equation: Any) -> set[Any]:
+def _broadcast(equation: Equation) -> set[Any]:
     operand = equation.invars[0]
     if math.prod(operand.aval.shape) != 1:
         return set()
     return {Scalar(_value(operand))}
 
 
-def _value(var: Any) -> float | None:
+def _value(var: Atom) -> float | None:
     """Returns the value of a constant scalar, or None."""
     return float(var.val) if is_literal(var) and math.prod(var.aval.shape) == 1 else None
 
@@ -114,7 +114,7 @@ def _negated(labels: Iterable[Any]) -> frozenset[Any]:
     )
 
 
-def _scaled(name: str, operands: Any, each: list[frozenset[Any]]) -> frozenset[Any]:
+def _scaled(name: str, operands: Sequence[Atom], each: list[frozenset[Any]]) -> frozenset[Any]:
     for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
         factor = _factor(name, operands[scalar], each[scalar])
         if factor is not None:
@@ -123,7 +123,7 @@ def _scaled(name: str, operands: Any, each: list[frozenset[Any]]) -> frozenset[A
     return frozenset()
 
 
-def _factor(name: str, scalar: Any, labels: frozenset[Any]) -> str | None:
+def _factor(name: str, scalar: Atom, labels: frozenset[Any]) -> str | None:
     """Returns the size of a scalar factor; None for an array."""
     values = [x.value for x in labels if isinstance(x, Scalar)]
     if math.prod(scalar.aval.shape) == 1:
@@ -174,7 +174,7 @@ def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[
     return {Terms(sum(counts))}
 
 
-def is_chosen_scale(equation: Any) -> bool:
+def is_chosen_scale(equation: Equation) -> bool:
     """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
     if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
         return False
@@ -192,7 +192,7 @@ def is_scale(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> bo
     return any(_is_scale(op, var, labels_of) for var in op.equation.invars)
 
 
-def _is_scale(op: OpOccurrence, var: Any, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+def _is_scale(op: OpOccurrence, var: Atom, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
     value = _value(var) if is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None

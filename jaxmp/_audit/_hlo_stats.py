@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
@@ -139,7 +140,10 @@ def _count(table: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], *amoun
 
 
 def _rows(
-    cls: Any, keys: tuple[str, ...], sums: tuple[str, ...], table: dict[tuple[Any, ...], list[int]]
+    cls: Callable[..., Any],
+    keys: tuple[str, ...],
+    sums: tuple[str, ...],
+    table: dict[tuple[Any, ...], list[int]],
 ) -> tuple[Any, ...]:
     names = ("module", "phase", "file", "line", *keys, *sums)
     rows = (cls(**dict(zip(names, (*key, *row), strict=True))) for key, row in table.items())

@@ -7,7 +7,7 @@ Checks attach labels to results and read those of operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from jaxmp._audit._checks import Check
@@ -171,7 +171,7 @@ class Flow:
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
-    def mark(self, var: Atom, label: Any) -> None:
+    def mark(self, var: Atom, label: Hashable) -> None:
         """Adds a label to a variable."""
         self._labels[var] = self._labels.get(var, _NONE) | {label}
 
@@ -299,7 +299,7 @@ def _is_matched(equation: Equation) -> bool:
     return all(None not in inner.results for inner in inners(equation)[-1:])
 
 
-def _is_wide(label: Any) -> bool:
+def _is_wide(label: object) -> bool:
     return label == WAS_16_BITS or isinstance(label, WideValue)
 
 

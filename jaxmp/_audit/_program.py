@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from jaxmp._attention import MARK
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, FLOATS_16BIT
@@ -34,7 +35,7 @@ LAYOUT = named(
 class Body:
     """A jaxpr with an index of the producer and the consumers of each variable."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr = jaxpr
 
     @functools.cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -148,7 +149,12 @@ class AuditReport:
 
     # -- comparisons ------------------------------------------------------------------------
 
-    def check(self, fail_on: Iterable[str] | str | None = None, *, baseline: Any = None) -> None:
+    def check(
+        self,
+        fail_on: Iterable[str] | str | None = None,
+        *,
+        baseline: AuditReport | str | os.PathLike[str] | None = None,
+    ) -> None:
         """Raises an exception if the program has errors; for the tests of a project.
 
         Args:
@@ -297,7 +303,7 @@ def _row(name: str, fields: dict[str, Any]) -> Any:
     return _ROWS[name](**values)
 
 
-def as_report(baseline: Any) -> AuditReport:
+def as_report(baseline: AuditReport | str | os.PathLike[str]) -> AuditReport:
     """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
 
     Raises:

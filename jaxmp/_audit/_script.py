@@ -17,12 +17,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxmp
 from jaxmp._audit import audit_call
@@ -34,6 +35,7 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations, inners, is_literal
 from jaxmp._core._locations import Lines, Location
 from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._typing import PyTree
 from jaxmp.errors import AuditError, JaxmpError, did_you_mean
 
 # ---------------------------------------------------------------------------
@@ -298,7 +300,7 @@ class Watcher:
 # ---------------------------------------------------------------------------
 
 
-def has_backward(jaxpr: Any) -> bool:
+def has_backward(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True if a program contains a backward pass."""
     return any("transpose(" in str(e.source_info.name_stack) for e in equations(jaxpr))
 
@@ -311,7 +313,7 @@ _MOVES = named(
 _STEPS = named("add sub")
 
 
-def updates_state(jaxpr: Any) -> bool:
+def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True if a program returns an argument to which something was added.
 
     A train step returns parameters in this way. Gradients and predictions are computed from
@@ -333,7 +335,7 @@ def _is_float(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.floating)
 
 
-def _origins(jaxpr: Any, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tuple[int, bool]]:
+def _origins(jaxpr: Jaxpr, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tuple[int, bool]]:
     """Returns variable -> (number of the argument it comes from, True if something was added)."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -361,7 +363,7 @@ def _origins(jaxpr: Any, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tupl
     return origins
 
 
-def _place(source: Any, jaxpr: Any) -> str:
+def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str:
     """Returns the line that defines a function, or of its first operation, as `train.py:12`."""
     file, line = "", 0
     if source is not None:
@@ -373,17 +375,17 @@ def _place(source: Any, jaxpr: Any) -> str:
     return f"{Path(file).name}:{line}" if file else ""
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
     return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: object) -> object:
     if isinstance(leaf, jax.Array):
         weak = getattr(jax.typeof(leaf), "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _is_nnx(node: Any) -> bool:
+def _is_nnx(node: object) -> bool:
     return any(cls.__module__.startswith("flax.nnx") for cls in type(node).__mro__)

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 
@@ -34,7 +35,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self.searched: set[str] = set()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if not self.callbacks or ("." in fullname and fullname not in self.callbacks):
             return None
@@ -52,7 +53,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if loader is not None and hasattr(loader, "exec_module") and not own:
             execute = loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 self.depth += 1
                 try:
                     execute(module)

@@ -17,6 +17,7 @@ import jax
 from jaxmp._audit import audit
 from jaxmp._autocast._trace import is_traced_by_autocast
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._typing import PyTree
 from jaxmp.errors import RecipeWarning
 
 # A share of FLOPs below this is reported.
@@ -34,7 +35,7 @@ class Suspect(NamedTuple):
     elements: int
 
 
-def returns_float32(out: Any) -> bool:
+def returns_float32(out: PyTree) -> bool:
     """Returns True for a float32 array, or a tuple that begins with one."""
     first = out[0] if type(out) is tuple and out else out
     return getattr(first, "dtype", None) == FLOAT32
@@ -46,7 +47,7 @@ def matrix_elements(arrays: Iterable[Any]) -> int:
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
-def are_many(suspects: Iterable[Suspect], params: Any) -> bool:
+def are_many(suspects: Iterable[Suspect], params: PyTree) -> bool:
     """Returns True if suspected modules own so many matrices that FLOPs must be counted.
 
     Under autocast, which casts the operations of all modules, there is nothing to report.
@@ -57,7 +58,7 @@ def are_many(suspects: Iterable[Suspect], params: Any) -> bool:
     return elements >= _SUSPECTED * matrix_elements(jax.tree.leaves(params))
 
 
-def low_precision_share(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float | None:
+def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> float | None:
     """Returns the share of a function's matmul FLOPs in 16 bits or fewer; None without matmuls.
 
     Args:
@@ -69,7 +70,7 @@ def low_precision_share(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fl
     return report.low_precision_share if report.flops else None
 
 
-def _shape_of(leaf: Any) -> Any:
+def _shape_of(leaf: object) -> object:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
@@ -80,8 +81,8 @@ def warn_if_low(
     suspects: list[Suspect],
     stacklevel: int,
     fn: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> None:
     """Warns of a model whose matmuls mostly run in float32 under a 16-bit policy.
 

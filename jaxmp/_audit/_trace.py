@@ -140,14 +140,14 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> Any:
     """Returns the dict key, attribute name or index of one step of a key path."""
     return next(
         (getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), str(key)
     )
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -161,7 +161,7 @@ def argument_text(location: str) -> str:
     return location.removeprefix("[0]").removeprefix("[1]")
 
 
-def is_optax_state(node: Any) -> bool:
+def is_optax_state(node: object) -> bool:
     """Returns True for a state of an optax transformation."""
     return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
 
@@ -171,7 +171,7 @@ def names_optimizer(path: _KeyPath) -> bool:
     return any(getattr(key, "name", None) in ("opt_state", "optimizer_state") for key in path)
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Returns True for a state of optax, Flax or jaxmp, such as a train state or an NNX module."""
     packages = (cls.__module__.partition(".")[0] for cls in type(node).__mro__)
     return any(package in ("flax", "optax", "jaxmp") for package in packages)
@@ -189,7 +189,7 @@ def _scales(tree: PyTree) -> list[tuple[_KeyPath, int]]:
     return scales
 
 
-def _is_scale(node: Any) -> bool:
+def _is_scale(node: object) -> bool:
     cls = type(node)
     is_flax = (cls.__module__, cls.__name__) == ("flax.training.dynamic_scale", "DynamicScale")
     return isinstance(node, DynamicLossScale) or is_flax

@@ -12,16 +12,23 @@ import importlib.util
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.experimental import topologies
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
+
+if TYPE_CHECKING:
+    from flax import linen as nn
+    from flax import nnx
+    from jax.extend.source_info_util import SourceInfo
 
 
 def _load(name: str) -> Any:
@@ -60,7 +67,7 @@ def current_context() -> Context:
 
 
 @contextlib.contextmanager
-def context(**changes: Any) -> Iterator[None]:
+def context(**changes: object) -> Iterator[None]:
     """Changes the context of a block, and of all that it traces."""
     with _context(_context.value._replace(**changes)):
         yield
@@ -153,13 +160,13 @@ def target_capability() -> tuple[int, int] | None:
 # ---------------------------------------------------------------------------
 
 
-def varying_axes(tree: Any) -> frozenset[Any]:
+def varying_axes(tree: PyTree) -> frozenset[Any]:
     """Returns the axes of an enclosing `shard_map` over which a leaf of `tree` varies."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
 
 
-def vary(tree: Any, axes: Any) -> Any:
+def vary(tree: PyTree, axes: Collection[Any]) -> PyTree:
     """Casts leaves to device-varying over mesh `axes`, so that JAX does not reduce their gradients.
 
     Inside `shard_map`, JAX sums the gradient of a replicated value over the mesh, in the dtype in
@@ -169,7 +176,7 @@ def vary(tree: Any, axes: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes) if mesh is not None else set()
 
-    def mark(leaf: Any) -> Any:
+    def mark(leaf: jax.Array) -> jax.Array:
         missing = tuple(a for a in axes if a in manual and a not in varying_axes(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -179,7 +186,7 @@ def vary(tree: Any, axes: Any) -> Any:
 def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns those `axes` over which an enclosing `vmap`, `pmap` or `shard_map` maps."""
 
-    def is_bound(axis: Any) -> bool:
+    def is_bound(axis: Hashable) -> bool:
         try:
             jax.lax.axis_size(axis)
         except NameError:
@@ -225,7 +232,7 @@ def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 # ---------------------------------------------------------------------------
 
 
-def is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: object) -> bool:
     """Returns True for a value that can be read without waiting for a device or another host."""
     if not isinstance(leaf, jax.Array):
         return isinstance(leaf, (np.ndarray, np.generic))
@@ -240,12 +247,14 @@ def plain_array(leaf: Any) -> Any:
     return leaf.get_value() if hasattr(leaf, "get_value") else leaf
 
 
-def can_update(variable: Any) -> bool:
+def can_update(variable: nnx.Variable) -> bool:
     """Returns True if a Flax NNX Variable belongs to the function that is being traced now."""
     return variable._can_update
 
 
-def einsum_bias_shape(module: Any, equation: str, inputs: Any, kernel: Any) -> Any:
+def einsum_bias_shape(
+    module: nn.Einsum, equation: str, inputs: jax.Array, kernel: jax.Array
+) -> Any:
     """Returns the shapes in which a Flax Linen `Einsum` stores and adds its bias."""
     return module._get_bias_shape(equation, inputs, kernel)
 
@@ -265,13 +274,13 @@ def declares_pytree(cls: type, base: type) -> bool | None:
 _CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
 
 
-def is_within(source_info: Any, function: Any) -> bool:
+def is_within(source_info: SourceInfo, function: Callable[..., Any]) -> bool:
     """Returns True for the source of an equation that a call of a Python function made."""
     traceback = source_info.traceback
     return traceback is not None and function.__code__ in traceback.raw_frames()[0]
 
 
-def is_in_custom_vjp(source_info: Any) -> bool:
+def is_in_custom_vjp(source_info: SourceInfo) -> bool:
     """Returns True for the source of an equation that a `custom_vjp` function or its rules made.
 
     Differentiation replaces a `custom_vjp_call` equation by those of its rules. Their tracebacks
@@ -281,12 +290,12 @@ def is_in_custom_vjp(source_info: Any) -> bool:
     return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
 
 
-def jaxpr_body(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+def jaxpr_body(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def jaxpr_like(new: Any, old: Any) -> Any:
+def jaxpr_like(new: ClosedJaxpr, old: Jaxpr | ClosedJaxpr) -> Any:
     """Converts a closed jaxpr to the form, open or closed, of the jaxpr that it replaces."""
     # JAX 0.12 has one class for both.
     if type(old) is type(new):
@@ -296,7 +305,7 @@ def jaxpr_like(new: Any, old: Any) -> Any:
     return new.jaxpr
 
 
-def scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the number of constants and the number of carried operands of a `scan` equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -322,7 +331,7 @@ _WRAPPERS: list[tuple[type, str]] = [
 _RECORDED: Any = getattr(_load("jax._src.interpreters.partial_eval"), "DynamicJaxprTracer", ())
 
 
-def underlying(value: Any) -> Any:
+def underlying(value: object) -> Any:
     """Returns the array or jaxpr tracer that the tracers of `grad` and `vmap` wrap."""
     while True:
         attribute = next((name for cls, name in _WRAPPERS if isinstance(value, cls)), None)
@@ -331,12 +340,13 @@ def underlying(value: Any) -> Any:
         value = getattr(value, attribute)
 
 
-def is_moved(tracer: Any, sources: list[Any], names: frozenset[str]) -> bool:
+def is_moved(tracer: object, sources: list[Any], names: frozenset[str]) -> bool:
     """Returns True if a tracer may result from `sources` by equations of only these names.
 
     Also returns True if this version of JAX does not record the equations.
     """
-    known, pending, seen = set(map(id, sources)), [tracer], set()
+    known, seen = set(map(id, sources)), set[int]()
+    pending: list[Any] = [tracer]
     while pending:
         value = pending.pop()
         if id(value) in known or id(value) in seen:
@@ -413,7 +423,9 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
     infer, run, pmap = pjit._infer_params, pjit._run_python_pjit, jax.pmap
     skipped: dict[int, Any] = {}
 
-    def infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
+    def infer_params(
+        fun: Callable[..., Any], info: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         inferred = infer(fun, info, args, kwargs)
         if _is_untraced():
             params = inferred[0].params
@@ -429,7 +441,7 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
                 skipped[id(jaxpr)] = jaxpr
         return inferred
 
-    def run_pjit(params: Any, flat: Any, *rest: Any) -> Any:
+    def run_pjit(params: Any, flat: Sequence[Any], *rest: object) -> Any:
         jaxpr = params.params["jaxpr"]
         if id(jaxpr) not in skipped or not _is_untraced():
             return run(params, flat, *rest)
@@ -439,11 +451,13 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
         tree = params.out_tree
         return jax.tree.unflatten(tree, results), results, tree, flat, jaxpr, None, None, []
 
-    def watched_pmap(fun: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_pmap(
+        fun: Callable[..., Any], *args: object, **kwargs: object
+    ) -> Callable[..., Any]:
         mapped = pmap(fun, *args, **kwargs)
 
         @functools.wraps(mapped)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with _within(mapped, args, kwargs):
                 return mapped(*args, **kwargs)
 
@@ -465,9 +479,9 @@ def watch_nnx() -> None:
             cls.__call__ = _watched(cls.__call__)
 
 
-def _watched(call: Any) -> Any:
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with _within(self, args, kwargs):
             return call(self, *args, **kwargs)
 
@@ -475,7 +489,9 @@ def _watched(call: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _within(function: Any, args: Any, kwargs: Any) -> Iterator[None]:
+def _within(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
     before = _wrappers.call
     if _is_untraced():
         _wrappers.call = function, args, kwargs
@@ -485,7 +501,7 @@ def _within(function: Any, args: Any, kwargs: Any) -> Iterator[None]:
         _wrappers.call = before
 
 
-def _source(function: Any) -> Any:
+def _source(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the Python function inside of wrappers; None if there is none."""
     for _ in range(16):
         inner = next(
@@ -504,10 +520,10 @@ def _source(function: Any) -> Any:
     return function if code is not None and code.co_name == function.__name__ else None
 
 
-def _zeros(aval: Any, sharding: Any) -> Any:
+def _zeros(aval: ShapedArray, sharding: object) -> jax.Array:
     zeros = jnp.zeros(aval.shape, aval.dtype)
     return jax.device_put(zeros, sharding) if isinstance(sharding, jax.sharding.Sharding) else zeros
 
 
-def _has_keys(jaxpr: Any) -> bool:
+def _has_keys(jaxpr: ClosedJaxpr) -> bool:
     return any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in jaxpr.out_avals)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxmp._core._typing import ArrayLike, DTypeLike
 from jaxmp.errors import JaxmpError, PolicyError, did_you_mean
 
 # Short name (as printed by `str(Policy)`) -> dtype. One row per format.
@@ -105,32 +106,32 @@ def _integer_message(name: str, where: str) -> str:
     )
 
 
-def short_name(dtype: Any) -> str:
+def short_name(dtype: object) -> str:
     """Returns the short name of a format, such as "bf16", which `canonical_dtype` accepts."""
     return _NAME_OF[canonical_dtype(dtype)]
 
 
-def is_16bit(dtype: Any) -> bool:
+def is_16bit(dtype: DTypeLike) -> bool:
     """Returns True if `dtype` has 16 bits: float16 or bfloat16."""
     return np.dtype(dtype) in FLOATS_16BIT
 
 
-def is_fp8(dtype: Any) -> bool:
+def is_fp8(dtype: DTypeLike) -> bool:
     """Returns True if `dtype` is an 8-bit float."""
     return np.dtype(dtype).name.startswith("float8")
 
 
-def bits(dtype: Any) -> int:
+def bits(dtype: DTypeLike) -> int:
     """Returns the number of bits per element: 8 for float8, 4 for float4."""
     return int(jnp.finfo(dtype).bits)
 
 
-def wide_dtype(dtype: Any) -> np.dtype:
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype for operations that lose precision in 16 bits: FP32, or FP64 for FP64."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
-def floating_array(value: Any, name: str) -> jax.Array:
+def floating_array(value: ArrayLike, name: str) -> jax.Array:
     """Converts an argument to a floating-point array.
 
     Raises:
@@ -145,7 +146,7 @@ def floating_array(value: Any, name: str) -> jax.Array:
     return array
 
 
-def sum_dtype(dtype: Any) -> np.dtype:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the canonical dtype for accumulating gradients.
 
     Raises:

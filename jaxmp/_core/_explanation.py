@@ -70,5 +70,5 @@ def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def _to_json(value: Any) -> dict[str, Any] | str:
+def _to_json(value: object) -> dict[str, Any] | str:
     return _fields(value) if isinstance(value, ExplanationRow) else str(value)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from jax.core import ShapedArray
-from jax.extend.core import Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
 
@@ -26,8 +26,10 @@ class Equation(Protocol):
     outvars: list[Any]
     params: dict[str, Any]
     source_info: Any
+    ctx: Any
 
-    def replace(self, **changes: Any) -> Equation: ...
+    @property
+    def replace(self) -> Callable[..., Any]: ...
 
 
 # Transformations around a scope in a name stack: `transpose(jvp(block))`, `vmap(block)`.
@@ -39,7 +41,7 @@ AUTOCAST = "jaxmp_autocast"
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
@@ -51,7 +53,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def sub_jaxprs(equation: Any) -> list[Any]:
+def sub_jaxprs(equation: Equation) -> list[Any]:
     """Returns the jaxprs among the parameters of an equation, in order."""
     jaxprs = []
     for value in equation.params.values():
@@ -60,12 +62,12 @@ def sub_jaxprs(equation: Any) -> list[Any]:
     return jaxprs
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
     """Returns True for an open or closed jaxpr."""
     return hasattr(value, "eqns") and hasattr(value, "outvars")
 
 
-def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
+def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
     """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
     body = jaxpr_body(jaxpr)[0]
     result: dict[Any, list[Any]] = {}
@@ -79,7 +81,7 @@ def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
     return result
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: Atom) -> bool:
     """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
     return hasattr(var, "val")
 
@@ -121,7 +123,9 @@ def module_paths_of(names: Path) -> tuple[str, ...]:
     return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
 
 
-def with_parameters(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+def with_parameters(
+    jaxpr: Jaxpr | ClosedJaxpr, change: Callable[[Any], Any]
+) -> Jaxpr | ClosedJaxpr:
     """Applies a function to all parameters of a jaxpr's equations, at any depth.
 
     Args:
@@ -164,7 +168,7 @@ class Inner(NamedTuple):
     times: int
 
 
-def inners(equation: Any) -> list[Inner]:
+def inners(equation: Equation) -> list[Inner]:
     """Returns the jaxprs of an equation, each with its operands and results."""
     params, name = equation.params, equation.primitive.name
     if name == "while":
@@ -179,7 +183,7 @@ def inners(equation: Any) -> list[Inner]:
     ]
 
 
-def _inner_while(equation: Any) -> list[Inner]:
+def _inner_while(equation: Equation) -> list[Inner]:
     params, invars = equation.params, equation.invars
     tested, looped = (jaxpr_body(params[key])[0] for key in ("cond_jaxpr", "body_jaxpr"))
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -189,12 +193,12 @@ def _inner_while(equation: Any) -> list[Inner]:
     ]
 
 
-def _matched(outside: Any, inside: Any) -> list[Any]:
+def _matched(outside: Sequence[Atom], inside: Sequence[Atom]) -> list[Atom | None]:
     same = len(outside) == len(inside)
     return list(outside) if same else [None] * len(inside)
 
 
-def _devices(params: Any) -> int:
+def _devices(params: Mapping[str, Any]) -> int:
     """Returns the number of devices of a `shard_map`, whose jaxpr has the shapes of one device."""
     count = 1
     for axis in params.get("manual_axes", params.get("newly_manual_axes", ())):

@@ -6,11 +6,12 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import NamedTuple
 
 import jax
 
-from jaxmp._core._jaxprs import BACKWARD, FORWARD, Path, collapsed, phase_of, scope_names
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Equation, Path, collapsed, phase_of, scope_names
 
 # Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
@@ -56,7 +57,7 @@ class Locations:
         self._by_stack: dict[tuple[Location, str], Location] = {}
         self.names: dict[Path, None] = {}
 
-    def of(self, equation: Any, outer: Location) -> Location:
+    def of(self, equation: Equation, outer: Location) -> Location:
         """Returns the location of an equation inside an equation at `outer`."""
         key = outer, str(equation.source_info.name_stack)
         location = self._by_stack.get(key)
@@ -102,7 +103,7 @@ class Lines:
         self._folders = tuple(_folders())
         self._standard = sysconfig.get_path("stdlib") + os.sep
 
-    def of(self, equations: Any) -> tuple[str, int]:
+    def of(self, equations: Iterable[Equation]) -> tuple[str, int]:
         """Returns (file, line) of the innermost equation with a known line; `("", 0)` without one.
 
         Args:
@@ -139,7 +140,7 @@ def _folders() -> list[str]:
     return [os.path.dirname(file) + os.sep for file in files if file]
 
 
-def call_site(equation: Any) -> tuple[Any, int] | None:
+def call_site(equation: Equation) -> tuple[CodeType, int] | None:
     """Returns the instruction outside of JAX whose call made an equation; None if it is not known.
 
     Line and column do not distinguish `x.astype(y.dtype) + y` from `x + y`: both begin at `x`.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import bits
-from jaxmp._core._jaxprs import inners, sub_jaxprs
+from jaxmp._core._jaxprs import Equation, inners, sub_jaxprs
+from jaxmp._core._typing import DTypeLike
 
 # Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
 # Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
@@ -42,7 +45,7 @@ class Matmul(NamedTuple):
         return not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in (self.lhs, self.rhs))
 
 
-def is_inner_product(equation: Any) -> bool:
+def is_inner_product(equation: Equation) -> bool:
     """Returns True for inner products of vectors, which Tensor Cores do not compute.
 
     An example is a loss that selects the logits of its labels.
@@ -54,7 +57,7 @@ def is_inner_product(equation: Any) -> bool:
     return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
 
 
-def matmul_of(equation: Any) -> Matmul:
+def matmul_of(equation: Equation) -> Matmul:
     """Returns the matmul of an equation of `MATMULS`."""
     lhs, rhs = (var.aval for var in equation.invars[:2])
     out = equation.outvars[0].aval
@@ -63,7 +66,9 @@ def matmul_of(equation: Any) -> Matmul:
     return Matmul(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
 
 
-def _dot(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+def _dot(
+    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> tuple[int, dict[str, int], bool]:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = params["dimension_numbers"]
     roles_lhs = _roles(len(lhs), lhs_k, lhs_b, "M")
     roles_rhs = _roles(len(rhs), rhs_k, rhs_b, "N")
@@ -82,15 +87,15 @@ def _dot(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int]
     return 2 * math.prod(out) * inner, {} if vector else widths, bool(lhs_k)
 
 
-def _roles(rank: int, contracted: Any, batch: Any, free: str) -> list[str]:
+def _roles(rank: int, contracted: Sequence[int], batch: Sequence[int], free: str) -> list[str]:
     return ["K" if axis in contracted else "B" if axis in batch else free for axis in range(rank)]
 
 
-def _free(shape: Any, roles: list[str], role: str) -> int:
+def _free(shape: Sequence[int], roles: list[str], role: str) -> int:
     return math.prod(size for size, other in zip(shape, roles, strict=True) if other == role)
 
 
-def _trailing(shape: Any, roles: list[str]) -> int:
+def _trailing(shape: Sequence[int], roles: list[str]) -> int:
     """Returns the product of the innermost axes with the same role."""
     size = 1
     for length, role in zip(reversed(shape), reversed(roles), strict=True):
@@ -100,13 +105,17 @@ def _trailing(shape: Any, roles: list[str]) -> int:
     return size
 
 
-def _ragged(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+def _ragged(
+    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> tuple[int, dict[str, int], bool]:
     dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     inner = math.prod(lhs[axis] for axis in dims[0][0])
     return 2 * math.prod(out) * inner, {"K": inner, "N": out[-1]}, True
 
 
-def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+def _conv(
+    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> tuple[int, dict[str, int], bool]:
     numbers = params["dimension_numbers"]
     features_out, features_in, *window = numbers.rhs_spec
     taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
@@ -119,7 +128,9 @@ def _conv(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int
     return round(2 * math.prod(out) * taps), {} if grouped else widths, True
 
 
-def _scaled(params: Any, lhs: Any, rhs: Any, out: Any) -> tuple[int, dict[str, int], bool]:
+def _scaled(
+    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> tuple[int, dict[str, int], bool]:
     """Returns the sizes of [B, M, K] and [B, N, K], with scales per block along K."""
     del params
     return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True
@@ -135,7 +146,7 @@ _SIZES = dict(zip(MATMULS, (_dot, _conv, _ragged, _scaled), strict=True))
 _FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
 
 
-def kernel_matmuls(equation: Any) -> list[Matmul] | None:
+def kernel_matmuls(equation: Equation) -> list[Matmul] | None:
     """Returns the matmuls of a fused kernel; None if its FLOPs are not known.
 
     They are known for cuDNN's attention, and for Pallas kernels whose loops have fixed lengths.
@@ -147,7 +158,7 @@ def kernel_matmuls(equation: Any) -> list[Matmul] | None:
     return _pallas(equation) if name == "pallas_call" else None
 
 
-def _fused_attention(equation: Any, *, backward: bool) -> list[Matmul]:
+def _fused_attention(equation: Equation, *, backward: bool) -> list[Matmul]:
     params = equation.params
     query, key, value = (var.aval for var in equation.invars[:3])
     in_order = getattr(params.get("layout", 0), "value", params.get("layout", 0)) == 0
@@ -193,7 +204,7 @@ def attention_flops(
     return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
 
 
-def _pallas(equation: Any) -> list[Matmul] | None:
+def _pallas(equation: Equation) -> list[Matmul] | None:
     mapping = equation.params.get("grid_mapping")
     grid = getattr(mapping, "grid", ())
     if not all(isinstance(size, int) for size in grid):
@@ -205,7 +216,7 @@ def _pallas(equation: Any) -> list[Matmul] | None:
     return [matmul._replace(flops=matmul.flops * steps) for matmul in matmuls]
 
 
-def _matmuls_in(jaxpr: Any) -> list[Matmul] | None:
+def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
     """Returns the matmuls of a kernel's body; None if a loop or branch depends on data."""
     matmuls: list[Matmul] = []
     for equation in jaxpr_body(jaxpr)[0].eqns:
@@ -223,7 +234,7 @@ def _matmuls_in(jaxpr: Any) -> list[Matmul] | None:
     return matmuls
 
 
-def multiple_of(dtype: Any) -> int:
+def multiple_of(dtype: DTypeLike) -> int:
     """Returns the number of elements in 16 bytes, of which sizes should be multiples."""
     return max(1, 128 // bits(dtype))
 

@@ -22,7 +22,7 @@ SCATTERS: dict[str, Callable[..., Any]] = {
 _OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 
 
-def bind(equation: JaxprEqn, arrays: list[Any], **changes: Any) -> Any:
+def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
     """Returns the result of an equation for other operands, and with changed parameters."""
     primitive, params = equation.primitive, {**equation.params, **changes}
     scatter = SCATTERS.get(primitive.name)

@@ -8,13 +8,14 @@ as after `broadcast_in_dim`, has stride 0 and uses no further memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._jaxprs import (
+    Atom,
     Equation,
     Inner,
     Path,
@@ -25,6 +26,8 @@ from jaxmp._core._jaxprs import (
     sub_jaxprs,
 )
 
+# Known value: an array, or the node that computes it and the index of the result; None if unknown.
+_Value: TypeAlias = "np.ndarray | tuple[_Node, int] | None"
 # Maximum size in bytes of a computed value: a float32 mask of 16,384 x 16,384 elements.
 _LARGEST = 2**30
 
@@ -53,8 +56,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        # Variable -> an array, or the node that computes it and the index of the result.
-        self._values: dict[Any, Any] = {}
+        self._values: dict[Atom, _Value] = {}
 
     def bind(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
         """Sets the values of variables; None: the value is not known."""
@@ -108,20 +110,20 @@ class Known:
         for var in variables:
             self._set(var, None)
 
-    def value(self, var: Any) -> np.ndarray | None:
+    def value(self, var: Atom) -> np.ndarray | None:
         """Returns the value of a variable; None if it depends on an input, or is too large."""
         return _evaluated(self._get(var))
 
-    def _get(self, var: Any) -> Any:
+    def _get(self, var: Atom) -> _Value:
         return np.asarray(var.val) if is_literal(var) else self._values.get(var)
 
-    def _set(self, var: Any, value: Any) -> None:
+    def _set(self, var: Atom, value: _Value) -> None:
         if value is None:
             self._values.pop(var, None)
         else:
             self._values[var] = value
 
-    def _row(self, value: Any) -> Any:
+    def _row(self, value: _Value) -> _Value:
         """Returns the value in each step of a loop, if it is the same in all steps."""
         array = _evaluated(value)
         if array is None or not len(array) or (array.strides[0] and len(array) > 1):
@@ -152,7 +154,7 @@ def walk(jaxpr: Jaxpr | ClosedJaxpr, known: Known, names: Path = ()) -> Iterator
             known.leave(equation, inner)
 
 
-def _array(value: Any) -> np.ndarray | None:
+def _array(value: object) -> np.ndarray | None:
     """Converts an array to NumPy; None for a tracer or a key."""
     try:
         return np.asarray(value)
@@ -165,7 +167,7 @@ def _array(value: Any) -> np.ndarray | None:
 # ---------------------------------------------------------------------------
 
 
-def _evaluated(value: Any) -> np.ndarray | None:
+def _evaluated(value: _Value) -> np.ndarray | None:
     if not isinstance(value, tuple):
         return value
     node, index = value

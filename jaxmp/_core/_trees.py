@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ import optax
 from jax import lax
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
+from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
 
 Path = tuple[str, ...]
+_AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 # ---------------------------------------------------------------------------
 # Paths
@@ -36,7 +38,7 @@ def path_names(key_path: tuple[Any, ...]) -> Path:
     return tuple(names)
 
 
-def _key_name(key: Any) -> str:
+def _key_name(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -48,14 +50,14 @@ def parameter_path(names: Path) -> str:
     return f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
 
 
-def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps like `jax.tree.map`; `fn` receives the names of the path as first argument."""
     return jax.tree_util.tree_map_with_path(
         lambda key_path, *leaves: fn(path_names(key_path), *leaves), tree, *rest
     )
 
 
-def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+def leaves_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
     """Returns `[(names, leaf), ...]` in flattening order."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(path_names(key_path), leaf) for key_path, leaf in flat]
@@ -66,7 +68,7 @@ def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
 # ---------------------------------------------------------------------------
 
 
-def dtype_of(leaf: Any) -> np.dtype | None:
+def dtype_of(leaf: object) -> np.dtype | None:
     """Returns the NumPy dtype of an array-like leaf; None for keys, strings, None and numbers."""
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype):
@@ -76,20 +78,20 @@ def dtype_of(leaf: Any) -> np.dtype | None:
     return np.dtype(dtype)
 
 
-def is_castable(leaf: Any, cast_float64: bool = False) -> bool:
+def is_castable(leaf: object, cast_float64: bool = False) -> bool:
     """Returns True if policies cast `leaf`: an array in float16, bfloat16 or float32."""
     dtype = dtype_of(leaf)
     # NumPy takes None for float64 in a comparison.
     return dtype is not None and (dtype in CASTABLE or (cast_float64 and dtype == FLOAT64))
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Returns True if `leaf` is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: object) -> bool:
     """Returns True if `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)
     return dtype is not None and (
@@ -97,7 +99,7 @@ def is_inexact(leaf: Any) -> bool:
     )
 
 
-def canonical(leaf: Any) -> Any:
+def canonical(leaf: object) -> Any:
     """Returns an argument in the dtype that `jit` gives it: NumPy's float64 is float32 without x64.
 
     Example:
@@ -110,7 +112,7 @@ def canonical(leaf: Any) -> Any:
     return leaf if dtype is None else cast(leaf, dtype)
 
 
-def cast(leaf: Any, dtype: Any) -> Any:
+def cast(leaf: _AnyArray, dtype: Any) -> Any:
     """Casts an array, NumPy array or `ShapeDtypeStruct`; returns it if its dtype is `dtype`."""
     if leaf.dtype == dtype:
         return leaf
@@ -121,7 +123,7 @@ def cast(leaf: Any, dtype: Any) -> Any:
     return lax.convert_element_type(leaf, dtype)
 
 
-def saturating_cast(leaf: Any, dtype: Any) -> Any:
+def saturating_cast(leaf: _AnyArray, dtype: DTypeLike) -> Any:
     """Casts an array as `cast` does, except that a finite number never becomes infinite.
 
     Infinities and NaN are kept. Numbers beyond the range of `dtype` become its largest finite
@@ -140,14 +142,14 @@ def saturating_cast(leaf: Any, dtype: Any) -> Any:
     return _saturate(leaf, np.dtype(dtype))
 
 
-def clamped_cast(array: jax.Array, dtype: Any) -> jax.Array:
+def clamped_cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Computes `saturating_cast` with the derivative of its operations."""
     wide, largest = _widened(array, dtype)
     clamped = lax.clamp(-largest, wide, largest)
     return cast(lax.select(lax.is_finite(wide), clamped, wide), dtype)
 
 
-def _widened(array: Any, dtype: Any) -> tuple[Any, Any]:
+def _widened(array: jax.Array | np.ndarray | np.generic, dtype: DTypeLike) -> tuple[Any, Any]:
     """Casts to a dtype wide enough for the largest number of `dtype`; also returns this number."""
     wide = cast(array, FLOAT32) if is_16bit(array.dtype) else array
     return wide, wide.dtype.type(jnp.finfo(dtype).max)
@@ -157,7 +159,9 @@ _saturate: Any = jax.custom_jvp(clamped_cast, nondiff_argnums=(1,))
 
 
 @_saturate.defjvp
-def _saturate_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _saturate_jvp(
+    dtype: np.dtype, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (tangent,) = tangents
     return _saturate(*primals, dtype), lax.convert_element_type(tangent, dtype)
 
@@ -167,7 +171,7 @@ def _saturate_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Arr
 # ---------------------------------------------------------------------------
 
 
-def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
+def cast_floating(tree: PyTree, dtype: DTypeLike, *, cast_float64: bool = False) -> PyTree:
     """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
 
     Integers, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
@@ -190,7 +194,7 @@ def cast_floating(tree: Any, dtype: Any, *, cast_float64: bool = False) -> Any:
     )
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Returns True if all floating and complex elements of `tree` are finite.
 
     Returns:
@@ -200,7 +204,7 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
 
 
-def first_nonfinite(tree: Any) -> jax.Array:
+def first_nonfinite(tree: PyTree) -> jax.Array:
     """Returns the index of the first leaf of `tree` that has a non-finite element.
 
     Returns:
@@ -217,7 +221,7 @@ def first_nonfinite(tree: Any) -> jax.Array:
     return lax.reduce_min(lax.select(stacked, lax.full_like(indices, len(leaves)), indices), (0,))
 
 
-def _is_finite(leaf: Any) -> jax.Array:
+def _is_finite(leaf: ArrayLike) -> jax.Array:
     parts = [
         lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
         for part in _real_parts(jnp.asarray(leaf))
@@ -231,7 +235,7 @@ def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
     return (array,)
 
 
-def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+def select(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     """Selects `on_true` or `on_false` by the bool scalar `pred`, without arithmetic.
 
     Typed PRNG keys are those of `on_true`: random state advances even if a step is skipped.
@@ -239,23 +243,23 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     return jax.tree.map(lambda new, old: _select_leaf(pred, new, old), on_true, on_false)
 
 
-def _select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+def _select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
     return new if is_key(new) else select_leaf(pred, new, old)
 
 
-def select_leaf(pred: jax.Array, new: Any, old: Any) -> Any:
+def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
     """Selects `new` if the bool scalar `pred` is True and `old` otherwise, also for PRNG keys."""
     return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
 
 
-def owned(tree: Any, *others: Any) -> Any:
+def owned(tree: PyTree, *others: PyTree) -> PyTree:
     """Copies arrays of `tree` that are also in `others`, scalars, and repeated arrays.
 
     Donation of a state deletes its arrays, which therefore must not be shared with other objects.
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(others)}
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: object) -> object:
         if not isinstance(leaf, jax.Array):
             return leaf
         if id(leaf) in taken or leaf.size <= 1:
@@ -273,7 +277,7 @@ def owned(tree: Any, *others: Any) -> Any:
 PARAMS = "params"
 
 
-def has_collections(tree: Any) -> bool:
+def has_collections(tree: PyTree) -> bool:
     """Returns True if `tree` is a dict of Flax collections that contains parameters."""
     return isinstance(tree, Mapping) and PARAMS in tree
 
@@ -283,7 +287,7 @@ def strip_collection(names: Path) -> Path:
     return names[1:] if len(names) > 1 and names[0] == PARAMS else names
 
 
-def rule_names(tree: Any, names: Path) -> Path:
+def rule_names(tree: PyTree, names: Path) -> Path:
     """Returns the path of a leaf of `tree` in the form that rules match.
 
     It omits the `params` collection, and `fast` and `slow` of `optax.LookaheadParams`, which

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmp._core._typing import DTypeLike
+
 
 def wide_product(
-    product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: Any
+    product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Computes a matmul with a wide result whose backward matmuls run in the operands' dtype.
 
@@ -38,7 +39,9 @@ def wide_product(
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return product(lhs, rhs, preferred_element_type=dtype)
 
-    def multiply_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def multiply_jvp(
+        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array | SymbolicZero, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         lhs, rhs = primals
         d_lhs, d_rhs = tangents
         # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.

@@ -38,7 +38,7 @@ def is_on_several_devices(*trees: PyTree) -> bool:
     return any(_mesh_size(leaf) > 1 for leaf in jax.tree.leaves(trees))
 
 
-def _mesh_size(leaf: Any) -> int:
+def _mesh_size(leaf: object) -> int:
     if not isinstance(leaf, jax.Array):
         return 1
     return getattr(getattr(jax.typeof(leaf).sharding, "mesh", None), "size", 1)
@@ -92,5 +92,5 @@ def _computes_in_16_bits(closed: ClosedJaxpr) -> bool:
     )
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

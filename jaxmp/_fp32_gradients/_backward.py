@@ -139,7 +139,7 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     return bind(equation, [operands[0].astype(FLOAT32), *operands[1:]])
 
 
-def is_16bit_aval(aval: Any) -> bool:
+def is_16bit_aval(aval: object) -> bool:
     """Returns True for the type of a 16-bit floating-point array."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and is_16bit(dtype)

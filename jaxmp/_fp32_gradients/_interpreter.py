@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._replay import as_recorded, bind
-from jaxmp._core._typing import Array
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import CALLS, MATMULS, MOVES, is_16bit_aval, run_in_fp32
 from jaxmp._fp32_gradients._values import (
     Constant,
@@ -59,7 +59,7 @@ def run(closed: ClosedJaxpr, args: list[Array], is_param: list[bool]) -> list[Ar
     return list(map(as_array, _run(jaxpr, consts, values)))
 
 
-def _run(jaxpr: Jaxpr, consts: Any, args: list[Value]) -> list[Value]:
+def _run(jaxpr: Jaxpr, consts: Sequence[Array], args: list[Value]) -> list[Value]:
     values: dict[Var, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
 
@@ -161,7 +161,7 @@ def _matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
         return None
     rest = list(map(as_array, operands[2:]))
 
-    def call(other: Array, low: Array, **changes: Any) -> Array:
+    def call(other: Array, low: Array, **changes: object) -> Array:
         pair = [other, low] if side else [low, other]
         return bind(equation, [*pair, *rest], **changes)
 
@@ -242,7 +242,7 @@ def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]
     def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
         return jax.vjp(forward, *arrays)
 
-    def call_bwd(backward: Any, cotangents: list[Array]) -> Any:
+    def call_bwd(backward: PyTree, cotangents: list[Array]) -> Any:
         saved, structure = jax.tree.flatten((backward, cotangents))
         floating: list[int] = []
 

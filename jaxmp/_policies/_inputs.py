@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol
 
 Names = tuple[str | int, ...]
@@ -47,7 +47,7 @@ def _parsed(part: str) -> str | int:
     return int(part) if part.lstrip("-").isdecimal() else part
 
 
-def _check(entry: Any) -> None:
+def _check(entry: object) -> None:
     if type(entry) is int:
         if entry < 0:
             raise ValueError(f"position {entry} is negative; positions count from 0, after self")
@@ -106,7 +106,7 @@ def methods_of(cls: type) -> dict[str, Arguments]:
     return methods
 
 
-def _arguments(method: Any, is_flax: bool) -> Arguments | None:
+def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
     try:
         parameters = list(inspect.signature(method).parameters.values())
     except (TypeError, ValueError):

@@ -299,7 +299,7 @@ def _canonical_choice(name: str, value: Any, where: str) -> str:
     return value
 
 
-def _canonical_inputs(value: Any, where: str) -> Names:
+def _canonical_inputs(value: object, where: str) -> Names:
     try:
         return canonical_inputs(value)
     except ValueError as error:
@@ -325,7 +325,7 @@ def _canonical_window(value: Any, where: str) -> tuple[int, int]:
     return valid[0], valid[-1]
 
 
-def _canonical_flag(name: str, value: Any, where: str) -> bool:
+def _canonical_flag(name: str, value: object, where: str) -> bool:
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if not isinstance(value, bool):
@@ -377,7 +377,7 @@ def get_policy(policy: PolicyLike) -> Policy:
     return Policy(dtype, dtype, dtype)
 
 
-def is_policy(value: Any) -> TypeGuard[PolicyDtypes]:
+def is_policy(value: object) -> TypeGuard[PolicyDtypes]:
     """Returns True for an object with the three dtypes of a policy, such as a `jmp.Policy`."""
     return not isinstance(value, type) and all(
         hasattr(value, name) for name in ("param_dtype", "compute_dtype", "output_dtype")

@@ -161,7 +161,7 @@ class PolicyMap:
         return self.explain(paths).unused
 
 
-def _checked_rules(rules: Any) -> tuple[Rule, ...]:
+def _checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
     rules = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for rule in rules:
         if not isinstance(rule, Rule):

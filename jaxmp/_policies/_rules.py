@@ -251,7 +251,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 }
 
 
-def _check_type(name: str, value: Any) -> None:
+def _check_type(name: str, value: object) -> None:
     types, description, example = _TYPES[name]
     if not isinstance(value, types):
         raise RuleError(

@@ -18,7 +18,7 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._trees import Path
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._loss_scale import NoLossScale
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp._recipe import Recipe, load_recipe
@@ -202,7 +202,7 @@ class Checkpointer:
         self._save(_as_step(step), flat, recipe, _as_metrics(metrics), _as_json(extra))
 
     def _save(
-        self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: Any
+        self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: object
     ) -> None:
         manager = self._open_for_writing()
         self.wait()
@@ -464,12 +464,13 @@ class Checkpointer:
 
     def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
         self.wait()
-        found = self._find_step(step)
-        directory = self._directory if found is None else self._step_path(found) / ITEM
+        known_step = self._find_step(step)
+        folder = self._directory if known_step is None else self._step_path(known_step)
+        directory = folder if known_step is None else folder / ITEM
         if not has_manifest(directory):
             raise CheckpointError(
-                f"{directory if found is None else directory.parent} has no manifest, so jaxmp did "
-                "not write it. Restore it with restore(state, migrate=True), and save it again."
+                f"{folder} has no manifest, so jaxmp did not write it. Restore it with "
+                "restore(state, migrate=True), and save it again."
             )
         return directory, read_manifest(directory)
 
@@ -595,7 +596,7 @@ class _KeepSteps:
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         """Returns for each checkpoint whether it is kept."""
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
@@ -638,7 +639,7 @@ def _info(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
 # ---------------------------------------------------------------------------
 
 
-def _as_step(step: Any) -> int:
+def _as_step(step: ArrayLike) -> int:
     number = step if isinstance(step, int) else int(np.asarray(step))
     if isinstance(step, bool) or number < 0:
         raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
@@ -654,7 +655,7 @@ def _as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         ) from error
 
 
-def _as_json(extra: Any) -> Any:
+def _as_json(extra: object) -> Any:
     try:
         copy = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:

@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ def checksums(leaves: list[Any]) -> list[str]:
     return finish_checksums(start_checksums(leaves))
 
 
-def _start(leaf: Any) -> _Parts:
+def _start(leaf: Array | np.ndarray) -> _Parts:
     if not isinstance(leaf, jax.Array):
         # Every process has the whole of it.
         return [_host_sum(np.asarray(leaf), (0,) * np.ndim(leaf), np.shape(leaf))] * (
@@ -97,11 +98,11 @@ def _offset_and_strides(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _device_sum(part: Array, offset: Array, strides: tuple[int, ...]) -> Array:
-    words = _device_words(part)
+    hashed_words = _device_words(part)
     index = jnp.full(part.shape, offset)
     for axis, stride in enumerate(strides):
         index = index + lax.broadcasted_iota(jnp.uint32, part.shape, axis) * np.uint32(stride)
-    return _sum_words(words, index, jnp)
+    return _sum_words(hashed_words, index, jnp)
 
 
 def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
@@ -115,10 +116,10 @@ def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) 
     return _sum_words(_host_words(part), index, np)
 
 
-def _sum_words(words: list[Any], index: Any, numpy: Any) -> Any:
+def _sum_words(hashed_words: list[Any], index: Array | np.ndarray, numpy: ModuleType) -> Any:
     """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
     first, second = [], []
-    for position, word in enumerate(words):
+    for position, word in enumerate(hashed_words):
         place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + np.uint32(position * 0x85EBCA77)
         mixed = word * np.uint32(0x9E3779B1) + place
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x2C1B3C6D)

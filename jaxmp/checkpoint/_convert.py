@@ -149,7 +149,7 @@ def run_plan(
     ]
 
 
-def placement(value: Any) -> jax.sharding.Sharding | None:
+def placement(value: object) -> jax.sharding.Sharding | None:
     """Returns the sharding that a leaf of the given state was placed with; None: by default."""
     if isinstance(value, jax.Array):
         return value.sharding if value.committed else None
@@ -184,7 +184,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
 
 
 @jax.jit
-def _full_value(param: Any, master: Any = None) -> jax.Array:
+def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     if master is None:
         return param.astype(FLOAT32)
     return _storage.unpack(param, master) if master.dtype == jnp.int16 else master
@@ -205,7 +205,7 @@ def _create(action: Action, leaf: Leaf, value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _cast(leaf: Leaf, source: Any) -> Any:
+def _cast(leaf: Leaf, source: jax.Array) -> Any:
     dtype = stored_shape(leaf).dtype
     result = source.astype(dtype)
     if np.dtype(dtype).kind in "iub" and not np.array_equal(

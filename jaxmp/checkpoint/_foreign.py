@@ -189,8 +189,8 @@ def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | Non
         return None
     for layout in ("fp32", "packed", "no"):
         root = f"{row.path}/{layout}_masters".lstrip("/")
-        found = {p.path: f"{root}/{p.inside}" for p in row.parameters}
-        if layout == "no" or any(path in values for path in found.values()):
+        masters = {p.path: f"{root}/{p.inside}" for p in row.parameters}
+        if layout == "no" or any(path in values for path in masters.values()):
             return Masters(
                 row.path,
                 layout,
@@ -200,7 +200,7 @@ def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | Non
                         parameter.leaf if parameter.leaf in values else "",
                         parameter.storage,
                         parameter.inside,
-                        found[parameter.path] if found[parameter.path] in values else "",
+                        masters[parameter.path] if masters[parameter.path] in values else "",
                     )
                     for parameter in row.parameters
                 ),

@@ -28,7 +28,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().__init__()
         self._pending: SaveState | None = None
 
-    async def async_save(self, directory: Any, args: SaveState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def async_save(self, directory: epath.Path, args: SaveState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Starts to write the leaves."""
         self._pending = args
         return await super().async_save(directory, args=ocp.args.PyTreeSave(nest(args.leaves)))

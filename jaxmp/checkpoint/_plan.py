@@ -288,9 +288,9 @@ class _Migration:
 
     def _has_all_fp8(self) -> bool:
         leaves = [leaf for leaf in self._target.leaves if leaf.role == FP8]
-        found = [(leaf, self._find(leaf.path)) for leaf in leaves]
+        paths = [(leaf, self._find(leaf.path)) for leaf in leaves]
         return all(
-            path is not None and self._stored[path].shape == leaf.shape for leaf, path in found
+            path is not None and self._stored[path].shape == leaf.shape for leaf, path in paths
         )
 
     def _note_dropped(self) -> None:

@@ -107,7 +107,7 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
         progress.update(task, completed=total)
 
 
-def _rows(info: CheckpointInfo, **more: Any) -> dict[str, Any]:
+def _rows(info: CheckpointInfo, **more: object) -> dict[str, Any]:
     return {**dataclasses.asdict(info), **more}
 
 

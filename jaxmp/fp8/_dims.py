@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxmp.errors import JaxmpError
 
@@ -94,7 +95,7 @@ class Dims(NamedTuple):
         return sizes.reshape(batch + (other + free if side else free + other))
 
 
-def make_dims(lhs: Any, rhs: Any, dimension_numbers: Any) -> Dims:
+def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers) -> Dims:
     """Validates the `dimension_numbers` of a `lax.dot_general` and makes all axes non-negative.
 
     Raises:
@@ -125,7 +126,9 @@ def _raise() -> int:
     raise ValueError
 
 
-def _refused(lhs: Any, rhs: Any, dimension_numbers: Any) -> JaxmpError:
+def _refused(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> JaxmpError:
     return JaxmpError(
         f"dimension_numbers={dimension_numbers!r} do not fit operands of shapes {lhs.shape} and "
         f"{rhs.shape}. They are ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), with "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
+from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
@@ -27,7 +28,7 @@ from jaxmp.fp8._scaling import (
     ScalingLike,
     as_scaling,
 )
-from jaxmp.fp8._state import AGE, before_step, check_state, next_state, of_operand
+from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
 
 # Name of the quantized operands (one byte per element) for a rematerialization policy such as
 # `jax.checkpoint_policies.save_only_these_names`.
@@ -120,12 +121,12 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
     def fp8_dot_general(
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
-        state: Any = None,
+        out_sharding: object = None,
+        state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         lhs, rhs = (
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
@@ -148,7 +149,12 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
     return fp8_dot_general
 
 
-def _check_call(scaling: Scaling, precision: Any, out_sharding: Any, state: Any) -> None:
+def _check_call(
+    scaling: Scaling,
+    precision: lax.PrecisionLike,
+    out_sharding: object,
+    state: Mapping[str, jax.Array] | None,
+) -> None:
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if not all(item is None or isinstance(item, _PRECISIONS) for item in precisions):
         raise JaxmpError(
@@ -178,7 +184,7 @@ def _check_call(scaling: Scaling, precision: Any, out_sharding: Any, state: Any)
         check_device(scaling)
 
 
-def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
+def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> np.dtype:
     if preferred is not None:
         dtype = canonical_dtype(preferred)
         if dtype not in FLOATS_16BIT | {FLOAT32, FLOAT64}:
@@ -197,7 +203,7 @@ def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> np.dtype:
 
 
 def _operand(
-    call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, seen: Any
+    call: _Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
     """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
     dtype = call.format(gemm, role)
@@ -213,7 +219,7 @@ def _operand(
     )
 
 
-def _kept(operand: Any) -> tuple[Any, Any]:
+def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
     """Names the arrays of an operand, so that a policy of `jax.checkpoint` can save them.
 
     Returns:
@@ -233,7 +239,14 @@ def _kept(operand: Any) -> tuple[Any, Any]:
     return back(), back()
 
 
-def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any) -> Any:
+def _multiply(
+    call: _Call,
+    gemm: str,
+    lhs: Operand | MXOperand,
+    rhs: Any,
+    dims: Dims,
+    dtype: DTypeLike,
+) -> jax.Array:
     if isinstance(lhs, MXOperand):
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
         narrow = all(each == jnp.bfloat16 for each in call.dtypes)
@@ -245,7 +258,7 @@ def _multiply(call: _Call, gemm: str, lhs: Any, rhs: Any, dims: Dims, dtype: Any
 
 
 def _first(
-    call: _Call, gemm: str, role: str, x: Any, dims: Dims, side: int, state: Any
+    call: _Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
@@ -255,15 +268,17 @@ def _first(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: Any) -> jax.Array:
+def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
     return _forward(call, *_operands(call, lhs, rhs, _before(state))[0])
 
 
-def _before(state: Any) -> Any:
+def _before(state: State | None) -> State | None:
     return None if state is None else before_step(state)
 
 
-def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], list[Any]]:
+def _operands(
+    call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+) -> tuple[list[Any], list[Any]]:
     """Quantizes the operands of the forward dot, and measures their amaxes for delayed scaling."""
     pairs = [
         _first(call, "fprop", call.role(side), x, call.dims, side, state)
@@ -272,11 +287,13 @@ def _operands(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[list[Any], l
     return [operand for operand, _ in pairs], [seen for _, seen in pairs]
 
 
-def _forward(call: _Call, lhs: Any, rhs: Any) -> jax.Array:
+def _forward(call: _Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
     return _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
 
 
-def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array, Any]:
+def _product_fwd(
+    call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+) -> tuple[jax.Array, Any]:
     # First-order reverse mode never passes tangents through this function or the backward pass. A
     # tangent implies a second derivative, which raises an error.
     lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
@@ -295,7 +312,9 @@ def _product_fwd(call: _Call, lhs: Any, rhs: Any, state: Any) -> tuple[jax.Array
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
 
 
-def _for_backward(call: _Call, side: int, x: Any, forwards: Any, seen: Any) -> Any:
+def _for_backward(
+    call: _Call, side: int, x: jax.Array, forwards: Operand | MXOperand, seen: tuple[Any, Any]
+) -> Operand | MXOperand:
     """Returns operand `side`, quantized for the dot that computes the other operand's gradient."""
     gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
     if _shared(call, role, "fprop", gemm):
@@ -311,7 +330,9 @@ def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
     return call.format(gemm, role) is None or call.scaling.kind in ("current", "delayed")
 
 
-def _product_bwd(call: _Call, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
+def _product_bwd(
+    call: _Call, residuals: tuple[Any, ...], gradient: jax.Array
+) -> tuple[Any, Any, Any]:
     saved, seen, before, state_leaf = residuals
     (gradient,) = _differentiated_once(type(call.scaling).__name__, gradient)
     results: list[Any] = []
@@ -347,7 +368,7 @@ def _differentiated_once(scaling: str, *arrays: jax.Array) -> tuple[jax.Array, .
 
 
 @_differentiated_once.defjvp
-def _refuse(scaling: str, primals: Any, tangents: Any) -> Any:
+def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
     """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
     del primals, tangents
     raise CompositionError(

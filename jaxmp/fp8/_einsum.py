@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
+from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._quantize import as_floats
@@ -45,11 +46,11 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
         equation: str,
         x: jax.Array,
         kernel: jax.Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
-        state: Any = None,
+        out_sharding: object = None,
+        state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         if not isinstance(equation, str):
             raise _refused(equation, "it is no string")
@@ -134,7 +135,7 @@ def _labels(equation: str, term: str, ndim: int) -> list[str]:
     return labels
 
 
-def _refused(equation: Any, problem: str) -> JaxmpError:
+def _refused(equation: object, problem: str) -> JaxmpError:
     return JaxmpError(
         f"fp8.einsum({equation!r}, ...): {problem}. It takes one product of an input and a kernel; "
         'for example fp8.einsum("current")("btd,df->btf", x, kernel).'

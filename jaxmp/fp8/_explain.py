@@ -12,6 +12,7 @@ import jax
 
 from jaxmp._core import _compat
 from jaxmp._core._explanation import Explanation, ExplanationRow
+from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
@@ -61,7 +62,7 @@ _record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.Contex
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+    fn: Callable[..., Any], *args: PyTree, target: str | None = None, **kwargs: PyTree
 ) -> Fp8Explanation:
     """Lists the linear layers with `matmul = "fp8"`, and the decision for each of them.
 

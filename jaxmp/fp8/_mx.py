@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._operands import jitted_by_role
@@ -89,7 +90,9 @@ def _unrows(rows: jax.Array, shape: tuple[int, ...], dims: Dims, side: int) -> j
     return jnp.transpose(moved, tuple(int(axis) for axis in np.argsort(order)))
 
 
-def mx_quantized(x: jax.Array, scaling: MXScaling, dtype: Any, dims: Dims, side: int) -> MXOperand:
+def mx_quantized(
+    x: jax.Array, scaling: MXScaling, dtype: DTypeLike, dims: Dims, side: int
+) -> MXOperand:
     """Quantizes operand `side` of a dot in blocks along its contracted axes."""
     rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
     blocks = rows.reshape(*rows.shape[:2], rows.shape[2] // MX_BLOCK, MX_BLOCK)
@@ -108,7 +111,7 @@ def mx_quantized(x: jax.Array, scaling: MXScaling, dtype: Any, dims: Dims, side:
 MX_QUANTIZED = jitted_by_role(mx_quantized, "scaling", "dtype", "dims", "side")
 
 
-def _exponents(amax: jax.Array, scaling: MXScaling, dtype: Any) -> jax.Array:
+def _exponents(amax: jax.Array, scaling: MXScaling, dtype: DTypeLike) -> jax.Array:
     """Returns the biased int32 exponents of the scales for blocks with the maxima `amax`."""
     limit = int(np.asarray(jnp.finfo(dtype).max, np.float32).view(np.int32))
     bits = lax.bitcast_convert_type(amax, jnp.int32)
@@ -138,7 +141,13 @@ def _power(biased: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("dims", "out_dtype", "native", "wide"))
 def mx_multiply(
-    lhs: MXOperand, rhs: MXOperand, dims: Dims, out_dtype: Any, *, native: bool, wide: Any
+    lhs: MXOperand,
+    rhs: MXOperand,
+    dims: Dims,
+    out_dtype: DTypeLike,
+    *,
+    native: bool,
+    wide: DTypeLike,
 ) -> jax.Array:
     """Multiplies two MX operands. Jitted, so that layers of the same shape share one function.
 
@@ -170,7 +179,7 @@ def mx_multiply(
     return lax.convert_element_type(product.reshape(*batch, *free), out_dtype)
 
 
-def _dequantized(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Array:
+def _dequantized(values: jax.Array, exponents: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Multiplies values by their scales; exact inside of the range of `dtype` and FP32."""
     # Without the barrier, XLA would remove a cast to FP8 and back, and with it the rounding.
     numbers = lax.convert_element_type(lax.optimization_barrier(values), FLOAT32)
@@ -180,18 +189,20 @@ def _dequantized(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Arr
 
 
 @functools.cache
-def _scaled_matmul(dtype: Any) -> Callable[..., jax.Array]:
+def _scaled_matmul(dtype: DTypeLike) -> Callable[..., jax.Array]:
     """Returns `jax.nn.scaled_matmul` with support for `vmap` over some of its operands.
 
     JAX 0.10 maps it only if all operands are mapped.
     """
 
     @custom_vmap
-    def multiply(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
+    def multiply(
+        lhs: jax.Array, rhs: jax.Array, lhs_scales: jax.Array, rhs_scales: jax.Array
+    ) -> jax.Array:
         return jax.nn.scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=dtype)
 
     @multiply.def_vmap
-    def _(axis_size: int, in_batched: list[bool], *operands: Any) -> Any:
+    def _(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         whole = [
             x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
             for x, mapped in zip(operands, in_batched, strict=True)

@@ -14,6 +14,8 @@ from jax.custom_batching import custom_vmap
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._typing import DTypeLike
+from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._quantize import compute_scale, saturate
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
@@ -75,7 +77,7 @@ def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[.
     """
 
     def named(role: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             return fn(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = QUANTIZE + role
@@ -89,7 +91,7 @@ def _quantize(
     in_force: jax.Array | None,
     measured: jax.Array | None,
     scaling: Scaling,
-    dtype: Any,
+    dtype: DTypeLike,
     axes: tuple[int, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes `x` and returns its FP8 values and their factor.
@@ -120,7 +122,7 @@ def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen
 
 
 def _observe_and_quantize(
-    x: jax.Array, state: OperandState, scaling: DelayedScaling, dtype: Any
+    x: jax.Array, state: OperandState, scaling: DelayedScaling, dtype: DTypeLike
 ) -> tuple[tuple[jax.Array, jax.Array], Seen]:
     seen = _observe(x, state, scaling)
     return _quantize(x, *seen, scaling, dtype, None), seen
@@ -131,7 +133,7 @@ _OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype"
 
 
 def observed(
-    scaling: DelayedScaling, dtype: Any, x: jax.Array, state: OperandState, role: str
+    scaling: DelayedScaling, dtype: DTypeLike | None, x: jax.Array, state: OperandState, role: str
 ) -> tuple[Operand, Seen]:
     """Quantizes an operand with a scale from the state of delayed scaling.
 
@@ -153,7 +155,7 @@ def observed(
 
 def quantized(
     scaling: Scaling,
-    dtype: Any,
+    dtype: DTypeLike | None,
     x: jax.Array,
     *,
     axes: tuple[int, ...],
@@ -179,10 +181,10 @@ def quantized(
 def multiply(
     lhs: Operand,
     rhs: Operand,
-    dims: Any,
-    out_dtype: Any,
+    dims: Dims,
+    out_dtype: DTypeLike,
     *,
-    precision: Any,
+    precision: lax.PrecisionLike,
     accurate: bool,
 ) -> jax.Array:
     """Multiplies two operands and undoes their scales.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype, is_fp8
+from jaxmp._core._typing import ArrayLike, DTypeLike
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import fp8_dtype
 
@@ -21,7 +22,7 @@ _EXPONENT = 0x7F800000
 _FLOATS = FLOATS_16BIT | {FLOAT32, FLOAT64}
 
 
-def as_floats(x: Any, name: str, caller: str) -> jax.Array:
+def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
     """Returns `x` as an array of a float dtype other than FP8.
 
     Raises:
@@ -41,7 +42,7 @@ def as_floats(x: Any, name: str, caller: str) -> jax.Array:
     return array
 
 
-def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> None:
+def _check_scale(scale: ArrayLike, name: str, shape: tuple[int, ...], caller: str) -> None:
     """Raises if `scale` does not broadcast to an array of `shape`."""
     actual = jnp.shape(scale)
     wide = len(actual) > len(shape)
@@ -54,7 +55,7 @@ def _check_scale(scale: Any, name: str, shape: tuple[int, ...], caller: str) -> 
 
 
 def compute_scale(
-    amax: jax.typing.ArrayLike, dtype: Any, margin: int = 0, power_of_two: bool = False
+    amax: jax.typing.ArrayLike, dtype: DTypeLike, margin: int = 0, power_of_two: bool = False
 ) -> jax.Array:
     """Computes the scale that maps `[-amax, amax]` onto the range of an FP8 format.
 
@@ -102,7 +103,7 @@ def compute_scale(
     return lax.select(usable, scale, lax.full_like(scale, 1.0))
 
 
-def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Casts `x * scale` to FP8, rounding to nearest with ties to even.
 
     Finite values beyond the range of the format saturate. Infinities and NaN become NaN, so that a
@@ -131,7 +132,7 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array
     return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))
 
 
-def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Quantizes as `quantize` does, but saturates infinities, which the caller has to detect."""
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
@@ -143,7 +144,7 @@ def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> jax.Array
     return lax.convert_element_type(clipped, dtype)
 
 
-def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: Any = FLOAT32) -> jax.Array:
+def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike = FLOAT32) -> jax.Array:
     """Computes `q / scale` in FP32, and casts the result to `dtype`.
 
     Args:
@@ -190,7 +191,9 @@ class QuantizationStats(NamedTuple):
     amax: jax.Array
 
 
-def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) -> QuantizationStats:
+def quantization_stats(
+    x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike
+) -> QuantizationStats:
     """Measures how many elements of `x` saturate, underflow or lose precision in FP8.
 
     Args:
@@ -223,7 +226,7 @@ def quantization_stats(x: jax.Array, scale: jax.typing.ArrayLike, dtype: Any) ->
     return stats_of(x, scaled, dtype)
 
 
-def stats_of(x: jax.Array, scaled: jax.Array, dtype: Any) -> QuantizationStats:
+def stats_of(x: jax.Array, scaled: jax.Array, dtype: DTypeLike) -> QuantizationStats:
     """Computes `quantization_stats` of a tensor that is already scaled.
 
     Args:

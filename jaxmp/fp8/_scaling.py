@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any, ClassVar, TypeAlias
 
 import jax
+import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype, is_fp8
+from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, did_you_mean
 
 # The three dots of a linear layer, and the operands of each.
@@ -120,7 +122,7 @@ def _formats(scaling: Scaling, gemm: str) -> Any:
     return tuple(dtype.name.removeprefix("float8_") for dtype in dtypes)
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
@@ -322,7 +324,7 @@ def as_scaling(scaling: ScalingLike) -> Scaling:
     )
 
 
-def fp8_dtype(dtype: Any) -> Any:
+def fp8_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the canonical dtype of an 8-bit float that has a sign and a mantissa.
 
     Raises:

@@ -73,7 +73,7 @@ def _as_delayed(scaling: ScalingLike) -> DelayedScaling:
     )
 
 
-def check_state(scaling: DelayedScaling, state: Any) -> None:
+def check_state(scaling: DelayedScaling, state: object) -> None:
     """Checks that a state has the keys, shapes and dtypes of `init_state(scaling)`.
 
     Raises:
@@ -114,7 +114,7 @@ def _shapes(scaling: DelayedScaling) -> dict[str, tuple[int, ...]]:
 _MAX = "fp8_meta32"
 
 
-def _is_max(leaf: Any) -> bool:
+def _is_max(leaf: jax.Array) -> bool:
     return getattr(leaf.dtype, "name", "") == _MAX
 
 
@@ -157,7 +157,7 @@ def to_float32(state: PyTree) -> PyTree:
         devices, which it cannot lower.
     """
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: PyTree) -> Any:
         if not (hasattr(leaf, "dtype") and _is_max(leaf)):
             return leaf
         _check_reducible(leaf)
@@ -177,7 +177,7 @@ _convert_to_float32.defvjp(
 )
 
 
-def _check_reducible(leaf: Any) -> None:
+def _check_reducible(leaf: jax.Array) -> None:
     if _is_max(leaf) and is_in_unchecked_shard_map():
         raise CompositionError(
             "DelayedScaling: the state of an FP8 layer is read inside shard_map(..., "
@@ -288,10 +288,14 @@ def next_state(
 
 @functools.partial(jax.jit, static_argnames="scaling")
 def _next_state(
-    scaling: DelayedScaling, age: jax.Array, histories: State, seen: Any, like: jax.Array
+    scaling: DelayedScaling,
+    age: jax.Array,
+    histories: State,
+    seen: Mapping[str, Any],
+    like: jax.Array,
 ) -> State:
-    one = np.float32(1)
-    new = {AGE: lax.select(age >= np.float32(scaling.interval), lax.full_like(age, 1), age + one)}
+    is_due, increased = age >= np.float32(scaling.interval), age + np.float32(1)
+    new = {AGE: lax.select(is_due, lax.full_like(age, 1), increased)}
     new[USES] = lax.full_like(age, 1)
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], histories[operand]

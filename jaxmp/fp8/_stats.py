@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._jaxprs import FORWARD, RECOMPUTE, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp._core._jaxprs import (
+    FORWARD,
+    RECOMPUTE,
+    Equation,
+    is_literal,
+    phase_of,
+    scope_names,
+    sub_jaxprs,
+)
+from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._quantize import QuantizationStats, stats_of
@@ -58,7 +68,7 @@ def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
             "fp8.with_stats(jax.value_and_grad(loss_fn))(params, x)."
         )
 
-    def observed(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+    def observed(*args: PyTree, **kwargs: PyTree) -> tuple[Any, Stats]:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         leaves = [_undifferentiated(leaf) for leaf in jax.tree.leaves((args, kwargs))]
         outs, rows = _Harvest().run(closed, leaves, _Place((), FORWARD))
@@ -76,12 +86,12 @@ def _unused(place: str, stats: Stats) -> str:
 
 
 @jax.custom_jvp
-def _undifferentiated(x: Any) -> Any:
+def _undifferentiated(x: Array) -> Array:
     return x
 
 
 @_undifferentiated.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: object, tangents: object) -> NoReturn:
     del primals, tangents
     raise JaxmpError(
         "fp8.with_stats cannot be differentiated: it goes around what takes gradients, as in "
@@ -108,7 +118,7 @@ class _Harvest:
         # id of a jaxpr -> (the jaxpr, True if it quantizes). Storing the jaxpr keeps its id valid.
         self.known: dict[int, tuple[Any, bool]] = {}
 
-    def quantises(self, jaxpr: Any) -> bool:
+    def quantises(self, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.known:
             quantizes = any(
@@ -118,7 +128,9 @@ class _Harvest:
             self.known[id(body)] = body, quantizes
         return self.known[id(body)][1]
 
-    def run(self, jaxpr: Any, args: list[Any], outer: _Place) -> tuple[list, list[_Seen]]:
+    def run(
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: list[Any], outer: _Place
+    ) -> tuple[list, list[_Seen]]:
         body, consts = jaxpr_body(jaxpr)
         values = dict(zip((*body.constvars, *body.invars), (*consts, *args), strict=True))
         rows: list[_Seen] = []
@@ -136,7 +148,7 @@ class _Harvest:
         return list(map(read, body.outvars)), rows
 
     def equation(
-        self, equation: Any, operands: list[Any], place: _Place
+        self, equation: Equation, operands: list[Any], place: _Place
     ) -> tuple[list, list[_Seen]]:
         name, params = equation.primitive.name, equation.params
         role = _role(equation)
@@ -153,13 +165,15 @@ class _Harvest:
             operands = list(lax.optimization_barrier(tuple(operands)))
         return self.run(sub_jaxprs(equation)[0], operands, place)
 
-    def scan(self, equation: Any, operands: list[Any], place: _Place) -> tuple[list, list[_Seen]]:
+    def scan(
+        self, equation: Equation, operands: list[Any], place: _Place
+    ) -> tuple[list, list[_Seen]]:
         params = equation.params
         consts, carried = scan_counts(params)
         first = consts + carried
         places: list[str] = []
 
-        def body(carry: Any, xs: Any) -> Any:
+        def body(carry: Sequence[Any], xs: Sequence[Any]) -> Any:
             outs, rows = self.run(params["jaxpr"], [*operands[:consts], *carry, *xs], place)
             places[:] = [row.place for row in rows]
             return outs[:carried], (outs[carried:], [row.stats for row in rows])
@@ -173,13 +187,13 @@ class _Harvest:
 _CALLS = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def _role(equation: Any) -> str:
+def _role(equation: Equation) -> str:
     """Returns the role of the operand that an equation quantizes; "" if it does not quantize."""
     name = equation.params.get("name")
     return name.removeprefix(QUANTIZE) if isinstance(name, str) and QUANTIZE in name else ""
 
 
-def _quantise(equation: Any, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
+def _quantise(equation: Equation, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
     """Evaluates the equations of a quantization: the input of its clamp is the scaled operand."""
     body, consts = jaxpr_body(equation.params["jaxpr"])
     values = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
@@ -197,7 +211,7 @@ def _quantise(equation: Any, operands: list[Any], place: str) -> tuple[list, lis
     return list(map(read, body.outvars)), rows
 
 
-def _bound(equation: Any, operands: list[Any]) -> list[Any]:
+def _bound(equation: Equation, operands: list[Any]) -> list[Any]:
     primitive, params = equation.primitive, equation.params
     if hasattr(primitive, "get_bind_params"):
         params = primitive.get_bind_params(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core import _compat
+from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError, did_you_mean
 
 Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
@@ -25,7 +27,7 @@ class Terms(NamedTuple):
     axis: int
 
 
-def shape_of(array: Any) -> list[int]:
+def shape_of(array: jax.Array) -> list[int]:
     return list(array.shape)
 
 
@@ -66,12 +68,12 @@ def check_number(value: Any, name: str, largest: float) -> float:
     return number
 
 
-def make_terms(label_smoothing: Any, z_loss: Any, axis: int) -> Terms:
+def make_terms(label_smoothing: float, z_loss: float, axis: int) -> Terms:
     smoothing = check_number(label_smoothing, "label_smoothing", 1.0)
     return Terms(smoothing, check_number(z_loss, "z_loss", math.inf), axis)
 
 
-def check_reduction(value: Any) -> Reduction:
+def check_reduction(value: Reduction) -> Reduction:
     if value not in REDUCTIONS:
         raise JaxmpError(
             f"Unknown reduction={value!r}.{did_you_mean(str(value), REDUCTIONS)} Allowed: "
@@ -103,7 +105,12 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
 
 
 def check_indices(
-    labels: jax.Array, rows: Any, size: int, ignore_index: Any, name: str, shape: Any
+    labels: jax.Array,
+    rows: Sequence[int],
+    size: int,
+    ignore_index: int | None,
+    name: str,
+    shape: Sequence[int],
 ) -> None:
     """Raises if the labels are not class indices of `rows`; checks their values if known."""
     if ignore_index is not None and (
@@ -154,7 +161,7 @@ def read_indices(
     return jnp.where(valid if counted is None else valid & counted, labels, 0), counted, valid
 
 
-def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
+def vary_alike(*trees: PyTree, like: PyTree = None) -> tuple[Any, ...]:
     """Marks all arrays as varying over each `shard_map` axis over which one of them varies.
 
     The gradient of a replicated kernel is then summed over the mesh once, after all chunks.

@@ -190,7 +190,7 @@ def _widest(*operands: jax.Array) -> Any:
     return FLOAT64 if any(operand.dtype == FLOAT64 for operand in operands) else FLOAT32
 
 
-def _entry_factors(weights: Any, *operands: jax.Array) -> jax.Array | None:
+def _entry_factors(weights: ArrayLike | None, *operands: jax.Array) -> jax.Array | None:
     """Returns the factor of each entry; `weights` may be those of rows."""
     shape = operands[0].shape
     if weights is not None:

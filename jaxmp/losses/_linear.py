@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp._core._dtypes import floating_array, wide_dtype
+from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,
@@ -52,7 +53,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
 ) -> Any:
     """Computes `softmax_cross_entropy(hidden @ kernel + bias, labels)` without storing all logits.
 
@@ -158,14 +159,21 @@ class _Arrays(NamedTuple):
     valid: jax.Array | None
 
 
-def _flat(hidden: Any, kernel: Any, bias: Any, labels: Any, valid: Any, factors: Any) -> Any:
+def _flat(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    valid: jax.Array | None,
+    factors: jax.Array | None,
+) -> Any:
     """Flattens the rows of arrays and factors to one dimension."""
     hidden = hidden.reshape(labels.size, hidden.shape[-1])
     valid, factors = (None if array is None else array.reshape(-1) for array in (valid, factors))
     return vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
 
 
-def _each_loss(layer: _Layer, *args: Any) -> jax.Array:
+def _each_loss(layer: _Layer, *args: jax.Array) -> jax.Array:
     """Returns the loss of each row times its factor, in the shape of the labels."""
     arrays, factors = _flat(*args)
     losses: Any = _layer_losses(layer, arrays)
@@ -173,7 +181,7 @@ def _each_loss(layer: _Layer, *args: Any) -> jax.Array:
     return weighted.reshape(args[3].shape)
 
 
-def _total_loss(layer: _Layer, *args: Any) -> Any:
+def _total_loss(layer: _Layer, *args: jax.Array) -> Any:
     """Returns the sum of the losses of all rows times their factors."""
     arrays, factors = _flat(*args)
     if factors is None:
@@ -201,7 +209,7 @@ class _Gradients(NamedTuple):
     kernel: jax.Array
     bias: jax.Array | None
 
-    def scaled(self, arrays: _Arrays, factor: Any) -> _Arrays:
+    def scaled(self, arrays: _Arrays, factor: ArrayLike) -> _Arrays:
         """Returns the gradients times `factor`, as cotangents in the dtypes of `arrays`."""
         cast = lambda slope, array: (slope * factor).astype(array.dtype)
         bias = None if self.bias is None else cast(self.bias, arrays.bias)
@@ -265,7 +273,7 @@ def _over_chunks(
             lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=wide
         )
 
-    def one_chunk(sums: Any, chunk: Any) -> Any:
+    def one_chunk(sums: Any, chunk: tuple[jax.Array, ...]) -> Any:
         hidden, labels, factors = chunk
         logits = multiply(hidden, kernel, 1, inner)
         if bias is not None:
@@ -300,7 +308,7 @@ def _over_chunks(
     return losses, _Gradients(d_hidden, sums[0] / stretch, sums[1])
 
 
-def _stretch(factors: jax.Array, dtype: Any) -> Any:
+def _stretch(factors: jax.Array, dtype: DTypeLike) -> Any:
     """Returns a power of two that scales the gradient of the logits to the range of float16.
     The entries of a row are at most its factor, or with z_loss `1 + 2 z_loss |logsumexp|` times
     that. The largest factor is scaled to at most 2**12, so that 16 times it fits and softmax
@@ -313,8 +321,8 @@ def _stretch(factors: jax.Array, dtype: Any) -> Any:
     largest = jnp.max(jnp.abs(factors), initial=0)
     exponent = jnp.clip(12 - jnp.frexp(largest)[1], -126, 126)
     usable = (largest > 0) & (largest < jnp.inf)
-    one = jnp.ones((), wide)
-    return lax.stop_gradient(jnp.where(usable, jnp.ldexp(one, exponent), one))
+    unity = jnp.ones((), wide)
+    return lax.stop_gradient(jnp.where(usable, jnp.ldexp(unity, exponent), unity))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -330,7 +338,7 @@ def _layer_total_fwd(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> Any:
     return total, (arrays, zero_unweighted(losses, factors), gradients)
 
 
-def _layer_total_bwd(layer: _Layer, saved: Any, cotangent: jax.Array) -> Any:
+def _layer_total_bwd(layer: _Layer, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
     arrays, losses, gradients = saved
     return gradients.scaled(arrays, cotangent), losses * cotangent
 

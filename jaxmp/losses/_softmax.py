@@ -213,7 +213,7 @@ def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @_sums.defjvp
-def _sums_jvp(axis: int, parts: Any, tangents: Any) -> Any:
+def _sums_jvp(axis: int, parts: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     add = lambda tangent: jnp.sum(tangent, axis, keepdims=True)
     return _sums(axis, *parts), jax.tree.map(add, tangents[0])
 
@@ -244,7 +244,7 @@ def _row_losses_fwd(terms: Terms, logits: jax.Array, labels: jax.Array) -> Any:
     return losses, (rows, logits, labels)
 
 
-def _row_losses_bwd(terms: Terms, saved: Any, cotangent: jax.Array) -> Any:
+def _row_losses_bwd(terms: Terms, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
     rows, logits, labels = saved
     slope = slope_of(terms, rows, logits, labels, cotangent).astype(logits.dtype)
     if not jnp.issubdtype(labels.dtype, jnp.floating):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxmp._core._typing import ArrayLike, DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,
@@ -15,7 +17,9 @@ from jaxmp.losses._arguments import (
 )
 
 
-def row_factors(weights: Any, counted: jax.Array | None, rows: Any, wide: Any) -> jax.Array | None:
+def row_factors(
+    weights: ArrayLike | None, counted: jax.Array | None, rows: Sequence[int], wide: DTypeLike
+) -> jax.Array | None:
     """Returns the factor of each row, in `wide`; None if all are 1."""
     if weights is None:
         return None if counted is None else counted.astype(wide)
@@ -50,7 +54,7 @@ def weighted_sum(losses: jax.Array, factors: jax.Array) -> jax.Array:
     return jnp.sum(apply_factors(losses, factors))
 
 
-def total_weight(factors: jax.Array | None, rows: Any, wide: Any) -> jax.Array:
+def total_weight(factors: jax.Array | None, rows: Sequence[int], wide: DTypeLike) -> jax.Array:
     return jnp.asarray(math.prod(rows), wide) if factors is None else jnp.sum(factors)
 
 
