@@ -16,6 +16,7 @@ from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
 
 Path = tuple[str, ...]
+# Array with a dtype: of JAX or NumPy, or only its shape.
 _AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 # ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
-from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
+from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
@@ -214,7 +214,7 @@ def cast_inputs(
     }
 
 
-def _cast_input(leaf: ArrayLike, dtype: DTypeLike) -> ArrayLike:
+def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
     return leaf if is_number else saturating_cast(leaf, dtype)
