@@ -381,7 +381,7 @@ def test_without_the_extra_it_says_what_to_install(package):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr == (
-        f"jaxmp: {package} is not installed; jaxmp needs it for the jaxmp command. Install it "
+        f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
         'with:\n    pip install "jaxmp[cli]"\n'
     )
 

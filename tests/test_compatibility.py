@@ -108,7 +108,9 @@ def test_wrapping_a_model_of_transformers_names_the_line_that_works():
     model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16")
     with pytest.raises(jaxmp.JaxmpError, match="FlaxGPT2LMHeadModel, which is not a Flax") as error:
         recipe.wrap(model)
-    exec(str(error.value).partition("in its place: ")[2].removesuffix("."))
+    fix = str(error.value).partition("Wrap that module: ")[2].removesuffix(".")
+    assert fix
+    exec(fix)
     assert model(jnp.ones((2, 12), jnp.int32)).logits.dtype == jnp.float32
     assert recipe.wrap(model.module).clone() == model.module  # it is wrapped already
 

@@ -165,11 +165,14 @@ def test_published_figures_are_of_their_cells():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("numbers", "error", {"out": 0.021}), "padded: out is off by 2.10e-02, allowed 2.00e-02"),
-        (("numbers", "error", {"out": float("nan")}), "padded: out is off by nan"),
-        (("numbers", "ran", "xla"), "padded: xla ran, not cudnn"),
+        (
+            ("numbers", "error", {"out": 0.021}),
+            "padded: error of out is 2.10e-02, allowed 2.00e-02",
+        ),
+        (("numbers", "error", {"out": float("nan")}), "padded: error of out is nan"),
+        (("numbers", "ran", "xla"), "padded: xla was used, not cudnn"),
         (("masks", "finite", False), "mask keys, T 192: gradients are not finite"),
-        (("speed", "ran", "blockwise"), "T 2048: blockwise ran, not cudnn"),
+        (("speed", "ran", "blockwise"), "T 2048: blockwise was used, not cudnn"),
     ],
 )
 def test_what_is_wrong_is_a_failure(change, message):

@@ -306,7 +306,7 @@ def test_a_difference_is_close_within_two_standard_errors_or_half_a_percent():
 
 
 # PPO samples its actions; a second set of ten seeds checks a difference that the first set showed.
-SEEDS = {"PPO": 10, ("PPO", "fp16"): 20, ("PPO", "author_fp16"): 20}
+SEED_COUNTS = {"PPO": 10, ("PPO", "fp16"): 20, ("PPO", "author_fp16"): 20}
 
 
 def test_the_page_shows_the_scripts_as_measured():
@@ -316,4 +316,6 @@ def test_the_page_shows_the_scripts_as_measured():
         assert set(entry["variants"]) == set(PORTS[name].variants)
         for variant, measured in entry["variants"].items():
             assert measured["edits"] == PORTS[name].digest(variant)
-            assert len(measured["losses"]) == SEEDS.get((name, variant), SEEDS.get(name, 5))
+            assert len(measured["losses"]) == SEED_COUNTS.get(
+                (name, variant), SEED_COUNTS.get(name, 5)
+            )
