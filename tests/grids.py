@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+# Marks of the cases of a grid beyond the subset that CI runs.
+REST = (pytest.mark.slow, pytest.mark.exhaustive)
+
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Returns a subset of a grid in which every pair of values of two parameters occurs.
@@ -31,21 +34,21 @@ def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
 def each_value(*parameters: Iterable[Any]) -> list[Any]:
     """Returns a whole grid for `pytest.mark.parametrize`, of which the fast suite runs few cases.
 
-    In the fast cases every value of each parameter occurs. The others have the mark `slow`.
+    In the fast cases every value of each parameter occurs. The others have the marks `REST`.
 
     Args:
       *parameters: the values of each parameter.
 
     Example:
       >>> [(case.values, len(case.marks)) for case in each_value("ab", [0, 1])]
-      [(('a', 0), 0), (('a', 1), 1), (('b', 0), 1), (('b', 1), 0)]
+      [(('a', 0), 0), (('a', 1), 2), (('b', 0), 2), (('b', 1), 0)]
     """
     values = [tuple(parameter) for parameter in parameters]
     fast = _subset([range(len(row)) for row in values], 1)
     return [
         pytest.param(
             *(row[i] for row, i in zip(values, case, strict=True)),
-            marks=[] if case in fast else [pytest.mark.slow],
+            marks=[] if case in fast else REST,
         )
         for case in _indices(values)
     ]

@@ -17,6 +17,7 @@ import compatibility
 import jaxmp
 from compatibility import AUTHOR, COMPILER, is_16_bit
 from compatibility_models import INSTALLED, tokens
+from grids import REST
 from jaxmp._policies._resolve import resolve_policy
 
 ROOT = Path(__file__).parents[1]
@@ -63,11 +64,11 @@ def wide_products(built, recipe):
 
 
 def one_recipe_each():
-    """Returns all models with all recipes; beyond one recipe for each model, they are slow."""
+    """Returns all models with all recipes; CI runs one recipe for each model."""
     fast = [name for name in MODELS if not name.startswith(SLOW)]
     kept = set(zip(fast, itertools.cycle(OUTPUTS), strict=False))
     return [
-        pytest.param(*pair, marks=[] if pair in kept else [pytest.mark.slow])
+        pytest.param(*pair, marks=[] if pair in kept else REST)
         for pair in itertools.product(MODELS, OUTPUTS)
     ]
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gpu_compiler import needs_compiler
-from grids import each_value
+from grids import REST, each_value
 from jaxmp import audit, fp8
 from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
@@ -29,7 +29,7 @@ _FIRST = ("current", "delayed", "rowwise")
 each_recipe = pytest.mark.parametrize(
     "recipe",
     [
-        recipe if name in _FIRST else pytest.param(recipe, marks=pytest.mark.slow)
+        recipe if name in _FIRST else pytest.param(recipe, marks=REST)
         for name, recipe in RECIPES.items()
     ],
     ids=RECIPES,
@@ -210,7 +210,7 @@ EXACT = {
     [
         shape
         if shape in ("tokens", "from heads", "crossed", "experts")
-        else pytest.param(shape, marks=pytest.mark.slow)
+        else pytest.param(shape, marks=REST)
         for shape in SHAPES
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import REST
 from jaxmp import AttentionError, audit, load_recipe
 from jaxmp._core._static_values import Known, walk
 from jaxmp._flax._attention import attention_function
@@ -113,8 +114,7 @@ def names_in(fn, *args):
 # Eager calls and compilation take long; the fast cases have each part of a mask once.
 FAST = ("causal, padding", "window", "padded keys")
 CASES = [
-    pytest.param(linen, name, "bf16", marks=[pytest.mark.slow] * (name not in FAST))
-    for name in MASKS
+    pytest.param(linen, name, "bf16", marks=REST if name not in FAST else ()) for name in MASKS
 ]
 CASES += [(in_nnx, "causal, padding", "bf16"), (linen, "causal", "fp32")]
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 import jaxmp.linen
 import jaxmp.nnx
+from grids import REST
 from models import BUILDS, CASES, MIXED, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
@@ -44,7 +45,7 @@ every_twin = pytest.mark.parametrize(
 
 
 def slow(case):
-    return pytest.param(case, marks=pytest.mark.slow)
+    return pytest.param(case, marks=REST)
 
 
 # Builds for which expensive tests are slow: one of each pair of twins.
