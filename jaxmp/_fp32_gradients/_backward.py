@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import consumers
 from jaxmp._core._replay import as_recorded, bind
@@ -131,12 +131,20 @@ def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
 def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     name = equation.primitive.name
     if name in MATMULS:
+        if target() == "cpu":
+            # XLA's CPU compiler has no matmul with 16-bit operands and an FP32 result for operands
+            # that it transposes, and converts 16-bit operands to FP32 in all others.
+            operands = [_widened(operand) for operand in operands]
         return bind(equation, operands, preferred_element_type=FLOAT32)
     if name == "convert_element_type":
         return operands[0]
     if name in _FACTORS:
         return bind(equation, [operand.astype(FLOAT32) for operand in operands])
     return bind(equation, [operands[0].astype(FLOAT32), *operands[1:]])
+
+
+def _widened(operand: Array) -> Array:
+    return operand.astype(FLOAT32) if is_16bit_aval(operand) else operand
 
 
 def is_16bit_aval(aval: object) -> bool:
