@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp import audit
@@ -587,3 +587,13 @@ def test_fixes_of_training_steps():
         return params - 0.1 * scope["grads"]
 
     assert audit(step, W, X).ok
+
+
+def test_matmuls_that_are_widened_for_the_cpu_count_as_16_bits():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    args = jax.device_put((jnp.ones((64, 64)), jnp.ones((16, 64))), replicated)
+    step = jaxmp.value_and_grad(loss)
+    report = audit(step, *args, policies="bf16")
+    assert not report.errors
+    assert {(row.lhs, row.rhs) for row in report.matmuls} == {("bfloat16", "bfloat16")}

@@ -242,6 +242,16 @@ def test_explicit_axes(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=4 * 2**-11), result, exact)
 
 
+def test_a_weight_gradient_that_the_cpu_compiler_refuses_for_bfloat16():
+    """One weight for each of 8 experts, and two axes of rows ("Unsupported element type")."""
+    x, w = uniform((8, 16, 4, WIDTH)), uniform((8, WIDTH, WIDTH), 1)
+    layer = lambda w, x, dtype: jnp.einsum("ebhi,eio->ebho", x.astype(dtype), w.astype(dtype))
+    exact = jax.grad(lambda w: full(layer(w, x, jnp.float32)))(w)
+    step = jaxmp.value_and_grad(lambda w, x: full(layer(w, x, jnp.bfloat16)))
+    result = jax.jit(step)(*placed(mesh_of(), w, x))[1]
+    np.testing.assert_allclose(result, exact, rtol=4 * 2**-8)
+
+
 def test_inside_shard_map():
     use, params = USES["dense"]
     mesh, x = mesh_of(), uniform((ROWS, WIDTH), 2)

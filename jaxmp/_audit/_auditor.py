@@ -29,6 +29,7 @@ from jaxmp._core._locations import Location, Locations, root_of
 from jaxmp._core._matmuls import (
     MATMULS,
     MULTIPLES,
+    WIDENED_MATMUL,
     Matmul,
     is_inner_product,
     kernel_matmuls,
@@ -210,6 +211,9 @@ class Auditor:
     def _visit_matmul(self, op: OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
         matmul = matmul_of(op.equation)
+        if op.enclosing and op.enclosing[0].params.get("name") == WIDENED_MATMUL:
+            lhs, rhs = (dtype_of(var) for var in op.enclosing[0].invars[:2])
+            matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
             self._count_integers(op, matmul)

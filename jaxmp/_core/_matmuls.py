@@ -26,6 +26,10 @@ MATMULS = (
     "scaled_matmul_wrapper",  # jax.nn.scaled_matmul
 )
 
+# Name of jitted functions that convert 16-bit operands to FP32 and multiply them, where a compiler
+# has no matmul with 16-bit operands and an FP32 result. Audits count them as 16-bit matmuls.
+WIDENED_MATMUL = "jaxmp_widened_matmul"
+
 
 class Matmul(NamedTuple):
     """Matmul or convolution as a matmul [M, K] x [K, N]."""

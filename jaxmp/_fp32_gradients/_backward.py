@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import consumers
+from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._values import results_of
@@ -131,10 +132,8 @@ def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
 def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     name = equation.primitive.name
     if name in MATMULS:
-        if target() == "cpu":
-            # XLA's CPU compiler has no matmul with 16-bit operands and an FP32 result for operands
-            # that it transposes, and converts 16-bit operands to FP32 in all others.
-            operands = [_widened(operand) for operand in operands]
+        if target() == "cpu" and any(map(is_16bit_aval, operands)):
+            return _widened_matmul(equation, operands)
         return bind(equation, operands, preferred_element_type=FLOAT32)
     if name == "convert_element_type":
         return operands[0]
@@ -143,8 +142,19 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     return bind(equation, [operands[0].astype(FLOAT32), *operands[1:]])
 
 
-def _widened(operand: Array) -> Array:
-    return operand.astype(FLOAT32) if is_16bit_aval(operand) else operand
+def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
+    """Returns the FP32 product of 16-bit operands that are converted to FP32 first.
+
+    XLA's CPU compiler refuses some matmuls of 16-bit operands with an FP32 result ("Unsupported
+    element type for DotThunk") and converts the operands to FP32 in all others.
+    """
+
+    def multiply(*operands: Array) -> Any:
+        wide = [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands]
+        return bind(equation, wide, preferred_element_type=FLOAT32)
+
+    multiply.__name__ = WIDENED_MATMUL
+    return jax.jit(multiply)(*operands)
 
 
 def is_16bit_aval(aval: object) -> bool:
