@@ -64,6 +64,8 @@ from jaxmp.errors import RecipeWarning as RecipeWarning
 from jaxmp.errors import RuleError as RuleError
 from jaxmp.errors import ScaleCollapsedError as ScaleCollapsedError
 from jaxmp.errors import SkippedStepsWarning as SkippedStepsWarning
+from jaxmp.errors import ValidationError as ValidationError
+from jaxmp.errors import ValidationFailedError as ValidationFailedError
 from jaxmp.fp8._scaling import ScalingLike as ScalingLike
 from jaxmp.optim._find import check as check
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp._train_state import TrainState as TrainState
+    from jaxmp._validate import TrainingRun as TrainingRun
+    from jaxmp._validate import ValidationReport as ValidationReport
 
 __version__ = "0.1.0"
 
@@ -84,6 +88,8 @@ _LAZY = {
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
+    "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
+    "ValidationReport": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
 }
 
 

@@ -64,6 +64,14 @@ class CheckpointError(JaxmpError):
     """A checkpoint is damaged, differs from the state to restore, or cannot be written."""
 
 
+class ValidationError(JaxmpError):
+    """Error for runs that cannot be compared, or a validation report that cannot be read."""
+
+
+class ValidationFailedError(JaxmpError):
+    """Error for a precision that fails its validation."""
+
+
 class MissingDependencyError(JaxmpError, ImportError):
     """Error for a missing optional package."""
 

@@ -1,0 +1,10 @@
+"""Validation: training in candidate precisions compared with training in a reference precision.
+
+`_report` documents the JSON layout of a report.
+"""
+
+from __future__ import annotations
+
+from jaxmp._validate._report import ValidationReport as ValidationReport
+from jaxmp._validate._rows import CandidateResult as CandidateResult
+from jaxmp._validate._run import TrainingRun as TrainingRun

@@ -1,0 +1,373 @@
+"""Rows of a validation report, and their conversion to and from plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
+
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+
+# Data that `json.dumps` accepts.
+JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MetricChoice:
+    """Held-out metric that decides, and the reason for it.
+
+    Args:
+      name: its name in `evaluate`, such as "loss" or "accuracy".
+      scale: "relative": differences are relative to the reference; "absolute": they are in units
+        of the metric.
+      reason: the reason for this choice, in one or two sentences.
+    """
+
+    name: str = "loss"
+    scale: str = "relative"
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Measured figure of a candidate and its budget.
+
+    Args:
+      name: "held_out_loss", "final_loss", "held_out_accuracy", "gradient_error", "curve", ...
+      verdict: "pass", "fail" or "inconclusive".
+      value: the measured figure; larger is worse.
+      low: lower bound of its one-sided 95 % interval; None if the figure has no interval.
+      high: upper bound of its one-sided 95 % interval; None if the figure has no interval.
+      budget: the largest value that passes.
+      margin: budget - high, or budget - value without an interval; negative if it does not pass.
+      scale: "relative" (a ratio minus 1; print as percent) or "absolute".
+      text: the comparison as a sentence.
+    """
+
+    name: str
+    verdict: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    budget: float = 0.0
+    margin: float = 0.0
+    scale: str = "relative"
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Known cause of a failure, diagnosed from measurements and from the audit of the step.
+
+    Args:
+      id: "fp16_underflow", "missing_masters", "softmax_16bit", "accumulator_16bit",
+        "norm_statistics_16bit", "fp8_weights", "overflow" or the id of a check of the audit.
+      summary: the cause in a few words; the headline contains it.
+      evidence: the measurements that show it.
+      fix: the remedy, as code.
+    """
+
+    id: str
+    summary: str
+    evidence: str = ""
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeedPair:
+    """Deciding metric of reference and candidate for one seed.
+
+    Args:
+      seed: seed of the initial parameters and of the data order.
+      reference: the metric of the reference.
+      candidate: the metric of the candidate.
+      difference: log(candidate / reference) if the scale is relative, otherwise the difference;
+        positive if the candidate is worse.
+    """
+
+    seed: int
+    reference: float
+    candidate: float
+    difference: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Power:
+    """Size of the smallest difference that the test detects.
+
+    Args:
+      deviation: standard deviation of the paired differences over the seeds.
+      unpaired_deviation: standard deviation of the reference over its own seeds, in the same unit.
+      interval: half width of the one-sided 95 % interval of the mean difference.
+      detectable: smallest true difference above zero that would fail the budget with a probability
+        of at least 80 %, minus the budget.
+      seeds_needed: number of seeds with which a true difference of zero passes with a probability
+        of at least 80 %; 0 if more than 1,000 would be needed.
+      text: the same as a sentence, with the influence of the number of steps.
+    """
+
+    deviation: float = math.nan
+    unpaired_deviation: float = math.nan
+    interval: float = math.nan
+    detectable: float = math.nan
+    seeds_needed: int = 0
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientRow:
+    """Gradient of all parameters at one step, on the reference's parameters and batch.
+
+    Args:
+      step: number of updates before it.
+      error: norm of (candidate - reference) over the norm of the reference.
+      cosine: cosine of the angle between both.
+      norm: norm of the reference's gradient.
+      underflow: share of the elements that are nonzero in the reference and zero in the candidate.
+      nonfinite: share of the candidate's elements that are infinite or NaN.
+      stalled: share of the candidate's parameters with a nonzero gradient that the update does not
+        change; 0 for the initial steps of a warm-up with a learning rate of zero.
+      reference_stalled: the same share in the reference.
+      loss_error: absolute difference of the loss of this batch over that of the reference.
+    """
+
+    step: int
+    error: float
+    cosine: float
+    norm: float
+    underflow: float = 0.0
+    nonfinite: float = 0.0
+    stalled: float = 0.0
+    reference_stalled: float = 0.0
+    loss_error: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """Gradients and activations of one module at one step, on identical parameters and batch.
+
+    Args:
+      module: path, such as "block_0/attention/query".
+      step: number of updates before it.
+      order: position of the module in the forward pass; -1 if it is not known.
+      gradient_error: relative error of the gradient of the module's own parameters; None for
+        modules without parameters.
+      gradient_cosine: cosine of that gradient with the reference's; None without parameters.
+      gradient_norm: norm of the reference's gradient; None without parameters.
+      underflow: share of that gradient's elements that became zero; None without parameters.
+      activation_error: relative error of the module's output; None if it was not captured.
+      activation_cosine: cosine of the output with the reference's.
+      activation_amax: largest magnitude of the reference's output.
+    """
+
+    module: str
+    step: int
+    order: int = -1
+    gradient_error: float | None = None
+    gradient_cosine: float | None = None
+    gradient_norm: float | None = None
+    underflow: float | None = None
+    activation_error: float | None = None
+    activation_cosine: float | None = None
+    activation_amax: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorOrigin:
+    """Modules in which the error first appears, and in which it grows most.
+
+    Args:
+      forward: first module in the forward pass whose output has an error; "" if none.
+      growth: module whose output's error exceeds that of the preceding module by most.
+      backward: module with the largest error of its gradient.
+      text: the same as a sentence.
+    """
+
+    forward: str = ""
+    growth: str = ""
+    backward: str = ""
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """Comparison of the whole training of a candidate with that of the reference.
+
+    Args:
+      curve_distance: mean over steps of |log(candidate / reference)| of the smoothed training
+        loss, averaged over seeds.
+      curve_band: the same distance between pairs of seeds of the reference, averaged.
+      curve_inside: share of the steps at which the candidate's mean curve is within the range of
+        the reference's seeds.
+      gradient_norm_ratio: geometric mean over steps of the ratio of gradient norms.
+      gradient_norm_quantiles: (quantile, norm of the reference, norm of the candidate) over steps.
+      skipped: number of skipped steps, summed over seeds.
+      skipped_after_warmup: those after the first tenth of the steps.
+      final_loss_scale: (smallest, largest) final loss scale over the seeds.
+      weight_norm_drift: largest relative difference of the norm of all parameters over the
+        evaluations, averaged over seeds.
+    """
+
+    curve_distance: float = 0.0
+    curve_band: float = 0.0
+    curve_inside: float = 1.0
+    gradient_norm_ratio: float = 1.0
+    gradient_norm_quantiles: tuple[tuple[float, float, float], ...] = ()
+    skipped: int = 0
+    skipped_after_warmup: int = 0
+    final_loss_scale: tuple[float, float] = (1.0, 1.0)
+    weight_norm_drift: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramRow:
+    """Audit of a training step, and its size as compiled for `target`.
+
+    Args:
+      target: the GPU, or "" for the device of this process.
+      equations: number of operations of the traced step.
+      findings: check id -> number of errors of `jaxmp.audit`.
+      low_precision_share: share of the matmul FLOPs in 16 bits or fewer.
+      temporary_bytes: temporary buffers of the compiled step.
+      argument_bytes: arguments of the compiled step.
+      kernels: number of fusions, calls and matmuls in the compiled step.
+    """
+
+    target: str = ""
+    equations: int = 0
+    findings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    low_precision_share: float = 0.0
+    temporary_bytes: int = 0
+    argument_bytes: int = 0
+    kernels: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """Record of one training run; the file of a run in the directory has the same fields.
+
+    Args:
+      name: name of the reference or candidate.
+      seed: seed of the initial parameters and of the data order.
+      losses: training loss of each step.
+      gradient_norms: norm of each step's gradient; empty if the step does not return `grads`.
+      loss_scales: loss scale before each step.
+      skipped: indices of the steps whose update was skipped.
+      eval_steps: numbers of updates at which `evaluate` was called, from 0 to `steps`.
+      evaluations: name of a metric -> value at each of `eval_steps`.
+      weight_norms: norm of all parameters at each of `eval_steps`.
+      initial_checksum: checksum of the initial FP32 parameters.
+      data_checksum: checksum of all batches in their order.
+      seconds: duration of the run, without that of its comparisons.
+    """
+
+    name: str
+    seed: int
+    losses: tuple[float, ...] = ()
+    gradient_norms: tuple[float, ...] = ()
+    loss_scales: tuple[float, ...] = ()
+    skipped: tuple[int, ...] = ()
+    eval_steps: tuple[int, ...] = ()
+    evaluations: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    weight_norms: tuple[float, ...] = ()
+    initial_checksum: str = ""
+    data_checksum: str = ""
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CandidateResult:
+    """Result of one candidate: verdict, causes, and all comparisons.
+
+    Args:
+      name: name of the candidate.
+      recipe: name of its recipe, or its policy.
+      verdict: "pass", "fail" or "inconclusive" (the interval contains the budget).
+      headline: the verdict in one line, with number, budget, margin and the cause of a failure.
+      causes: diagnosed causes, the most important first; empty for a candidate that passes.
+      checks: comparisons with budgets; the first failing one decides the headline.
+      pairs: the deciding metric for each seed.
+      power: the smallest difference that the test detects.
+      gradients: gradients of all parameters at each of `compare_steps`.
+      modules: gradients and activations of each module at each of `compare_steps`.
+      origin: the modules in which the error appears and grows.
+      training: comparison of the whole training.
+      program: audit and size of the training step.
+    """
+
+    name: str
+    recipe: str = ""
+    verdict: str = PASS
+    headline: str = ""
+    causes: tuple[Cause, ...] = ()
+    checks: tuple[Comparison, ...] = ()
+    pairs: tuple[SeedPair, ...] = ()
+    power: Power = dataclasses.field(default_factory=Power)
+    gradients: tuple[GradientRow, ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    origin: ErrorOrigin = dataclasses.field(default_factory=ErrorOrigin)
+    training: TrainingRow = dataclasses.field(default_factory=TrainingRow)
+    program: ProgramRow = dataclasses.field(default_factory=ProgramRow)
+
+
+# ---------------------------------------------------------------------------
+# Plain data
+# ---------------------------------------------------------------------------
+
+# Field -> class of its rows.
+_ROWS: Mapping[str, Any] = {
+    "candidates": CandidateResult,
+    "runs": TrainingRecord,
+    "causes": Cause,
+    "checks": Comparison,
+    "pairs": SeedPair,
+    "gradients": GradientRow,
+    "modules": ModuleRow,
+    "metric": MetricChoice,
+    "power": Power,
+    "origin": ErrorOrigin,
+    "training": TrainingRow,
+    "program": ProgramRow,
+}
+
+
+def to_plain(value: object) -> JSONValue:
+    """Returns a value of dataclass fields as JSON data; non-finite numbers become strings."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    assert value is None or isinstance(value, (str, int, float, bool)), type(value)
+    return value
+
+
+def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Returns the dataclass that `to_plain(dataclasses.asdict(...))` was made from.
+
+    Raises:
+      TypeError: if a field is missing or unknown.
+    """
+    types = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {}
+    for name, value in data.items():
+        row = _ROWS.get(name)
+        if row is not None and isinstance(value, list):
+            values[name] = tuple(from_plain(row, item) for item in value)
+        elif row is not None:
+            values[name] = from_plain(row, value)
+        else:
+            values[name] = _restored(value, "float" in types.get(name, ""))
+    return cls(**values)
+
+
+def _restored(value: Any, is_float: bool) -> Any:
+    if isinstance(value, list):
+        return tuple(_restored(item, is_float) for item in value)
+    if isinstance(value, dict):
+        return {key: _restored(item, is_float) for key, item in value.items()}
+    return float(value) if is_float and isinstance(value, str) else value

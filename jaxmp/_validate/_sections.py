@@ -1,0 +1,174 @@
+"""Sections of a validation report for text and rich: verdicts first, then the figures."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from jaxmp._audit._section import Fix, Section, nonempty
+from jaxmp._audit._units import counted
+from jaxmp._validate._rows import FAIL, PASS, CandidateResult, Comparison, TrainingRow
+
+if TYPE_CHECKING:
+    from jaxmp._validate._report import ValidationReport
+
+# Modules of a table without `full`.
+_MAX_MODULES = 6
+_MOODS = {PASS: "good", FAIL: "bad"}
+
+
+def report_sections(report: ValidationReport, full: bool) -> list[Section]:
+    """Returns the sections of a report.
+
+    Args:
+      report: the report.
+      full: True for every module and seed, and for the audit.
+    """
+    sections = [_figures(report)]
+    for candidate in report.candidates:
+        sections += _candidate_sections(report, candidate, full)
+    sections.append(Section("Notes", text=" ".join(report.notes)))
+    verdicts = [
+        Section(each.headline, mood=_MOODS.get(each.verdict, "")) for each in report.candidates
+    ]
+    return verdicts + nonempty(sections)
+
+
+def _figures(report: ValidationReport) -> Section:
+    text = (
+        f"{report.steps} steps and {counted(len(report.seeds), 'seed')} each, with the same "
+        f"initial parameters and batches as {report.reference}. {report.metric.reason} "
+        f"{report.test}"
+    )
+    rows = tuple(
+        (
+            each.name,
+            comparison.name.replace("_", " "),
+            figure_text(comparison.value, comparison.scale),
+            _interval_text(comparison),
+            figure_text(comparison.budget, comparison.scale, sign=False),
+            comparison.verdict,
+        )
+        for each in report.candidates
+        for comparison in each.checks
+    )
+    fixes = tuple(
+        Fix(f"{each.name}: {cause.summary}", ((False, cause.evidence), (True, cause.fix)))
+        for each in report.candidates
+        for cause in each.causes
+    )
+    columns = ("candidate", "figure", "value", "95 % interval", "budget", "verdict")
+    return Section("Figures and budgets", text.strip(), columns, rows, fixes)
+
+
+def figure_text(value: float, scale: str, *, sign: bool = True) -> str:
+    """Returns a figure as text: `+0.02 %` if it is relative, otherwise three digits."""
+    if not math.isfinite(value):
+        return str(value)
+    plus = "+" if sign else ""
+    return f"{100 * value:{plus}.3g} %" if scale == "relative" else f"{value:{plus}.3g}"
+
+
+def _interval_text(comparison: Comparison) -> str:
+    if comparison.low is None or comparison.high is None:
+        return ""
+    low, high = (figure_text(x, comparison.scale) for x in (comparison.low, comparison.high))
+    return f"{low} to {high}"
+
+
+def _candidate_sections(
+    report: ValidationReport, candidate: CandidateResult, full: bool
+) -> list[Section]:
+    sections = [
+        Section(
+            f"{candidate.name}: training",
+            candidate.power.text,
+            ("quantity", "value"),
+            training_rows(candidate.training),
+        ),
+        _gradients(candidate),
+        _modules(candidate, full),
+    ]
+    if full:
+        sections += [_pairs(report, candidate), _program(report, candidate)]
+    return sections
+
+
+def training_rows(training: TrainingRow) -> tuple[tuple[str, str], ...]:
+    """Returns (quantity, value) of the comparison of the whole training."""
+    low, high = training.final_loss_scale
+    scale = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return (
+        ("distance of the loss curves", f"{100 * training.curve_distance:.3g} %"),
+        ("distance between seeds of the reference", f"{100 * training.curve_band:.3g} %"),
+        ("steps within the range of these seeds", f"{100 * training.curve_inside:.0f} %"),
+        ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
+        ("skipped steps", str(training.skipped)),
+        ("final loss scale", scale),
+        ("drift of the parameter norm", f"{100 * training.weight_norm_drift:.3g} %"),
+    )
+
+
+def _gradients(candidate: CandidateResult) -> Section:
+    rows = tuple(
+        (
+            str(row.step),
+            f"{100 * row.error:.3g} %",
+            f"{row.cosine:.6f}",
+            f"{100 * row.underflow:.3g} %",
+            f"{100 * row.nonfinite:.3g} %",
+            f"{100 * row.stalled:.3g} %",
+        )
+        for row in candidate.gradients
+    )
+    columns = ("step", "error", "cosine", "became zero", "not finite", "unchanged parameters")
+    return Section(f"{candidate.name}: gradients", candidate.origin.text, columns, rows)
+
+
+def _modules(candidate: CandidateResult, full: bool) -> Section:
+    rows = sorted(candidate.modules, key=lambda row: -(row.gradient_error or 0.0))
+    shown = rows if full else rows[:_MAX_MODULES]
+    text = "" if len(shown) == len(rows) else f"The {len(shown)} largest errors of {len(rows)}."
+    cells = tuple(
+        (
+            row.module or "(root)",
+            str(row.step),
+            _percent(row.gradient_error),
+            "" if row.gradient_cosine is None else f"{row.gradient_cosine:.6f}",
+            _percent(row.activation_error),
+        )
+        for row in shown
+    )
+    columns = ("module", "step", "gradient error", "cosine", "activation error")
+    return Section(f"{candidate.name}: modules", text, columns, cells)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
+def _pairs(report: ValidationReport, candidate: CandidateResult) -> Section:
+    rows = tuple(
+        (
+            str(pair.seed),
+            f"{pair.reference:.6g}",
+            f"{pair.candidate:.6g}",
+            figure_text(pair.difference, report.metric.scale),
+        )
+        for pair in candidate.pairs
+    )
+    columns = ("seed", report.reference, candidate.name, "difference")
+    return Section(f"{candidate.name}: {report.metric.name} by seed", "", columns, rows)
+
+
+def _program(report: ValidationReport, candidate: CandidateResult) -> Section:
+    before, after = report.program, candidate.program
+    findings = ", ".join(f"{check}: {count}" for check, count in after.findings.items()) or "none"
+    rows = (
+        ("errors of the audit", "", findings),
+        ("operations", f"{before.equations:,}", f"{after.equations:,}"),
+        ("temporary buffers", f"{before.temporary_bytes:,} B", f"{after.temporary_bytes:,} B"),
+        ("kernels", f"{before.kernels:,}", f"{after.kernels:,}"),
+    )
+    title = f"{candidate.name}: training step"
+    return Section(title, "", ("quantity", report.reference, candidate.name), rows)
