@@ -131,7 +131,12 @@ class Counts(NamedTuple):
 
 def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Counts:
     """Compiles the step of a recipe for the GPU, and returns its counts."""
-    step, *state, tokens = MAKERS[framework](recipe, model, batch_size)
+    return count_step(recipe, framework, *MAKERS[framework](recipe, model, batch_size))
+
+
+def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
+    """Compiles a step for the GPU, and returns its counts; its last argument is the batch."""
+    *state, tokens = args
     with _compat.context(target="gpu", capability=(GPUS[TARGET].major, 0)):
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)

@@ -235,7 +235,7 @@ def matrices(params: Any) -> Any:
 
 
 def linen_training(
-    recipe: Any, gpt: GPT, tx: optax.GradientTransformation, seed: int = 0
+    recipe: Any, gpt: nn.Module, tx: optax.GradientTransformation, seed: int = 0
 ) -> tuple[Callable[[], jaxmp.TrainState], Callable[..., Any]]:
     """Returns a function that makes the initial state, and the jitted train step."""
     recipe = jaxmp.load_recipe(recipe)
@@ -257,20 +257,24 @@ def linen_training(
 
 
 def nnx_training(
-    recipe: Any, gpt: GPT, tx: optax.GradientTransformation, seed: int = 0
+    recipe: Any,
+    gpt: Any,
+    tx: optax.GradientTransformation,
+    seed: int = 0,
+    make: Callable[..., Any] = NnxGPT,
 ) -> tuple[Callable[[], Any], Callable[..., jax.Array]]:
     """Returns a function that makes the model and its optimizer, and the jitted train step."""
     recipe = jaxmp.load_recipe(recipe)
 
-    def init() -> tuple[NnxGPT, jaxmp.nnx.Optimizer]:
-        model = recipe.wrap(NnxGPT(gpt, rngs=nnx.Rngs(seed)))
+    def init() -> tuple[nnx.Module, jaxmp.nnx.Optimizer]:
+        model = recipe.wrap(make(gpt, rngs=nnx.Rngs(seed)))
         return model, jaxmp.nnx.Optimizer(model, recipe.optimizer(tx))
 
-    def loss_fn(model: NnxGPT, tokens_BS: jax.Array) -> jax.Array:
+    def loss_fn(model: Any, tokens_BS: jax.Array) -> jax.Array:
         return model(tokens_BS[:, :-1], tokens_BS[:, 1:])
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def train_step(model: NnxGPT, optimizer: jaxmp.nnx.Optimizer, tokens_BS: jax.Array) -> Any:
+    def train_step(model: nnx.Module, optimizer: jaxmp.nnx.Optimizer, tokens_BS: jax.Array) -> Any:
         loss, grads = optimizer.value_and_grad(loss_fn)(model, tokens_BS)
         optimizer.update(model, grads)
         return loss
@@ -320,7 +324,7 @@ def random_batch(
     return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 
-def read_tokens(file: Path, gpt: GPT) -> np.ndarray:
+def read_tokens(file: Path, gpt: Any) -> np.ndarray:
     """Maps a file of 16-bit tokens into memory; raises an error if it does not fit the model."""
     if file.stat().st_size < 4 * gpt.max_length:
         raise typer.BadParameter(f"{file} is shorter than two texts of {gpt.max_length} tokens.")
@@ -355,6 +359,36 @@ class Framework(enum.StrEnum):
     nnx = "nnx"
 
 
+def train(
+    framework: Framework,
+    init: Callable[[], Any],
+    train_step: Callable[..., Any],
+    text: np.ndarray,
+    steps: int,
+    batch_size: int,
+    length: int,
+    seed: int,
+) -> list[float]:
+    """Runs the steps on random windows of a text, and returns the loss of each."""
+    is_linen = framework == Framework.linen
+    model, state = (None, jax.jit(init)()) if is_linen else nnx.jit(init)()
+    losses, rng, start = [], np.random.default_rng(seed), time.perf_counter()
+    for step in range(1, steps + 1):
+        batch_BS = random_batch(text, batch_size, length, rng)
+        if is_linen:
+            state, loss = train_step(state, batch_BS)
+        else:
+            loss = train_step(model, state, batch_BS)
+        losses.append(loss)
+        if step % 10 == 0 or step == steps:
+            jaxmp.check(state)  # raises if gradients overflow at the smallest loss scale
+            skipped = int(jaxmp.get_skip_stats(state).total)
+            print(f"step {step:>5}  loss {float(loss):.3f}  {skipped} steps skipped", flush=True)
+    tokens_per_second = steps * batch_size * length / (time.perf_counter() - start)
+    print(f"{tokens_per_second:,.0f} tokens/s, with compilation")
+    return [float(loss) for loss in losses]
+
+
 Size = enum.StrEnum("Size", {name: name for name in SIZES})
 
 
@@ -374,25 +408,9 @@ def main(
     """Trains GPT-2 and returns the loss of each step."""
     gpt = SIZES[size].clone(remat=remat)
     text = read_tokens(tokens, gpt) if tokens else read_standard_library()
-    is_linen = framework == Framework.linen
-    training = linen_training if is_linen else nnx_training
+    training = linen_training if framework == Framework.linen else nnx_training
     init, train_step = training(recipe, gpt, make_optimizer(lr, steps), seed)
-    model, state = (None, jax.jit(init)()) if is_linen else nnx.jit(init)()
-    losses, rng, start = [], np.random.default_rng(seed), time.perf_counter()
-    for step in range(1, steps + 1):
-        batch_BS = random_batch(text, batch_size, gpt.max_length, rng)
-        if is_linen:
-            state, loss = train_step(state, batch_BS)
-        else:
-            loss = train_step(model, state, batch_BS)
-        losses.append(loss)
-        if step % 10 == 0 or step == steps:
-            jaxmp.check(state)  # raises if gradients overflow at the smallest loss scale
-            skipped = int(jaxmp.get_skip_stats(state).total)
-            print(f"step {step:>5}  loss {float(loss):.3f}  {skipped} steps skipped", flush=True)
-    tokens_per_second = steps * batch_size * gpt.max_length / (time.perf_counter() - start)
-    print(f"{tokens_per_second:,.0f} tokens/s, with compilation")
-    return [float(loss) for loss in losses]
+    return train(framework, init, train_step, text, steps, batch_size, gpt.max_length, seed)
 
 
 if __name__ == "__main__":

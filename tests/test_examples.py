@@ -31,6 +31,7 @@ import gan
 import gpt
 import gpu_smoke
 import jaxmp
+import llama
 import train_lm
 import vision_digits
 from vision_digits import Digits, handwritten_digits, shuffled_batches
@@ -225,7 +226,7 @@ def test_a_script_needs_at_most_one_other_file(script):
 
 @pytest.mark.parametrize(
     "module",
-    [train_lm, gpt, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak],
+    [train_lm, gpt, llama, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak],
 )
 def test_commands_in_docstrings_name_options_that_exist(module):
     app = typer.Typer()
@@ -239,7 +240,9 @@ def test_commands_in_docstrings_name_options_that_exist(module):
         assert set(re.findall(r"--([\w-]+)", options)) <= known
 
 
-@pytest.mark.parametrize("function", [train_lm.train, gpt.main, vision_digits.main, gan.main])
+@pytest.mark.parametrize(
+    "function", [train_lm.train, gpt.main, llama.main, vision_digits.main, gan.main]
+)
 def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
     app = typer.Typer()
     app.command()(function)
