@@ -68,9 +68,13 @@ def checksums(leaves: list[Any]) -> list[str]:
 def _start(leaf: Array | np.ndarray) -> _Parts:
     if not isinstance(leaf, jax.Array):
         # Every process has the whole of it.
-        return [_host_sum(np.asarray(leaf), (0,) * np.ndim(leaf), np.shape(leaf))] * (
-            jax.process_index() == 0
-        )
+        if jax.process_index() != 0:
+            return []
+        array = np.asarray(leaf)
+        start = (0,) * array.ndim
+        if array.size <= _HOST_ELEMENTS or jnp.asarray(array[:0]).dtype != array.dtype:
+            return [_host_sum(array, start, array.shape)]
+        return [_sum_part(jnp.asarray(array), start, array.shape)]
     replicated = leaf.is_fully_addressable and jax.process_count() > 1
     if replicated and jax.process_index() != 0:
         return []
