@@ -1,12 +1,10 @@
-"""Gradients of functions of Flax NNX objects, and records of the values that they write."""
+"""Gradients of functions of Flax NNX objects."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,200 +12,20 @@ from flax import nnx
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._flax._nnx_arguments import (
+    by_position,
+    count_argnums,
+    is_ref,
+    put_objects,
+    ref_indices,
+    take_objects,
+)
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
+from jaxmp._flax._nnx_writes import Slot, Write, describe_arrays, same
 from jaxmp.errors import JaxmpError
 
 # The tag of the update context that maps objects inside the gradient to those outside.
 _TAG = "jaxmp"
-
-
-# ---------------------------------------------------------------------------
-# Locations and writes
-# ---------------------------------------------------------------------------
-
-
-class Slot:
-    """Location of a value in a Flax object: a Variable, or an array attribute."""
-
-    def __init__(
-        self, root: object, path: tuple[Any, ...], leaf: nnx.Variable[Any] | Array
-    ) -> None:
-        self.variable = leaf if isinstance(leaf, nnx.Variable) else None
-        # A weak reference, because the object may contain the optimizer that stores its writes.
-        self._root = None if self.variable is not None else weakref.ref(root)
-        self._path = path
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Slot):
-            return NotImplemented
-        if self.variable is not None or other.variable is not None:
-            return self.variable is other.variable
-        return self._root == other._root and self._path == other._path
-
-    def __hash__(self) -> int:
-        return id(self.variable) if self.variable is not None else hash(self._path)
-
-    def get(self) -> PyTree:
-        """Returns the value at the location, or None if the location no longer exists."""
-        if self.variable is not None:
-            return self.variable.get_raw_value()
-        root = None if self._root is None else self._root()
-        return next((v for path, v in nnx.iter_graph(root) if path == self._path), None)
-
-    def set(self, value: PyTree) -> None:
-        if self.variable is not None:
-            self.variable.set_raw_value(value)
-            return
-        nested = value
-        for name in reversed(self._path):
-            nested = {name: nested}
-        nnx.update(None if self._root is None else self._root(), nested)
-
-
-@dataclasses.dataclass
-class Write:
-    """Record of one write of a forward pass.
-
-    slot: the location.
-    before, after: the values at the location before and after the call.
-    """
-
-    slot: Slot
-    before: Any
-    after: Any
-
-    @property
-    def is_restorable(self) -> bool:
-        """True if a skipped step undoes this write.
-
-        False for RNG state, intermediates, FP8 state, and changes of structure, shape or dtype.
-        """
-        excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
-        return not isinstance(self.slot.variable, excluded) and _described(
-            self.before
-        ) == _described(self.after)
-
-
-def _described(value: PyTree) -> tuple[object, list[tuple[object, object]]]:
-    leaves, structure = jax.tree.flatten(value)
-    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
-
-
-def same(value: PyTree, other: PyTree) -> bool:
-    """Returns True if two values consist of the same array objects."""
-    leaves, other_leaves = jax.tree.leaves(value), jax.tree.leaves(other)
-    return len(leaves) == len(other_leaves) and all(
-        a is b for a, b in zip(leaves, other_leaves, strict=True)
-    )
-
-
-def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
-    """Restores the value at a location before `write`, unless the step was applied.
-
-    Args:
-      write: a write of the call whose step is applied or skipped.
-      others: pending writes of other optimizers. Later writes were computed from the value of
-        `write`, so they are undone as well. An earlier write is updated to the restored value.
-      applied: bool scalar.
-    """
-    others = [other for other in others if other.slot == write.slot]
-    old, new = write.after, _trees.select(applied, write.after, write.before)
-    for other in others:
-        if same(other.after, write.before):
-            other.after = new
-    while (later := next((o for o in others if same(o.before, old)), None)) is not None:
-        others.remove(later)
-        later.before = new
-        old, new = later.after, _trees.select(applied, later.after, write.before)
-        later.after = new
-    if same(write.slot.get(), old):
-        write.slot.set(new)
-
-
-def continued(write: Write, earlier: Write) -> Write:
-    """Returns `write`, extended to an earlier call whose gradients were not applied.
-
-    A skipped step then restores the value that the earlier call wrote, unless it is not finite:
-    gradients can be accumulated over several calls, and a skipped step must not leave a NaN.
-    """
-    if not same(earlier.after, write.before):
-        return write
-    finite = _trees.all_finite(earlier.after)
-    before = _trees.select(finite, earlier.after, earlier.before)
-    return Write(write.slot, before, write.after)
-
-
-# ---------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Ref:
-    """Marker for the position of a Flax object in a tree of arguments or results."""
-
-    index: int
-
-
-def is_object(value: object) -> bool:
-    return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
-
-
-def _without_objects(tree: PyTree, objects: list[object]) -> PyTree:
-    """Replaces each Flax object in `tree` by a `_Ref`, and appends the object to `objects`."""
-
-    def take(leaf: object) -> object:
-        if not is_object(leaf):
-            return leaf
-        objects.append(leaf)
-        return _Ref(len(objects) - 1)
-
-    return jax.tree.map(take, tree, is_leaf=is_object)
-
-
-def _with_objects(tree: PyTree, objects: Sequence[object]) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: objects[leaf.index] if isinstance(leaf, _Ref) else leaf, tree, is_leaf=_is_ref
-    )
-
-
-def _is_ref(value: object) -> TypeGuard[_Ref]:
-    return isinstance(value, _Ref)
-
-
-def _refs(tree: PyTree) -> list[int]:
-    return [leaf.index for leaf in jax.tree.leaves(tree, is_leaf=_is_ref) if _is_ref(leaf)]
-
-
-def _by_position(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Converts keyword arguments to positional ones, to which argument numbers can refer."""
-    if not kwargs:
-        return args, kwargs
-    try:
-        bound = inspect.signature(fn).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        # No signature, or an invalid call, for which the function itself raises.
-        return args, kwargs
-    return bound.args, bound.kwargs
-
-
-def _counted(name: str, numbers: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Returns argument numbers with negative ones counted from the end."""
-    for number in _gradients.as_tuple(numbers):
-        if name != "batch_argnums" and not -count <= number < count:
-            raise JaxmpError(
-                f"{name} names argument {number}, but the function was called with {count} "
-                "positional argument(s)."
-            )
-    return tuple(n % count if -count <= n < 0 else n for n in _gradients.as_tuple(numbers))
-
-
-# ---------------------------------------------------------------------------
-# The gradient
-# ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,13 +66,13 @@ class Gradient:
     def filters(self, count: int) -> dict[int, Any]:
         """Returns the filter of the Variables of each argument to differentiate."""
         filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in self._selected)
-        return dict(zip(_counted("argnums", self.numbers, count), filters, strict=True))
+        return dict(zip(count_argnums("argnums", self.numbers, count), filters, strict=True))
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Any, list[Write]]:
         """Returns the result of `value_and_grad`, and all writes of `fn` to Flax objects."""
-        args, kwargs = _by_position(self.fn, args, kwargs)
+        args, kwargs = by_position(self.fn, args, kwargs)
         with nnx.update_context(_TAG):
             return _Call(self, args, kwargs, options).run()
 
@@ -277,13 +95,13 @@ class _Call:
         self.filters = gradient.filters(len(args))
         self.microbatches = options.get("microbatches", 1)
         numbers = {
-            name: _counted(name, options.get(name, default), len(args))
+            name: count_argnums(name, options.get(name, default), len(args))
             for name, default in (("batch_argnums", 1), ("rng_argnums", None))
         }
         self.options = {**options, **numbers}
         self.objects: list[Any] = []
-        self.args: tuple[Any, ...] = tuple(_without_objects(arg, self.objects) for arg in args)
-        self.kwargs = _without_objects(kwargs, self.objects)
+        self.args: tuple[Any, ...] = tuple(take_objects(arg, self.objects) for arg in args)
+        self.kwargs = take_objects(kwargs, self.objects)
         with nnx.split_context(_TAG) as context:
             self.graphdef, flat = context.flatten(tuple(self.objects))
         # The caller's Variables and arrays, each once; paths start with the index of the object.
@@ -295,7 +113,7 @@ class _Call:
 
     def _classify(self) -> None:
         """Sorts leaves into differentiated, overwritten, carried between microbatches, constant."""
-        owner = {k: i for i, arg in enumerate(self.args) for k in _refs(arg)}
+        owner = {k: i for i, arg in enumerate(self.args) for k in ref_indices(arg)}
         predicates = {i: nnx.filterlib.to_predicate(f) for i, f in self.filters.items()}
 
         def is_differentiated(path: tuple[Any, ...], leaf: nnx.Variable[Any] | Array) -> bool:
@@ -347,10 +165,10 @@ class _Call:
                 out.append(arg)
                 continue
             states = [self._state(k, self.differentiated[k]) for k in range(len(self.objects))]
-            params = _with_objects(arg, list(map(nnx.as_pure, states)))
+            params = put_objects(arg, list(map(nnx.as_pure, states)))
             overwritten = {
                 str(k): nnx.as_pure(self._state(k, self.overwritten[k]))
-                for k in _refs(arg)
+                for k in ref_indices(arg)
                 if self.overwritten[k]
             }
             if overwritten:
@@ -379,10 +197,10 @@ class _Call:
             inner[i] = _renewed(self.leaves[i], value)
         for i in self.filters:
             params, overwritten = _overwritten.split(pure_args[i])
-            treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
-            refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
+            treedef = jax.tree.structure(self.args[i], is_leaf=is_ref)
+            refs = jax.tree.leaves(self.args[i], is_leaf=is_ref)
             for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True):
-                if not _is_ref(ref):
+                if not is_ref(ref):
                     continue
                 groups = [(self.differentiated[ref.index], value)]
                 if overwritten is not None and str(ref.index) in overwritten:
@@ -398,14 +216,14 @@ class _Call:
         out = []
         for i, (arg, pure) in enumerate(zip(self.args, pure_args, strict=True)):
             if i not in self.filters:
-                out.append(_with_objects(pure, objects))
+                out.append(put_objects(pure, objects))
                 continue
             params, _ = _overwritten.split(pure)
-            treedef = jax.tree.structure(arg, is_leaf=_is_ref)
-            refs = jax.tree.leaves(arg, is_leaf=_is_ref)
+            treedef = jax.tree.structure(arg, is_leaf=is_ref)
+            refs = jax.tree.leaves(arg, is_leaf=is_ref)
             out.append(
                 treedef.unflatten(
-                    objects[ref.index] if _is_ref(ref) else value
+                    objects[ref.index] if is_ref(ref) else value
                     for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
                 )
             )
@@ -421,10 +239,10 @@ class _Call:
         with nnx.merge_context(_TAG, inner=True) as context:
             objects = context.unflatten(self.graphdef, inner)
         inner_args = self._inner_args(pure_args, objects)
-        out = self.gradient.fn(*inner_args, **_with_objects(self.kwargs, objects))
+        out = self.gradient.fn(*inner_args, **put_objects(self.kwargs, objects))
         loss, aux = self._split_aux(out)
         aux_objects: list[Any] = []
-        aux = _without_objects(aux, aux_objects)
+        aux = take_objects(aux, aux_objects)
         with nnx.split_context(_TAG) as context:
             graphdef, flat = context.flatten((objects, tuple(aux_objects)))
         known: dict[Any, int] = {
@@ -468,7 +286,7 @@ class _Call:
         grads = tuple(self._grads(i, grad) for i, grad in zip(self.filters, grads, strict=True))
         if not isinstance(self.gradient.argnums, (tuple, list)):
             (grads,) = grads
-        loss = (loss, _with_objects(aux, aux_objects)) if self.gradient.has_aux else loss
+        loss = (loss, put_objects(aux, aux_objects)) if self.gradient.has_aux else loss
         return (loss, grads), self._writes()
 
     def _merge_outside(self, carried: Sequence[PyTree], values: list[PyTree]) -> Sequence[object]:
@@ -482,8 +300,8 @@ class _Call:
     def _grads(self, i: int, grads: PyTree) -> PyTree:
         """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
         params, overwritten = _overwritten.split(grads)
-        treedef = jax.tree.structure(self.args[i], is_leaf=_is_ref)
-        refs = jax.tree.leaves(self.args[i], is_leaf=_is_ref)
+        treedef = jax.tree.structure(self.args[i], is_leaf=is_ref)
+        refs = jax.tree.leaves(self.args[i], is_leaf=is_ref)
 
         def of_object(k: int, pure: PyTree) -> PyTree:
             states = [_in_variables(self._state(k, self.differentiated[k]), pure)]
@@ -495,7 +313,7 @@ class _Call:
             return nnx.merge_state(*states) if len(states) > 1 else states[0]
 
         return treedef.unflatten(
-            of_object(ref.index, value) if _is_ref(ref) else value
+            of_object(ref.index, value) if is_ref(ref) else value
             for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
         )
 
@@ -537,7 +355,7 @@ class _Plan:
             source = "unchanged"
         elif index in call.is_carried:
             source = "carried"
-            if _described(_value(leaf)) != _described(call.values[index]):
+            if describe_arrays(_value(leaf)) != describe_arrays(call.values[index]):
                 raise JaxmpError(
                     f"With microbatches={call.microbatches} the function changes the shape or the "
                     f"dtype of {_text(path[2:])}, from {_brief(call.values[index])} to "

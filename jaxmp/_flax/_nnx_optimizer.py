@@ -16,7 +16,8 @@ from jaxmp import _gradients
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
-from jaxmp._flax._nnx_gradients import Gradient, Write, continued, trained, undo
+from jaxmp._flax._nnx_gradients import Gradient, trained
+from jaxmp._flax._nnx_writes import Write, continued, undo
 from jaxmp._loss_scale import DynamicLossScale, LossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _find, _master

@@ -20,30 +20,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxmp._core._compat import is_moved, jaxpr_body, underlying
 from jaxmp._core._dtypes import bits, is_16bit
-from jaxmp._core._jaxprs import array_aval, sub_jaxprs
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
+from jaxmp._flax._data_movement import CALLS, LAYOUT, ComputedError, DataMovement, LazyArray
 from jaxmp._policies._inputs import Kept
-
-# Equations whose result consists of elements of all operands.
-_JOINS = frozenset({"concatenate", "stack"})
-# Equations whose result consists of elements of the first operand; the others are indices.
-_LAYOUT = _JOINS | frozenset(
-    {
-        *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "copy"),
-        *("slice", "dynamic_slice", "gather", "split", "unstack", "tile", "stop_gradient"),
-    }
-)
-# Equations on integers and booleans that compute indices.
-_INDICES = _LAYOUT | {
-    *("add", "sub", "mul", "neg", "max", "min", "rem", "clamp", "sign", "iota"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
-}
-_CALLS = frozenset({"jit", "pjit"})
 
 # (path, method) of a module.
 Callee: TypeAlias = tuple[tuple[str, ...], str]
@@ -259,7 +243,7 @@ def _may_come_from(leaf: Array, boundary: Boundary) -> bool:
     casts = [underlying(cast) for cast, _ in boundary.originals.values()]
     value = underlying(leaf)
     if isinstance(value, Tracer):
-        return is_moved(value, casts, _LAYOUT | _CALLS)
+        return is_moved(value, casts, LAYOUT | CALLS)
     concrete = [cast for cast in casts if not isinstance(cast, Tracer)]
     if not all(getattr(array, "is_fully_addressable", True) for array in (value, *concrete)):
         return False
@@ -326,103 +310,6 @@ def _recorded(probe: _Probe) -> list[CallKey]:
 # ---------------------------------------------------------------------------
 
 
-class _ComputedError(Exception):
-    """Raised if a value is the result of arithmetic, not only of data movement."""
-
-
-class _Value(NamedTuple):
-    """Array that is computed on demand, and its dtype."""
-
-    make: Callable[[], Array]
-    dtype: np.dtype
-
-
-class _Reader:
-    """Evaluator that recomputes a variable of a jaxpr from uncast inputs.
-
-    It follows the equations from the variable back to the inputs. Only data movement is allowed.
-
-    Args:
-      jaxpr: without its constants.
-      original: input variable -> its uncast value; raises `_ComputedError` if it was not cast.
-      index: input or constant variable -> its value, for indices.
-    """
-
-    def __init__(
-        self, jaxpr: Jaxpr, original: Callable[[Var], _Value], index: Callable[[Var], Array]
-    ) -> None:
-        self.equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.original, self.index = original, index
-
-    def wide(self, var: Var | Literal) -> _Value:
-        """Returns the uncast value of a floating variable.
-
-        Raises:
-          _ComputedError: if it is not the result of data movement alone, on inputs of one dtype.
-        """
-        if isinstance(var, Literal):
-            raise _ComputedError
-        equation = self.equations.get(var)
-        if equation is None:
-            return self.original(var)
-        position, name = equation.outvars.index(var), equation.primitive.name
-        if name in _CALLS:
-            inner, result = self._inside(equation, position)
-            return inner.wide(result)
-        if name not in _LAYOUT:
-            raise _ComputedError
-        count = len(equation.invars) if name in _JOINS else 1
-        moved = [self.wide(operand) for operand in equation.invars[:count]]
-        indices = [self.integer(operand) for operand in equation.invars[count:]]
-        if len({value.dtype for value in moved}) > 1:
-            raise _ComputedError
-        return _Value(
-            lambda: _bound(equation, position, [*(v.make() for v in moved), *indices]),
-            moved[0].dtype,
-        )
-
-    def integer(self, var: Var | Literal) -> Array:
-        """Returns the value of an index variable, computed from integers.
-
-        Raises:
-          _ComputedError: if it depends on floating values or on unlisted operations.
-        """
-        if array_aval(var).dtype.kind not in "iub":
-            raise _ComputedError
-        if isinstance(var, Literal):
-            return var.val
-        equation = self.equations.get(var)
-        if equation is None:
-            return self.index(var)
-        position, name = equation.outvars.index(var), equation.primitive.name
-        if name in _CALLS:
-            inner, result = self._inside(equation, position)
-            return inner.integer(result)
-        if name not in _INDICES:
-            raise _ComputedError
-        return _bound(equation, position, [self.integer(operand) for operand in equation.invars])
-
-    def _inside(self, equation: JaxprEqn, position: int) -> tuple[_Reader, Var | Literal]:
-        body, consts = jaxpr_body(sub_jaxprs(equation)[0])
-        outside = dict(zip(body.invars, equation.invars, strict=True))
-        known = dict(zip(body.constvars, consts, strict=True))
-
-        def index(var: Var) -> Array:
-            return known[var] if var in known else self.integer(outside[var])
-
-        def original(var: Var) -> _Value:
-            if var in known:
-                raise _ComputedError
-            return self.wide(outside[var])
-
-        return _Reader(body, original, index), body.outvars[position]
-
-
-def _bound(equation: JaxprEqn, position: int, operands: list[Array]) -> Array:
-    out = equation.primitive.bind(*operands, **equation.params)
-    return out[position] if equation.primitive.multiple_results else out
-
-
 def _moved(trace: _Trace, position: int, leaf: Array, level: int) -> Array | None:
     """Returns the original of a value, with the same data movement applied.
 
@@ -442,26 +329,26 @@ def _moved(trace: _Trace, position: int, leaf: Array, level: int) -> Array | Non
     inputs = dict(zip(trace.jaxpr.invars, pairs, strict=False))
     known = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
 
-    def original(var: Var) -> _Value:
+    def original(var: Var) -> LazyArray:
         cast, uncast = inputs.get(var, (None, None))
         if cast is uncast or uncast is None:
-            raise _ComputedError
+            raise ComputedError
         # An enclosing boundary may have cast this value as well.
         outer = _unchanged(uncast, level)
         value = uncast if outer is None else outer
-        return _Value(lambda: value, value.dtype)
+        return LazyArray(lambda: value, value.dtype)
 
     def index(var: Var) -> Array:
         if var in known:
             return known[var]
         cast, _ = inputs.get(var, (None, None))
         if cast is None:
-            raise _ComputedError
+            raise ComputedError
         return cast
 
     try:
-        value = _Reader(trace.jaxpr, original, index).wide(trace.outvars[position])
-    except _ComputedError:
+        value = DataMovement(trace.jaxpr, original, index).wide(trace.outvars[position])
+    except ComputedError:
         return None
     if bits(value.dtype) <= bits(leaf.dtype):
         return None

@@ -1,0 +1,34 @@
+"""All branches on versions of JAX and Flax, all private imports, and the compile target."""
+
+from jaxmp._core._compat._axes import agree as agree
+from jaxmp._core._compat._axes import bound_axes as bound_axes
+from jaxmp._core._compat._axes import check_axes as check_axes
+from jaxmp._core._compat._axes import largest as largest
+from jaxmp._core._compat._axes import smallest as smallest
+from jaxmp._core._compat._axes import vary as vary
+from jaxmp._core._compat._axes import varying_axes as varying_axes
+from jaxmp._core._compat._context import Context as Context
+from jaxmp._core._compat._context import compute_capability as compute_capability
+from jaxmp._core._compat._context import context as context
+from jaxmp._core._compat._context import cudnn_version as cudnn_version
+from jaxmp._core._compat._context import current_context as current_context
+from jaxmp._core._compat._context import current_mesh as current_mesh
+from jaxmp._core._compat._context import target as target
+from jaxmp._core._compat._context import target_capability as target_capability
+from jaxmp._core._compat._devices import described_gpus as described_gpus
+from jaxmp._core._compat._devices import unchecked_cuda as unchecked_cuda
+from jaxmp._core._compat._jaxprs import is_in_custom_vjp as is_in_custom_vjp
+from jaxmp._core._compat._jaxprs import is_moved as is_moved
+from jaxmp._core._compat._jaxprs import is_within as is_within
+from jaxmp._core._compat._jaxprs import jaxpr_body as jaxpr_body
+from jaxmp._core._compat._jaxprs import jaxpr_like as jaxpr_like
+from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
+from jaxmp._core._compat._jaxprs import underlying as underlying
+from jaxmp._core._compat._objects import can_update as can_update
+from jaxmp._core._compat._objects import declares_pytree as declares_pytree
+from jaxmp._core._compat._objects import einsum_bias_shape as einsum_bias_shape
+from jaxmp._core._compat._objects import is_on_host as is_on_host
+from jaxmp._core._compat._objects import plain_array as plain_array
+from jaxmp._core._compat._watch_jit import JitCall as JitCall
+from jaxmp._core._compat._watch_jit import watch_jit as watch_jit
+from jaxmp._core._compat._watch_jit import watch_nnx as watch_nnx

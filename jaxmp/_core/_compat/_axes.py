@@ -1,0 +1,78 @@
+"""Mapped axes of `vmap`, `pmap` and `shard_map`, and reductions over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import jax
+
+from jaxmp._core._typing import PyTree
+from jaxmp.errors import CompositionError
+
+
+def varying_axes(tree: PyTree) -> frozenset[Any]:
+    """Returns the axes of an enclosing `shard_map` over which a leaf of `tree` varies."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
+
+
+def vary(tree: PyTree, axes: Collection[Any]) -> PyTree:
+    """Casts leaves to device-varying over mesh `axes`, so that JAX does not reduce their gradients.
+
+    Inside `shard_map`, JAX sums the gradient of a replicated value over the mesh, in the dtype in
+    which the forward pass used it. The gradient of a device-varying value is not summed. Axes of
+    `vmap` and `pmap` are not mesh axes and are ignored.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes) if mesh is not None else set()
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(a for a in axes if a in manual and a not in varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns those `axes` over which an enclosing `vmap`, `pmap` or `shard_map` maps."""
+
+    def is_bound(axis: Hashable) -> bool:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            return False
+        return True
+
+    return tuple(axis for axis in axes if is_bound(axis))
+
+
+def check_axes(axes: tuple[Any, ...]) -> None:
+    """Checks that an enclosing function maps over each of `axes`.
+
+    Raises:
+      CompositionError: with the axis, and a call that binds it.
+    """
+    bound = bound_axes(axes)
+    for axis in axes:
+        if axis not in bound:
+            raise CompositionError(
+                f"axis_name={axis!r}: no enclosing function maps over an axis of that name. Map "
+                f"the step, for example jax.pmap(train_step, axis_name={axis!r}). If jax.jit "
+                "shards the batch, leave axis_name out, also of recipe.optimizer."
+            )
+
+
+def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns True if the bool scalar `flag` is True on every device along `axes`."""
+    return jax.lax.pmin(vary(flag.astype("int32"), axes), axes).astype(bool)
+
+
+def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns the maximum of an integer scalar over all devices along `axes`."""
+    return jax.lax.pmax(vary(value, axes), axes)
+
+
+def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns the minimum of an integer scalar over all devices along `axes`."""
+    return jax.lax.pmin(vary(value, axes), axes)

@@ -1,0 +1,109 @@
+"""Jaxprs, sources of equations, and tracers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxmp._core._compat._private import load_private
+
+if TYPE_CHECKING:
+    from jax.extend.source_info_util import SourceInfo
+
+
+# Code of the frame in which JAX calls a `custom_vjp` function and its two rules.
+_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
+
+
+def is_within(source_info: SourceInfo, function: Callable[..., Any]) -> bool:
+    """Returns True for the source of an equation that a call of a Python function made."""
+    traceback = source_info.traceback
+    return traceback is not None and function.__code__ in traceback.raw_frames()[0]
+
+
+def is_in_custom_vjp(source_info: SourceInfo) -> bool:
+    """Returns True for the source of an equation that a `custom_vjp` function or its rules made.
+
+    Differentiation replaces a `custom_vjp_call` equation by those of its rules. Their tracebacks
+    still contain the call; JAX cuts each traceback off at the function that is being traced.
+    """
+    traceback = source_info.traceback
+    return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
+
+
+def jaxpr_body(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def jaxpr_like(new: ClosedJaxpr, old: Jaxpr | ClosedJaxpr) -> Any:
+    """Converts a closed jaxpr to the form, open or closed, of the jaxpr that it replaces."""
+    # JAX 0.12 has one class for both.
+    if type(old) is type(new):
+        return new
+    if new.consts:
+        raise ValueError("a jaxpr with constants cannot replace an open jaxpr")
+    return new.jaxpr
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the number of constants and the number of carried operands of a `scan` equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.12: a tree of constants, carry and scanned operands.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+# ---------------------------------------------------------------------------
+# Tracers
+# ---------------------------------------------------------------------------
+
+# Tracers of derivatives and of `vmap`, and the attribute with the value that they wrap.
+_WRAPPERS: list[tuple[type, str]] = [
+    (getattr(module, name), attribute)
+    for module, name, attribute in (
+        (load_private("jax._src.interpreters.ad"), "JVPTracer", "primal"),
+        (load_private("jax._src.interpreters.ad"), "LinearizeTracer", "primal"),
+        (load_private("jax._src.interpreters.batching"), "BatchTracer", "val"),
+    )
+    if hasattr(module, name)
+]
+_RECORDED: Any = getattr(
+    load_private("jax._src.interpreters.partial_eval"), "DynamicJaxprTracer", ()
+)
+
+
+def underlying(value: object) -> Any:
+    """Returns the array or jaxpr tracer that the tracers of `grad` and `vmap` wrap."""
+    while True:
+        attribute = next((name for cls, name in _WRAPPERS if isinstance(value, cls)), None)
+        if attribute is None or not hasattr(value, attribute):
+            return value
+        value = getattr(value, attribute)
+
+
+def is_moved(tracer: object, sources: list[Any], names: frozenset[str]) -> bool:
+    """Returns True if a tracer may result from `sources` by equations of only these names.
+
+    Also returns True if this version of JAX does not record the equations.
+    """
+    known, seen = set(map(id, sources)), set[int]()
+    pending: list[Any] = [tracer]
+    while pending:
+        value = pending.pop()
+        if id(value) in known or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, _RECORDED) or not hasattr(value, "parent"):
+            return True
+        equation = value.parent
+        if equation is None or equation.primitive.name not in names:
+            return False
+        operands = equation.in_tracers
+        pending += [v for v in operands if v.aval.dtype.kind not in "iub"]
+    return True

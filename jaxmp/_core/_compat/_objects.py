@@ -1,0 +1,46 @@
+"""Arrays on a host, and private attributes of Flax objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+if TYPE_CHECKING:
+    from flax import linen as nn
+    from flax import nnx
+
+
+def is_on_host(leaf: object) -> bool:
+    """Returns True for a value that can be read without waiting for a device or another host."""
+    if not isinstance(leaf, jax.Array):
+        return isinstance(leaf, (np.ndarray, np.generic))
+    if isinstance(leaf, Tracer) or leaf.is_deleted():
+        return False
+    readable = leaf.is_fully_addressable or leaf.is_fully_replicated
+    return readable and leaf.is_ready()  # pyright: ignore
+
+
+def plain_array(leaf: Any) -> Any:
+    """Returns the array of a Flax NNX Variable; any other leaf is returned unchanged."""
+    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+
+
+def can_update(variable: nnx.Variable) -> bool:
+    """Returns True if a Flax NNX Variable belongs to the function that is being traced now."""
+    return variable._can_update
+
+
+def einsum_bias_shape(
+    module: nn.Einsum, equation: str, inputs: jax.Array, kernel: jax.Array
+) -> Any:
+    """Returns the shapes in which a Flax Linen `Einsum` stores and adds its bias."""
+    return module._get_bias_shape(equation, inputs, kernel)
+
+
+def declares_pytree(cls: type, base: type) -> bool | None:
+    """Returns the `pytree` option of a Flax NNX module class; None if it is that of `base`."""
+    option = getattr(cls, "_pytree__is_pytree", True)
+    return None if option == getattr(base, "_pytree__is_pytree", True) else option

@@ -1,0 +1,183 @@
+"""Observes the calls of jitted functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr
+
+from jaxmp._core._compat._private import load_private
+from jaxmp.errors import JaxmpError
+
+_core, _pjit = map(load_private, ("jax._src.core", "jax._src.pjit"))
+
+
+def _is_untraced() -> bool:
+    """Returns True outside of JAX's transformations."""
+    return _core is None or _core.trace_state_clean()
+
+
+class JitCall(NamedTuple):
+    """Call of a jitted function from code that JAX does not trace.
+
+    function: the jitted function, or the result of `jax.pmap` or `flax.nnx.jit`.
+    args, kwargs: its arguments, including static ones.
+    name: the name of the user's function.
+    source: the user's function; None if it is unknown.
+    jaxpr: the closed jaxpr.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    source: Any
+    jaxpr: Any
+
+
+class _Wrappers(threading.local):
+    """Current call of `jax.pmap` or `flax.nnx.jit` in a thread; these call `jax.jit`."""
+
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+
+_wrappers = _Wrappers()
+
+
+@contextlib.contextmanager
+def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
+    """Calls a function whenever untraced code calls or lowers a jitted function.
+
+    Later calls of a compiled function with the same shapes take JAX's fast path and are not
+    reported.
+
+    Args:
+      on_call: function that is called after the jitted function was traced and before it is
+        compiled. If it returns True, the function is neither compiled nor run, and its results are
+        zeros.
+
+    Raises:
+      JaxmpError: if this version of JAX has no hooks for calls of jitted functions.
+    """
+    pjit = _pjit
+    if pjit is None or not hasattr(pjit, "_infer_params"):
+        raise JaxmpError(
+            f"jaxmp cannot observe the calls of jitted functions of JAX {jax.__version__}. Audit "
+            "the training step itself: jaxmp.audit(train_step, state, batch)."
+        )
+    infer, run, pmap = pjit._infer_params, pjit._run_python_pjit, jax.pmap
+    skipped: dict[int, Any] = {}
+
+    def infer_params(
+        fun: Callable[..., Any], info: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        inferred = infer(fun, info, args, kwargs)
+        if _is_untraced():
+            params = inferred[0].params
+            jaxpr = params["jaxpr"]
+            call = _wrappers.call
+            _wrappers.call = None
+            if call is None:
+                call = pjit._cpp_pjit(fun, info), args, kwargs
+            source = _source(call[0] if call[0] is not None else fun)
+            name = getattr(source, "__name__", params["name"])
+            if on_call(JitCall(*call, name, source, jaxpr)) and not _has_keys(jaxpr):
+                # Storing the jaxpr keeps its id valid.
+                skipped[id(jaxpr)] = jaxpr
+        return inferred
+
+    def run_pjit(params: Any, flat: Sequence[Any], *rest: object) -> Any:
+        jaxpr = params.params["jaxpr"]
+        if id(jaxpr) not in skipped or not _is_untraced():
+            return run(params, flat, *rest)
+        shardings = params.params["out_shardings"]
+        pairs = zip(jaxpr.out_avals, shardings, strict=True)
+        results = [_zeros(aval, sharding) for aval, sharding in pairs]
+        tree = params.out_tree
+        return jax.tree.unflatten(tree, results), results, tree, flat, jaxpr, None, None, []
+
+    def watched_pmap(
+        fun: Callable[..., Any], *args: object, **kwargs: object
+    ) -> Callable[..., Any]:
+        mapped = pmap(fun, *args, **kwargs)
+
+        @functools.wraps(mapped)
+        def call(*args: object, **kwargs: object) -> Any:
+            with _within(mapped, args, kwargs):
+                return mapped(*args, **kwargs)
+
+        return call
+
+    pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer_params, run_pjit, watched_pmap
+    try:
+        yield
+    finally:
+        pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer, run, pmap
+
+
+def watch_nnx() -> None:
+    """Makes `watch_jit` report the arguments of `flax.nnx.jit` in the form that callers pass."""
+    module = importlib.import_module("flax.nnx.transforms.compilation")
+    for name in ("JitWrapped", "SimpleJitWrapped"):
+        cls = getattr(module, name, None)
+        if cls is not None:
+            cls.__call__ = _watched(cls.__call__)
+
+
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def watched(self: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        with _within(self, args, kwargs):
+            return call(self, *args, **kwargs)
+
+    return watched
+
+
+@contextlib.contextmanager
+def _within(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    before = _wrappers.call
+    if _is_untraced():
+        _wrappers.call = function, args, kwargs
+    try:
+        yield
+    finally:
+        _wrappers.call = before
+
+
+def _source(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns the Python function inside of wrappers; None if there is none."""
+    for _ in range(16):
+        inner = next(
+            (
+                value
+                for name in ("__wrapped__", "func", "fun", "f", "_fun")
+                if callable(value := getattr(function, name, None))
+            ),
+            None,
+        )
+        if inner is None:
+            break
+        function = inner
+    code = getattr(function, "__code__", None)
+    # The code of a wrapper with the name of another function does not belong to the user.
+    return function if code is not None and code.co_name == function.__name__ else None
+
+
+def _zeros(aval: ShapedArray, sharding: object) -> jax.Array:
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    return jax.device_put(zeros, sharding) if isinstance(sharding, jax.sharding.Sharding) else zeros
+
+
+def _has_keys(jaxpr: ClosedJaxpr) -> bool:
+    return any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in jaxpr.out_avals)

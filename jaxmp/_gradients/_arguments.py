@@ -1,0 +1,119 @@
+"""Options of `value_and_grad`, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp import _overwritten
+from jaxmp._core import _trees
+from jaxmp._core._typing import AxisNames, PyTree
+from jaxmp._loss_scale import LossScale
+from jaxmp.errors import JaxmpError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked arguments of `value_and_grad`."""
+
+    loss_scale: LossScale
+    has_aux: bool
+    weighted: bool
+    argnums: tuple[int, ...]
+    microbatches: int
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    mutable_argnum: int | None
+    interleave: bool
+    axes: tuple[Hashable, ...]
+    accumulate_dtype: np.dtype
+    reduce_dtype: np.dtype
+
+
+def as_tuple(value: AxisNames) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def check_argnums(argnums: int | Sequence[int]) -> None:
+    """Checks that `argnums` contains only argument numbers, and not a positional loss scale.
+
+    Raises:
+      JaxmpError: with the value and the intended call.
+    """
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise JaxmpError(
+                f"argnums={argnums!r}: the second argument of value_and_grad and grad is the "
+                "number of the argument to differentiate, or a tuple of such numbers, as in JAX. "
+                "Pass a loss scale by keyword: value_and_grad(fn, loss_scale=loss_scale)."
+            )
+
+
+def check_positive(microbatches: int) -> int:
+    if (
+        isinstance(microbatches, bool)
+        or not isinstance(microbatches, (int, np.integer))
+        or microbatches < 1
+    ):
+        raise JaxmpError(f"microbatches={microbatches!r} must be an integer >= 1; for example 4.")
+    return int(microbatches)
+
+
+def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
+    """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
+
+    def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
+        numbers = as_tuple(getattr(options, name))
+        for index in numbers:
+            if not -len(args) <= index < len(args) and not optional:
+                raise JaxmpError(
+                    f"{name} names argument {index}, but the function was called with {len(args)} "
+                    "positional argument(s); pass it by position."
+                )
+        counted = tuple(i % len(args) for i in numbers if -len(args) <= i < len(args))
+        if len(set(counted)) < len(counted):
+            raise JaxmpError(f"{name}={numbers} names one argument twice; name each once.")
+        return counted
+
+    mutable = count("mutable_argnum")
+    called = dataclasses.replace(
+        options,
+        argnums=count("argnums"),
+        rng_argnums=count("rng_argnums"),
+        batch_argnums=count("batch_argnums", optional=True),
+        mutable_argnum=mutable[0] if mutable else None,
+    )
+    both = set(called.argnums) & set(called.batch_argnums)
+    if both and called.microbatches > 1:
+        raise JaxmpError(
+            f"Argument {min(both)} is both differentiated and split into microbatches; name the "
+            "batch alone in batch_argnums."
+        )
+    for index in called.argnums:
+        _check_differentiable(index, args[index])
+    return called
+
+
+def _check_differentiable(index: int, arg: PyTree) -> None:
+    params, _ = _overwritten.split(arg)
+    for names, leaf in _trees.leaves_with_path(params):
+        where = "".join(f"[{name!r}]" for name in names)
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
+            raise JaxmpError(
+                f"Argument {index}{where} is a {type(leaf).__name__}, which is not an array and "
+                "has no gradient. Differentiate the arrays of an Equinox module alone: "
+                "params, static = eqx.partition(model, eqx.is_inexact_array), then "
+                "jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)."
+            )
+        if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
+            raise JaxmpError(
+                f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
+                "has no gradient. Pass it as another argument, or leave it out of argnums."
+            )

@@ -1,0 +1,152 @@
+"""`value_and_grad` and `grad` with loss scaling, microbatches, and results in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmp import _overwritten
+from jaxmp._core import _compat
+from jaxmp._core._dtypes import sum_dtype
+from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
+from jaxmp._gradients._arguments import (
+    Options,
+    as_tuple,
+    check_argnums,
+    check_positive,
+    options_of_call,
+)
+from jaxmp._gradients._evaluate import evaluate, mean_of_sums, reduce_sums, vary_args
+from jaxmp._gradients._microbatches import accumulate
+from jaxmp._loss_scale import LossScaleLike, as_loss_scale
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScaleLike = None,
+    weighted: bool = False,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] = 1,
+    rng_argnums: int | Sequence[int] | None = None,
+    axis_name: AxisNames = None,
+    mutable_argnum: int | None = None,
+    interleave: bool = False,
+    accumulate_dtype: DTypeLike = "float32",
+    reduce_dtype: DTypeLike = "float32",
+) -> Callable[..., Any]:
+    """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
+
+    The loss is cast to FP32, and the loss scale is the initial cotangent of the backward pass.
+    `loss * scale` is therefore never computed and cannot overflow. Gradients are divided by the
+    scale in FP32. A loss that is not finite makes the gradients NaN, so that the optimizer skips
+    the step without reading the loss.
+
+    Args:
+      fn: function that returns a scalar loss, or `(loss, aux)` with `has_aux`. With `weighted`, it
+        returns `(loss_sum, weight)` instead of the loss.
+      argnums: numbers of the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: `fn` also returns auxiliary data.
+      loss_scale: a jaxmp or jmp loss scale, a number, or None.
+      weighted: `fn` returns `(loss_sum, weight)`, or `((loss_sum, weight), aux)` with `has_aux`.
+        The loss is the ratio of the two, each summed over all microbatches and devices. If the
+        weight is the number of unmasked tokens, the loss is the mean over all unmasked tokens.
+      microbatches: k > 1 splits the arguments in `batch_argnums` into k parts along axis 0,
+        evaluates them sequentially in a `lax.scan`, and averages the results. Auxiliary data is
+        stacked on a new axis 0. Scalars in a batch are passed to every part unchanged.
+      batch_argnums: numbers of the arguments to split.
+      rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
+        folded with its index.
+      axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
+        gradients are averaged, once, in `reduce_dtype`.
+      mutable_argnum: number of the argument with mutable collections. `fn` returns
+        `(loss, (mutables, aux))`, and each part receives the collections that the previous part
+        returned.
+      interleave: part i takes the rows i, i + k, i + 2k, ... instead of a contiguous block, so that
+        a batch that is sharded on axis 0 stays on its devices.
+      accumulate_dtype: dtype in which the gradients of the parts are accumulated.
+      reduce_dtype: dtype in which gradients are summed across devices. With sharded arrays under
+        `jit`, parameters are differentiated in FP32 for that purpose, unless it is a 16-bit dtype:
+        then XLA sums each gradient in the dtype in which it is computed.
+
+    Returns:
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The
+      loss is float32, 16-bit gradients are returned in float32, all others in their own dtype.
+      Gradients of an `_overwrite_with_gradient` collection are its new values: they are combined
+      by max, and never scaled or averaged. The state of an FP8 layer that did not run is returned
+      unchanged.
+
+    Raises:
+      JaxmpError: if `argnums` is not an argument number (but a loss scale, for example), the loss
+        is not a floating-point scalar, an argument to differentiate contains no floats, a batch
+        cannot be split evenly, or an argument number is out of range.
+
+    Example:
+      >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
+      >>> w, x = jnp.ones((3, 1), jnp.float16), jnp.ones((4, 3), jnp.float16)
+      >>> loss, grads = value_and_grad(loss_fn, loss_scale=2.0**10, microbatches=2)(w, x)
+      >>> float(loss), grads.dtype
+      (9.0, dtype('float32'))
+    """
+    check_argnums(argnums)
+    options = Options(
+        loss_scale=as_loss_scale(loss_scale),
+        has_aux=has_aux or mutable_argnum is not None,
+        weighted=weighted,
+        argnums=as_tuple(argnums),
+        microbatches=check_positive(microbatches),
+        batch_argnums=as_tuple(batch_argnums),
+        rng_argnums=as_tuple(rng_argnums),
+        mutable_argnum=mutable_argnum,
+        interleave=interleave,
+        axes=as_tuple(axis_name),
+        accumulate_dtype=sum_dtype(accumulate_dtype),
+        reduce_dtype=sum_dtype(reduce_dtype),
+    )
+
+    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        _compat.check_axes(options.axes)
+        called = options_of_call(options, args)
+        before = [args[i] for i in called.argnums]
+        args = vary_args(args, called)
+        run = evaluate if called.microbatches == 1 else accumulate
+        sums, aux = run(fn, args, kwargs, called)
+        loss, grads = mean_of_sums(reduce_sums(sums, called))
+        grads = tuple(map(_overwritten.keep_unused, grads, before))
+        grads = grads if isinstance(argnums, (tuple, list)) else grads[0]
+        return ((loss, aux) if called.has_aux else loss), grads
+
+    return value_and_grad_fn
+
+
+def grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Differentiates like `value_and_grad`, but returns only the gradients, as `jax.grad` does.
+
+    Args:
+      fn: as in `value_and_grad`.
+      argnums: numbers of the arguments to differentiate, as in `jax.grad`.
+      has_aux: `fn` also returns auxiliary data.
+      **options: keyword arguments of `value_and_grad`, such as `loss_scale`.
+
+    Returns:
+      A function that returns the gradients, or `(grads, aux)` with `has_aux`.
+
+    Example:
+      >>> float(grad(lambda x: x**2, loss_scale=8.0)(jnp.float32(3.0)))
+      6.0
+    """
+    run = value_and_grad(fn, argnums, has_aux, **options)
+
+    def grad_fn(*fn_args: PyTree, **fn_kwargs: PyTree) -> PyTree:
+        value, grads = run(*fn_args, **fn_kwargs)
+        with_aux = has_aux or options.get("mutable_argnum") is not None
+        return (grads, value[1]) if with_aux else grads
+
+    return grad_fn
