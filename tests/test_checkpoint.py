@@ -479,14 +479,15 @@ def placed(state, count):
     rows = NamedSharding(mesh, PartitionSpec("data"))
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(
-        lambda x: jax.device_put(x, rows if x.ndim and x.shape[0] % 4 == 0 else whole), state
+        lambda x: jax.device_put(x, rows if x.ndim and x.shape[0] % count == 0 else whole), state
     )
 
 
 def test_states_move_between_meshes(tmp_path):
+    most = jax.device_count()
     expected = make_state("packed", size=64)
-    state, previous = placed(expected, 4), None
-    for step, count in enumerate((2, 1, 4)):
+    state, previous = placed(expected, most), None
+    for step, count in enumerate((most // 2, 1, most)):
         checkpointer = save(tmp_path, state, PACKED, step=step)
         like = placed(make_state("packed", seed=1, size=64), count)
         state = checkpointer.restore(like, recipe=PACKED)
@@ -498,6 +499,19 @@ def test_states_move_between_meshes(tmp_path):
         sums = json.loads(manifest["manifest"])["checksums"]
         assert previous in (None, sums)
         previous = sums
+
+
+@pytest.mark.slow
+def test_states_move_between_meshes_of_8_devices():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        [*command, "-k", "test_states_move_between_meshes and not 8_devices"],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout
 
 
 def test_a_migration_keeps_shardings(tmp_path):
