@@ -1,4 +1,4 @@
-"""Norms and rotary positions of 16-bit operands, against FP64 and in known failure cases."""
+"""Norms, rotary positions and activations of 16-bit operands, against FP64 and JAX."""
 
 import functools
 
@@ -316,5 +316,72 @@ rotary, rms = functional.rotary_embedding, functional.rms_norm
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(JaxmpError, match=message):
+        call()
+
+
+# ---------------------------------------------------------------------------
+# Activations
+# ---------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "gelu": (functional.gelu, jax.nn.gelu),
+    "gelu_erf": (
+        functools.partial(functional.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+    ),
+    "silu": (functional.silu, jax.nn.silu),
+    "swiglu": (
+        lambda x: functional.swiglu(x, x[..., ::-1]),
+        lambda x: jax.nn.silu(x) * x[..., ::-1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_those_of_jax(name, dtype):
+    own, reference = ACTIVATIONS[name]
+    x = jnp.linspace(-8, 8, 257).astype(dtype)
+    np.testing.assert_array_equal(own(x), reference(x))
+    slope, expected = (
+        jax.grad(lambda x, fn=fn: fn(x).astype(jnp.float32).sum())(x) for fn in (own, reference)
+    )
+    assert slope.dtype == dtype
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(f64(slope), f64(expected), rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_save_their_inputs_alone_and_can_be_transformed(name):
+    own, reference = ACTIVATIONS[name]
+    x = jnp.linspace(-3, 3, 12, dtype=jnp.float32).reshape(3, 4)
+    saved = sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(own, x)[1]))
+    assert saved == x.size * (2 if name == "swiglu" else 1)
+    assert saved < sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(reference, x)[1]))
+    np.testing.assert_allclose(jax.vmap(own)(x), reference(x), rtol=1e-6)
+    total, plain = (lambda x, fn=fn: fn(x).sum() for fn in (own, reference))
+    forward = jax.jvp(total, (x,), (jnp.ones_like(x),))[1]
+    np.testing.assert_allclose(forward, jax.grad(plain)(x).sum(), rtol=1e-5)
+    second, expected = (
+        jax.grad(lambda x, fn=fn: jax.grad(fn)(x).sum())(x) for fn in (total, plain)
+    )
+    np.testing.assert_allclose(second, expected, rtol=1e-4, atol=1e-5)
+    scanned = lambda fn: jax.grad(
+        lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, None, 3)[0].sum()
+    )
+    np.testing.assert_allclose(jax.jit(scanned(own))(x), scanned(reference)(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: functional.gelu(jnp.arange(4)), r"x is int32 of shape \[4\]"),
+        (lambda: functional.silu(jnp.arange(4)), "x is int32"),
+        (lambda: functional.swiglu(jnp.ones(4), jnp.ones(3)), r"\[4\].*\[3\].*jnp.split"),
+        (lambda: functional.swiglu(jnp.ones(4), jnp.ones(4, jnp.bfloat16)), "bfloat16"),
+    ],
+)
+def test_activations_refuse_what_does_not_fit(call, message):
     with pytest.raises(JaxmpError, match=message):
         call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -288,7 +289,15 @@ def _operands(
 
 
 def _forward(call: _Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
-    return _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
+    out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
+    # XLA for GPUs replaces a matmul and a tanh GELU whose input is used again by one cuBLAS call,
+    # which it does not support in FP8 (RET_CHECK failure !has_aux_output, JAX 0.12). Layers with
+    # more outputs than inputs are those in front of activations. The others do not have the
+    # barrier, so that XLA can add a residual as part of the matmul.
+    kernel = (lhs, rhs)[call.kernel]
+    sizes = [kernel.values.shape[axis] for axis in call.dims.contract[call.kernel]]
+    others = [kernel.values.shape[axis] for axis in call.dims.free(call.kernel)]
+    return lax.optimization_barrier(out) if math.prod(others) > math.prod(sizes) else out
 
 
 def _product_fwd(

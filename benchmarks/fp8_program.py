@@ -1,0 +1,219 @@
+"""Counts the memory traffic of an MLP in BF16 and in FP8, compiled for an H200.
+
+    python benchmarks/fp8_program.py                        # prints the table
+    python benchmarks/fp8_program.py --out fp8_program.json # also writes it
+    python benchmarks/fp8_program.py --only bf16 --kernels 8
+
+The workload is the forward and backward pass, without an optimizer, of three residual blocks
+`x + down(gelu(up(x)))` of widths 2048 and 8192 with 4,096 tokens, as Flax Linen modules under a
+recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]".
+The exit status is 1 if a row exceeds its limit. Columns:
+
+    MB         bytes that kernels other than matmuls read and write, without the effect of caches
+    kernels    number of these kernels
+    temporary  MB that the program allocates in addition to arguments and results, from XLA
+    fp8        calls of cuBLAS with FP8 operands, of 18 matmuls
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from jaxmp import PolicyMap, fp8, functional
+from jaxmp._audit._compile import compile_for
+from jaxmp._audit._trace import trace
+from jaxmp._core import _compat
+from jaxmp._core._hlo import Program, Shape
+
+TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
+MATMULS = 6 * BLOCKS
+
+
+class Mlp(nn.Module):
+    """Residual blocks of two linear layers without biases."""
+
+    gelu: Any = functional.gelu
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns an array of the shape of x."""
+        for index in range(BLOCKS):
+            hidden = nn.Dense(HIDDEN, use_bias=False, name=f"up_{index}")(x)
+            x = x + nn.Dense(WIDTH, use_bias=False, name=f"down_{index}")(self.gelu(hidden))
+        return x
+
+
+# ---------------------------------------------------------------------------
+# Variants
+# ---------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """Largest accepted MB, kernels and temporary memory relative to `bf16`."""
+
+    megabytes: float
+    kernels: int
+    temporary: float
+
+
+class Variant(NamedTuple):
+    """A policy, the model, and its limits."""
+
+    policy: Any
+    model: nn.Module = Mlp()
+    limits: Limits | None = None
+
+
+BF16 = "p=f32,c=bf16,o=bf16"
+
+
+def fp8_policy(scaling: Any) -> PolicyMap:
+    """Returns the policies that compute every linear layer in FP8."""
+    return PolicyMap(f"{BF16},matmul=fp8", fp8=scaling)
+
+
+VARIANTS = {
+    "bf16": Variant(BF16, Mlp(nn.gelu)),
+    "bf16, functional.gelu": Variant(BF16, limits=Limits(1820, 15, 0.8)),
+    "current": Variant(fp8_policy(fp8.CurrentScaling())),
+    "delayed": Variant(fp8_policy(fp8.DelayedScaling())),
+}
+
+
+# ---------------------------------------------------------------------------
+# Counts
+# ---------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """The counts of one compiled program; `largest` lists its largest kernels."""
+
+    megabytes: float
+    kernels: int
+    temporary: float
+    fp8: int
+    other_matmuls: int
+    largest: list[tuple[float, str]]
+
+
+_KERNELS = frozenset(
+    ("fusion", "copy", "reduce", "transpose", "convert", "dynamic-slice", "dynamic-update-slice")
+) | {"concatenate", "broadcast", "add", "multiply", "copy-start", "custom-call", "pad", "select"}
+
+
+def count(variant: Variant) -> Counts:
+    """Compiles a variant for the H200 and counts its kernels."""
+    step, args = program(variant)
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(step, args, {})
+    compiled = compile_for("h200", traced)
+    rows, matmuls = [], {True: 0, False: 0}
+    for each in Program(compiled.text).steps():
+        kernel = each.instruction
+        if kernel.opcode not in _KERNELS:
+            continue
+        operands = [each.computation.instructions[name] for name in kernel.operands]
+        target = kernel.attribute("custom_call_target")
+        if "cublas" in target or "cudnn" in target:
+            matmuls["$f8" in target] += each.times
+            continue
+        read = [shape for operand in operands for shape in operand.shapes]
+        moved = sum(shape.bytes for shape in (*kernel.shapes, *read)) / 1e6
+        text = f"{kernel.name} {_text(kernel.shapes)} <- {_text(read)}"
+        rows += [(moved, text)] * each.times
+    return Counts(
+        megabytes=round(sum(moved for moved, _ in rows), 1),
+        kernels=len(rows),
+        temporary=round(compiled.memory.temp_size_in_bytes / 1e6, 1),
+        fp8=matmuls[True],
+        other_matmuls=matmuls[False],
+        largest=sorted(rows, reverse=True),
+    )
+
+
+def _text(shapes: Any) -> str:
+    show = lambda shape: f"{shape.type}[{','.join(map(str, shape.sizes))}]"
+    return " ".join(show(shape) for shape in shapes if isinstance(shape, Shape))
+
+
+def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the forward and backward pass of a variant, and its arguments."""
+    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def step(variables: Any, x: jax.Array, gradient: jax.Array) -> Any:
+        y, backward = jax.vjp(model.apply, variables, x)
+        return y, backward(gradient)
+
+    return step, (variables, x, x)
+
+
+def main() -> int:
+    """Prints the table; with --out, also writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--kernels", type=int, default=0, help="largest kernels to list")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    print(f"{'':36}{'MB':>8}{'kernels':>9}{'temporary':>11}{'fp8':>5}")
+    rows, failed = [], False
+    for name in options.only:
+        variant = VARIANTS[name]
+        counts = count(variant)
+        over = exceeded(counts, variant.limits)
+        failed |= bool(over)
+        print(
+            f"{name:36}{counts.megabytes:8,.0f}{counts.kernels:9}{counts.temporary:11,.0f}"
+            f"{counts.fp8:5}",
+            f"OVER: {', '.join(over)}" if over else "",
+            flush=True,
+        )
+        for moved, text in counts.largest[: options.kernels]:
+            print(f"    {moved:8.1f} {text}")
+        limits = variant.limits and variant.limits._asdict()
+        row = {key: value for key, value in counts._asdict().items() if key != "largest"}
+        rows.append({"variant": name, **row, "limits": limits})
+    if options.out:
+        report = {
+            "command": "python " + " ".join(sys.argv),
+            "target": "NVIDIA H200 (compiled, nothing was run)",
+            "versions": {"jax": jax.__version__, "flax": flax.__version__},
+            "shape": {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS},
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+# MB of temporary memory of the row `bf16`, to which the limits refer.
+BF16_TEMPORARY = 369.1
+
+
+def exceeded(counts: Counts, limits: Limits | None) -> list[str]:
+    """Returns the counts that exceed the limits, and "matmuls" if one of them fell back."""
+    if limits is None:
+        return []
+    largest = {
+        "megabytes": limits.megabytes,
+        "kernels": limits.kernels,
+        "temporary": limits.temporary * BF16_TEMPORARY,
+    }
+    over = [name for name, limit in largest.items() if getattr(counts, name) > limit]
+    fell_back = 0 < counts.fp8 < MATMULS or counts.fp8 + counts.other_matmuls != MATMULS
+    return over + ["matmuls"] * fell_back
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
