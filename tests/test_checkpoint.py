@@ -27,6 +27,7 @@ from flax import nnx
 from flax.training import checkpoints as flax_checkpoints
 from flax.training import train_state as flax_train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as orbax_v1
 
 import checkpoint_matrix as matrix
 import jaxmp
@@ -407,6 +408,11 @@ def write_orbax(directory, state):
     return directory / "run"
 
 
+def write_orbax_v1(directory, state):
+    orbax_v1.save_pytree(directory / "run", state)
+    return directory / "run"
+
+
 def write_orbax_manager(directory, state):
     with ocp.CheckpointManager(directory) as manager:
         manager.save(5, args=ocp.args.StandardSave(state))
@@ -427,7 +433,8 @@ def write_flax_with_orbax(directory, state):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "write", [write_orbax, write_orbax_manager, write_flax, write_flax_with_orbax]
+    "write",
+    [write_orbax, write_orbax_v1, write_orbax_manager, write_flax, write_flax_with_orbax],
 )
 def test_runs_of_flax_and_orbax_go_on_under_a_recipe(write, tmp_path, capsys):
     state = flax_state()

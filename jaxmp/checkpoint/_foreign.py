@@ -35,6 +35,8 @@ from jaxmp.checkpoint._description import (
 from jaxmp.errors import CheckpointError, missing_dependency
 
 _ORBAX_FILE = "_METADATA"
+# In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.
+_ORBAX_STEP_FILE = "_CHECKPOINT_METADATA"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 
 
@@ -81,7 +83,9 @@ def _at(path: epath.Path, step: int) -> Location | None:
         return Location(path, "Flax", step)
     if (path / _ORBAX_FILE).exists():
         return Location(path, "orbax", step)
-    items = [item for item in path.iterdir() if step >= 0 and (item / _ORBAX_FILE).exists()]
+    if step < 0 and not (path / _ORBAX_STEP_FILE).exists():
+        return None
+    items = [item for item in path.iterdir() if (item / _ORBAX_FILE).exists()]
     if len(items) > 1:
         raise CheckpointError(
             f"{path} contains {len(items)} items ({', '.join(item.name for item in items)}), and "
