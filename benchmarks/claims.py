@@ -1,0 +1,261 @@
+"""Measures common claims about mixed precision with this library.
+
+    python benchmarks/claims.py                        # all rows
+    python benchmarks/claims.py --only master_weights  # one row
+    python benchmarks/claims.py --list                 # names of the rows
+    python benchmarks/claims.py --json claims.json     # also writes the figures
+    python benchmarks/claims.py --page                 # writes docs/claims.md from the results
+
+Each row is a claim, the reading under which it can be checked, and the measured figures. Rows about
+numerics are run on this machine. Rows about memory are counted from shapes, or from the recorded
+results of other benchmarks, which compile for a GPU. Rows about speed require a GPU; until their
+benchmark has been run on one, they state its command and no figure. Requires pip install
+"jaxmp[examples]".
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import flax
+import jax
+import ml_dtypes
+import optax
+
+import claims_cost
+import claims_precision
+import jaxmp
+from claims_result import Result
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/claims_cpu.json"
+PAGE = ROOT / "docs/claims.md"
+COMMAND = "python benchmarks/claims.py"
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim, and the function that measures it."""
+
+    name: str
+    claim: str  # as it is often stated
+    reading: str  # the form in which it can be checked
+    measure: Callable[[], Result]
+
+
+CLAIMS = [
+    Claim(
+        "formats",
+        "FP16 has more precision than BF16 and less range. FP8 has two formats, for values and for "
+        "gradients.",
+        "Smallest and largest values, spacing at 1, and the result of a cast beyond the maximum.",
+        claims_precision.formats,
+    ),
+    Claim(
+        "power_of_two_scale",
+        "A loss scale preserves the direction of the gradients.",
+        "Gradients that are scaled and unscaled by a power of two have the same bits, as long as "
+        "none overflows or underflows. Other factors round every gradient once more.",
+        claims_precision.power_of_two_scale,
+    ),
+    Claim(
+        "fp16_underflow",
+        "More than half of the FP16 gradients underflow without a loss scale.",
+        "The share depends on the model, the batch and the progress of training. Gradients of a "
+        "byte-level GPT on real text: the share that FP32 does not round to zero and FP16 does. A "
+        "scale of 2^-8 has the effect of 256 times more tokens in the mean loss.",
+        claims_precision.fp16_underflow,
+    ),
+    Claim(
+        "master_weights",
+        "In 16 bits, 1.0 plus a small number remains 1.0.",
+        "A parameter of 1.0 receives 1,000 updates of 0.0001, with and without FP32 masters.",
+        claims_precision.master_weights,
+    ),
+    Claim(
+        "fp32_baseline",
+        "Mixed precision is 1.5 to 3 times as fast as FP32.",
+        "There are two baselines. JAX multiplies FP32 operands in TF32 on Tensor Cores unless the "
+        "program requests another precision. Comparisons of speed name the `tf32` recipe as FP32; "
+        "the `fp32` recipe requests full precision, which does not use Tensor Cores.",
+        claims_precision.fp32_baseline,
+    ),
+    Claim(
+        "mixed_precision_speed",
+        "Mixed precision is 1.5 to 3 times as fast as FP32.",
+        "Training steps per second of GPT-2, over `tf32` and over `fp32`.",
+        claims_cost.mixed_precision_speed,
+    ),
+    Claim(
+        "fp8_speed",
+        "FP8 is about twice as fast as BF16.",
+        "This is the ratio of matmuls of operands that are already in FP8. A training step also "
+        "quantizes, and multiplies the last layer and attention in 16 bits.",
+        claims_cost.fp8_speed,
+    ),
+    Claim(
+        "flash_memory",
+        "Flash attention requires O(n) memory, and permits 4 to 8 times longer sequences.",
+        "Temporary memory of causal attention with its gradients over the sequence length, one "
+        "sequence of 16 heads of 128 in BF16.",
+        claims_cost.flash_memory,
+    ),
+    Claim(
+        "flash_speed",
+        "Flash attention reaches up to 75 % of the peak of an H100.",
+        "This is the best forward case of FlashAttention 3. The figure to compare is the rate of "
+        "cuDNN's kernel, called directly on the same GPU.",
+        claims_cost.flash_speed,
+    ),
+    Claim(
+        "state_memory",
+        "Mixed precision halves the memory of a model.",
+        "Not that of the training state, because FP32 masters and moments remain. State of a "
+        "decoder with 6.7 billion parameters under AdamW.",
+        claims_cost.state_memory,
+    ),
+    Claim(
+        "activation_memory",
+        "Mixed precision halves the memory of activations.",
+        "Bytes that the compiled training step of GPT-2 (124 million parameters, 8 sequences of "
+        "1,024 tokens) allocates in addition to its arguments and results.",
+        claims_cost.activation_memory,
+    ),
+]
+
+
+def measure(names: list[str]) -> list[dict[str, Any]]:
+    """Measures the rows with these names."""
+    rows = []
+    for claim in CLAIMS:
+        if claim.name in names:
+            row = {"name": claim.name, "claim": claim.claim, "reading": claim.reading}
+            row |= {"command": f"{COMMAND} --only {claim.name}"}
+            row |= dataclasses.asdict(claim.measure())
+            rows.append(row)
+            print(to_text(row), flush=True)
+    return rows
+
+
+# ---------------------------------------------------------------------------
+# Text and page
+# ---------------------------------------------------------------------------
+
+
+def to_text(row: dict[str, Any]) -> str:
+    """Returns a row as text for a terminal."""
+    lines = [f"== {row['name']}: {row['claim']}", row["reading"], f"-> {row['finding']}"]
+    table = [row["columns"], *row["table"]] if row["table"] else []
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        pairs = zip(cells, widths, strict=True)
+        lines.append("   " + "  ".join(cell.ljust(width) for cell, width in pairs).rstrip())
+    return "\n".join([*lines, f"   [{row['evidence']}]", ""])
+
+
+INTRODUCTION = """# Claims about mixed precision, measured
+
+This page checks statements that articles and talks about mixed precision repeat. Each section has
+the statement, the reading under which it can be checked, the figures measured with jaxmp, and the
+command that measures them. A statement about speed has no figure until its benchmark has been run
+on a GPU.
+
+`{command}` measures all sections, and `{command} --page` writes this page
+from [the recorded figures](../benchmarks/results/{results}): {versions},
+on a CPU ({machine}).
+"""
+
+
+def page(report: dict[str, Any]) -> str:
+    """Returns the text of docs/claims.md."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    introduction = INTRODUCTION.format(
+        command=COMMAND, results=RESULTS.name, versions=versions, machine=report["machine"]
+    )
+    sections = [_overview(report["rows"]), *map(_section, report["rows"])]
+    return "\n".join([introduction, *sections])
+
+
+def _overview(rows: list[dict[str, Any]]) -> str:
+    lines = ["| claim | measured | evidence |", "|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| [{row['claim']}](#{_anchor(row)}) | {row['finding']} | {row['evidence']} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _section(row: dict[str, Any]) -> str:
+    lines = [f"## {_heading(row)}", "", f"> {row['claim']}", "", row["reading"], ""]
+    lines += [f"**{row['finding']}** Evidence: {row['evidence']}.", ""]
+    if row["table"]:
+        lines += [_line(row["columns"]), _line(["---"] + ["---:"] * (len(row["columns"]) - 1))]
+        lines += [*map(_line, row["table"]), ""]
+    return "\n".join([*lines, "```sh", row["command"], "```", ""])
+
+
+def _heading(row: dict[str, Any]) -> str:
+    text = row["name"].replace("_", " ").replace("fp", "FP")
+    return text[0].upper() + text[1:]
+
+
+def _anchor(row: dict[str, Any]) -> str:
+    return row["name"].replace("_", "-")
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# ---------------------------------------------------------------------------
+# Command
+# ---------------------------------------------------------------------------
+
+
+def main() -> None:
+    names = [claim.name for claim in CLAIMS]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--json", type=Path, help="a JSON file to write")
+    parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name} and stop")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(names))
+        return
+    if options.page:
+        PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), "utf-8")
+        return
+    rows = measure(options.only)
+    if options.json:
+        report = {
+            "command": shlex.join(["python", "benchmarks/claims.py", *sys.argv[1:]]),
+            "machine": platform.machine(),
+            "versions": {
+                "jax": jax.__version__,
+                "flax": flax.__version__,
+                "optax": optax.__version__,
+                "ml_dtypes": ml_dtypes.__version__,
+                "jaxmp": jaxmp.__version__,
+            },
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

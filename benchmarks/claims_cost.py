@@ -1,0 +1,217 @@
+"""Rows of `claims.py` about memory and speed, from shapes and recorded results."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+from claims_result import NOT_MEASURED, Result
+
+RESULTS = Path(__file__).parent / "results"
+GB, MIB = 1e9, 2**20
+
+
+def recorded(pattern: str) -> list[dict[str, Any]]:
+    """Returns the recorded results whose file name matches a pattern."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob(pattern))]
+
+
+def evidence_of(report: dict[str, Any]) -> str:
+    """Returns the target of a recorded result, and the command that measured it."""
+    return f"{report['target']}; `{report['command']}`"
+
+
+# ---------------------------------------------------------------------------
+# Training state
+# ---------------------------------------------------------------------------
+
+LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000  # Llama 7B (arXiv:2302.13971)
+RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16_params", "fp16_params")
+
+
+def decoder_shapes(
+    layers: int = LAYERS, width: int = WIDTH, hidden: int = HIDDEN, vocabulary: int = VOCABULARY
+) -> dict[str, Any]:
+    """Returns the parameters of a Llama-shaped decoder as shapes, FP32."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    square, wide = array(layers, width, width), array(layers, width, hidden)
+    blocks = {name: {"kernel": square} for name in ("query", "key", "value", "out")}
+    blocks |= {"gate": {"kernel": wide}, "up": {"kernel": wide}}
+    blocks |= {"down": {"kernel": array(layers, hidden, width)}}
+    blocks |= {name: {"scale": array(layers, width)} for name in ("attention_norm", "mlp_norm")}
+    return {
+        "token_embedding": {"embedding": array(vocabulary, width)},
+        "blocks": blocks,
+        "final_norm": {"scale": array(width)},
+        "lm_head": {"kernel": array(width, vocabulary)},
+    }
+
+
+def state_bytes(recipe: jaxmp.Recipe, params: Any) -> dict[str, int]:
+    """Returns the bytes of each part of the training state, without allocating it."""
+    tx = recipe.optimizer(optax.adamw(1e-3))
+    create = lambda params: jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = jax.eval_shape(create, params)
+    loss_fn = lambda params: sum(jnp.sum(p.astype(jnp.float32)) for p in jax.tree.leaves(params))
+    _, grads = jax.eval_shape(lambda state: state.value_and_grad(loss_fn)(), state)
+    parts = {"parameters": nbytes(state.params)}
+    moments = sum(nbytes(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu"))
+    other = nbytes(state.opt_state) - moments
+    # All of the remaining optimizer state but a few scalars belongs to the masters.
+    return parts | {"masters": other, "moments": moments, "gradients": nbytes(grads)}
+
+
+def nbytes(tree: Any) -> int:
+    """Returns the bytes of all arrays or shapes of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def state_memory() -> Result:
+    """Tabulates the training state of a 6.7-billion-parameter model under each recipe."""
+    params = decoder_shapes()
+    count = nbytes(params) // 4
+    recipes = {name: jaxmp.load_recipe(name) for name in RECIPES}
+    recipes["bf16_params, packed"] = recipes["bf16_params"].replace(master="packed")
+    recipes["bf16_params, no masters"] = recipes["bf16_params"].replace(master="none")
+    table, totals = [], {}
+    for name, recipe in recipes.items():
+        sizes = state_bytes(recipe, params)
+        totals[name] = sum(sizes.values())
+        ratio = totals[name] / totals["fp32"]
+        cells = [f"{size / GB:.1f}" for size in (*sizes.values(), totals[name])]
+        table.append([name, *cells, f"{totals[name] / count:.1f}", f"{ratio:.3f}"])
+    columns = ["recipe", "parameters", "masters", "moments", "gradients", "total GB"]
+    columns += ["bytes per parameter", "of fp32"]
+    finding = (
+        f"{count / 1e9:.2f} billion parameters: {totals['fp32'] / GB:.0f} GB under `fp32` and "
+        f"`bf16`, {totals['bf16_params'] / GB:.0f} GB under `bf16_params`, "
+        f"{totals['bf16_params, packed'] / GB:.0f} GB with packed masters."
+    )
+    return Result(finding, "shapes of the train state and the gradients", columns, table)
+
+
+# ---------------------------------------------------------------------------
+# Memory of compiled programs
+# ---------------------------------------------------------------------------
+
+
+def activation_memory() -> Result:
+    """Reads the temporary memory of training steps compiled for a GPU."""
+    (report,) = recorded("gpt_programs_h200.json")
+    rows = {row["recipe"]: row for row in report["rows"] if row["framework"] == "linen"}
+    plain = rows["fp32"]["temporary"]
+    table = [
+        [name, *(f"{size:.2f}" for size in (row["state"] / GB, row["temporary"] / GB, share))]
+        for name, row in rows.items()
+        for share in [row["temporary"] / plain]
+    ]
+    shares = {name: row["temporary"] / plain for name, row in rows.items()}
+    finding = (
+        f"`bf16` uses {shares['bf16']:.0%} of the temporary memory of `fp32`, and `bf16_params` "
+        f"{shares['bf16_params']:.0%}."
+    )
+    columns = ["recipe", "state, GB", "temporary, GB", "of fp32"]
+    return Result(finding, evidence_of(report), columns, table)
+
+
+def flash_memory() -> Result:
+    """Reads the temporary memory of attention compiled for a GPU, over the sequence length."""
+    (report,) = recorded("attention_memory_h200_compiled.json")
+    temporary: dict[str, dict[int, int]] = {}
+    for row in report["rows"]:
+        if row["layout"] == "single":
+            temporary.setdefault(row["implementation"], {})[row["length"]] = row["temp_bytes"]
+    flash, plain = temporary["auto"], temporary["xla"]
+    longer = [
+        max(other for other, size in flash.items() if size <= plain[length]) / length
+        for length in plain
+        if plain[length] <= flash[max(flash)]  # both lengths were measured
+    ]
+    table = [
+        [f"{number:,.0f}" for number in (length, fused / MIB, other / MIB, other / fused)]
+        for length, fused, other in zip(flash, flash.values(), plain.values(), strict=True)
+    ]
+    ends = min(flash), max(flash)
+    growth, growth_of_plain = (sizes[ends[1]] / sizes[ends[0]] for sizes in (flash, plain))
+    finding = (
+        f"From {ends[0]:,} to {ends[1]:,} positions, the memory of cuDNN's kernel grows "
+        f"{growth:.0f} times and that of the unfused form {growth_of_plain:.0f} times. In the "
+        f"memory of the unfused form, it reads {min(longer):.0f} times longer "
+        "sequences, counting attention alone."
+    )
+    columns = ["length", "cuDNN, MiB", "unfused, MiB", "ratio"]
+    return Result(finding, evidence_of(report), columns, table)
+
+
+# ---------------------------------------------------------------------------
+# Speed, measured on a GPU
+# ---------------------------------------------------------------------------
+
+
+def not_measured(*command: str) -> Result:
+    """Returns a row without a figure, which names the command for it."""
+    return Result(f"Not measured yet. On a GPU: `{shlex.join(command)}`.", NOT_MEASURED)
+
+
+def measured_on(report: dict[str, Any]) -> str:
+    """Returns the GPU, date and command of a recorded result."""
+    return f"{report['hardware']['device']}, {report['date']}; `{report['command']}`"
+
+
+def mixed_precision_speed() -> Result:
+    """Reads the throughput of training GPT-2 under each recipe."""
+    reports = recorded("gpu_smoke-*.json")
+    if not reports:
+        return not_measured("python", "benchmarks/gpu_smoke.py")
+    report = reports[-1]
+    speed = {row["recipe"]: row["tokens_per_second"]["median"] for row in report["results"]}
+    table = [
+        [name, f"{value:,.0f}", f"{value / speed['tf32']:.2f}", f"{value / speed['fp32']:.2f}"]
+        for name, value in speed.items()
+    ]
+    finding = (
+        f"`bf16` trains {speed['bf16'] / speed['tf32']:.2f} times as fast as `tf32` and "
+        f"{speed['bf16'] / speed['fp32']:.2f} times as fast as `fp32`."
+    )
+    columns = ["recipe", "tokens per second", "over tf32", "over fp32"]
+    return Result(finding, measured_on(report), columns, table)
+
+
+def fp8_speed() -> Result:
+    """Reads the time of training steps in FP8 relative to BF16."""
+    reports = recorded("fp8_step-*.json")
+    if not reports:
+        return not_measured("python", "benchmarks/fp8_step.py")
+    names = [path.name.split("-")[1] for path in sorted(RESULTS.glob("fp8_step-*.json"))]
+    table = [
+        [name, arm, f"{row['over_bf16']:.2f}"]
+        for name, report in zip(names, reports, strict=True)
+        for arm, row in report["rows"].items()
+        if "over_bf16" in row and arm != "bf16"
+    ]
+    best = max(float(row[-1]) for row in table)
+    finding = f"The fastest FP8 training step is {best:.2f} times as fast as BF16."
+    evidence = "; ".join(map(measured_on, reports))
+    return Result(finding, evidence, ["model", "FP8", "steps per second over BF16"], table)
+
+
+def flash_speed() -> Result:
+    """Reads the rate of attention relative to a direct call of cuDNN."""
+    reports = recorded("attention_gpu-*.json")
+    if not reports:
+        return not_measured("python", "benchmarks/attention_gpu.py")
+    report = reports[-1]
+    table = [
+        [row["pass"], "causal" if row["causal"] else "full", f"{row['length']:,}"]
+        + [f"{row[name]['median']:,.2f}" for name in ("jaxmp_tflops", "direct_tflops", "ratio")]
+        for row in report["speed"]
+    ]
+    ratios = [row["ratio"]["median"] for row in report["speed"]]
+    finding = f"At least {min(ratios):.2f} times the rate of cuDNN called directly."
+    columns = ["pass", "mask", "length", "TFLOP/s", "cuDNN directly", "ratio"]
+    return Result(finding, measured_on(report), columns, table)

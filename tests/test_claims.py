@@ -1,0 +1,161 @@
+"""Measurements of claims about mixed precision, and the page of their results."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import claims
+import claims_cost
+import claims_precision
+from claims_precision import UPDATE, UPDATES, shares_of, sum_of_updates
+from claims_result import NOT_MEASURED
+
+REPORT = json.loads(claims.RESULTS.read_text("utf-8"))
+ROWS = {row["name"]: row for row in REPORT["rows"]}
+TINY = dict(layers=1, width=32, heads=2, max_length=16)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Enables standard promotion, because the example's loss uses optax directly."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# ---------------------------------------------------------------------------
+# Page and results
+# ---------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_recorded_results():
+    advice = "run python benchmarks/claims.py --page, which writes docs/claims.md from the results"
+    assert claims.PAGE.read_text("utf-8") == claims.page(REPORT), advice
+
+
+def test_the_results_contain_every_claim_as_it_is_stated():
+    stated = [(claim.name, claim.claim, claim.reading) for claim in claims.CLAIMS]
+    assert [(row["name"], row["claim"], row["reading"]) for row in REPORT["rows"]] == stated
+
+
+# Their figures come from shapes and formats, so they are the same on every machine.
+@pytest.mark.parametrize("name", ["formats", "fp32_baseline", "state_memory"])
+def test_rows_that_do_not_depend_on_the_machine(name, capsys):
+    advice = "run python benchmarks/claims.py --json benchmarks/results/claims_cpu.json"
+    assert claims.measure([name]) == [ROWS[name]], advice
+    assert ROWS[name]["finding"] in capsys.readouterr().out
+
+
+# The recorded results of other benchmarks may be newer than those of this page.
+@pytest.mark.parametrize("name", ["flash_memory", "activation_memory"])
+def test_rows_of_recorded_results(name):
+    (row,) = claims.measure([name])
+    assert row["columns"] == ROWS[name]["columns"]
+    assert "compiled, nothing was run" in row["evidence"]
+
+
+# ---------------------------------------------------------------------------
+# Numerics
+# ---------------------------------------------------------------------------
+
+
+def test_powers_of_two_do_not_change_the_bits_of_gradients():
+    result = claims_precision.power_of_two_scale(TINY)
+
+    changed = {(row[0], row[1]): row[3] for row in result.table}
+    assert {
+        changed[recipe, scale] for recipe in ("fp32", "bf16") for scale in ("2^-8", "2^16")
+    } == {"0.00%"}
+    # The comparison can fail: other factors round again.
+    assert all(float(changed[recipe, "1000"].rstrip("%")) > 10 for recipe in ("fp32", "bf16"))
+
+
+def test_a_larger_scale_leaves_fewer_zeros(monkeypatch):
+    monkeypatch.setattr(claims_precision, "SCALES", (2.0**-8, 1.0, 2.0**16))
+    result = claims_precision.fp16_underflow(TINY, steps=2)
+
+    for progress in ("0", "2"):
+        rows = {row[1]: row for row in result.table if row[0] == progress}
+        for column in (2, 5):  # outputs and parameters that become zero
+            small, none, large = (
+                float(rows[scale][column].rstrip("%")) for scale in ("2^-8", "2^0", "2^16")
+            )
+            assert small > none >= large
+
+
+def test_shares_of_float16():
+    smallest, normal = 2.0**-24, 2.0**-14
+    values = np.array([0.0, smallest / 4, smallest, 0.9 * normal, normal, 1.0, 1e6], np.float32)
+    assert shares_of(values, 1.0) == pytest.approx((1 / 6, 2 / 6, 1 / 6))
+    assert shares_of(values, 4.0) == pytest.approx((0, 2 / 6, 1 / 6))
+
+
+def test_a_parameter_stalls_without_masters():
+    bf16, fp32 = "p=bf16,c=bf16,o=f32", np.float32(1)
+    for _ in range(UPDATES):
+        fp32 += np.float32(UPDATE)
+
+    assert sum_of_updates("none", bf16, stochastic=False) == (1.0, 1.0)
+    stored, master = sum_of_updates("fp32", bf16, stochastic=False)
+    assert master == fp32
+    assert abs(stored - fp32) <= 2.0**-8  # half the spacing of bfloat16
+
+
+# ---------------------------------------------------------------------------
+# Recorded results
+# ---------------------------------------------------------------------------
+
+HARDWARE = {"hardware": {"device": "NVIDIA H200"}, "date": "2026-01-01", "command": "python x.py"}
+
+
+def test_speed_has_no_figure_before_a_gpu_has_measured_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_cost, "RESULTS", tmp_path)
+    for measure in (claims_cost.mixed_precision_speed, claims_cost.fp8_speed):
+        result = measure()
+        assert result.evidence == NOT_MEASURED and result.table == []
+        assert "On a GPU: `python benchmarks/" in result.finding
+
+
+def test_speed_names_its_baselines(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_cost, "RESULTS", tmp_path)
+    speeds = {"fp32": 1.0, "tf32": 4.0, "bf16": 10.0}
+    rows = [
+        {"recipe": name, "tokens_per_second": {"median": speed}} for name, speed in speeds.items()
+    ]
+    (tmp_path / "gpu_smoke-nvidia-h200.json").write_text(json.dumps(HARDWARE | {"results": rows}))
+
+    result = claims_cost.mixed_precision_speed()
+    assert "2.50 times as fast as `tf32` and 10.00 times as fast as `fp32`" in result.finding
+    assert result.evidence.startswith("NVIDIA H200, 2026-01-01")
+
+
+def test_speed_of_fp8_and_of_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_cost, "RESULTS", tmp_path)
+    arms = {"bf16": {"over_bf16": 1.0}, "fp8": {"over_bf16": 1.31}, "other": {"failed": "memory"}}
+    (tmp_path / "fp8_step-w2-nvidia-h200.json").write_text(json.dumps(HARDWARE | {"rows": arms}))
+    row = {"pass": "forward", "causal": True, "length": 2048}
+    row |= {name: {"median": 0.99} for name in ("jaxmp_tflops", "direct_tflops", "ratio")}
+    (tmp_path / "attention_gpu-nvidia-h200.json").write_text(
+        json.dumps(HARDWARE | {"speed": [row]})
+    )
+
+    assert claims_cost.fp8_speed().table == [["w2", "fp8", "1.31"]]
+    assert "0.99 times the rate" in claims_cost.flash_speed().finding
+
+
+def test_bytes_of_the_state_of_a_small_model():
+    params = claims_cost.decoder_shapes(layers=1, width=8, hidden=16, vocabulary=4)
+    count = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4 * 8 + 8
+    assert claims_cost.nbytes(params) == 4 * count
+    sizes = {
+        "bf16": [4, 0, 8, 4],
+        "bf16_params": [2, 4, 8, 4],
+        "fp16": [4, 0, 8, 4],
+    }
+    for name, per_parameter in sizes.items():
+        measured = claims_cost.state_bytes(claims_cost.jaxmp.load_recipe(name), params)
+        scalars = measured["masters"] - per_parameter[1] * count  # counters and the loss scale
+        assert 0 <= scalars < 100
+        measured["masters"] -= scalars
+        assert list(measured.values()) == [size * count for size in per_parameter]
