@@ -14,7 +14,7 @@ from jaxmp import optim
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._resolve import PolicyMap, Scaling
 from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import (
     RecipeChanges,
@@ -25,7 +25,6 @@ from jaxmp._recipe_files._load import (
     replace_settings,
 )
 from jaxmp.errors import JaxmpError, RecipeError
-from jaxmp.fp8._scaling import Scaling
 
 M = TypeVar("M")
 

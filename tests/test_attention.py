@@ -679,8 +679,8 @@ def test_heads_are_padded_where_that_buys_the_kernel(gpu):
 
 
 def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(_choice, "compute_capability", lambda: (7, 0))
-    assert blockers(QUERY, QUERY, QUERY) == ["device"]
+    with context(capability=(7, 0)):
+        assert blockers(QUERY, QUERY, QUERY) == ["device"]
     monkeypatch.setattr(_choice, "compute_capability", lambda: None)
     large = shapes(2, 64, 8, 192)
     assert blockers(large, large, large) == ["query"]

@@ -386,7 +386,7 @@ class OldCard:
 
 def test_a_card_without_fp8_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [OldCard()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
     with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
         jax.eval_shape(autocast(loss, POLICY), W1, W2, X)
     emulated = PolicyMap(POLICY, fp8=fp8.CurrentScaling(emulate=True))

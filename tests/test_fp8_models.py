@@ -382,13 +382,13 @@ class NewCard(OldCard):
 def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
     loss, params = linen_loss(policies(fp8.CurrentScaling(emulate=emulate)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [OldCard()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
     if emulate:
         assert len(fp8.explain(loss, params).rows) == 12
     else:
         with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
             fp8.explain(loss, params)
-    monkeypatch.setattr(jax, "devices", lambda: [NewCard()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [NewCard()])
     assert len(fp8.explain(loss, params).rows) == 12
 
 

@@ -298,15 +298,15 @@ def test_bad_settings(settings, message):
 @pytest.mark.parametrize(
     ("context", "found"),
     [
-        ({"target": "gpu", "capability": (9, 0)}, "this GPU has 9.0"),
-        ({"target": "tpu"}, "this is a tpu"),
+        ({"target": "gpu", "capability": (9, 0)}, r"the target GPU \(compute capability 9\.0\)"),
+        ({"target": "tpu"}, "a TPU"),
     ],
 )
 def test_devices_without_such_products_are_refused(context, found):
     x = jnp.ones((32, 32))
     run = lambda recipe: jax.eval_shape(lambda: fp8.dot_general(recipe)(x, x, LINEAR))
     with _compat.context(**context):
-        with pytest.raises(CompositionError, match=rf"10\.0 \(Blackwell\), and {found}"):
+        with pytest.raises(CompositionError, match=rf"10\.0 .* compiled for {found}"):
             run(UP)
         run(fp8.MXScaling(emulate=True))
     with _compat.context(target="gpu", capability=(10, 0)):

@@ -124,6 +124,19 @@ def test_private_names_of_jax_and_flax_are_used_in_one_module():
     assert {name: found for name, found in uses.items() if found} == {}
 
 
+def test_few_modules_outside_of_fp8_depend_on_it():
+    importers = {
+        name
+        for name, tree in package_trees().items()
+        if not name.startswith("jaxmp/fp8/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and any(f"{node.module}.{each.name}".startswith("jaxmp.fp8") for each in node.names)
+    }
+    # A module that requires FP8 belongs into `jaxmp/fp8/`, or behind one of these.
+    assert len(importers) <= 8, sorted(importers)
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -10,11 +10,13 @@ from typing import ClassVar
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core._compat import (
-    compute_capability,
-    cudnn_version,
-    target,
+from jaxmp._core._capability import (
+    FUSED_ATTENTION,
+    LARGE_ATTENTION_HEADS,
+    capability_text,
+    unsupported_gpu,
 )
+from jaxmp._core._compat import compute_capability, cudnn_version, target
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp.errors import AttentionError
@@ -160,9 +162,10 @@ def _device_blockers() -> list[Blocker]:
     if cudnn_version() is None:
         change = 'Install it: pip install "jaxmp[cuda12]" or "jaxmp[cuda13]".'
         return [Blocker("device", "JAX finds no cuDNN", change)]
-    capability = compute_capability()
-    if capability is not None and capability < (8, 0):
-        reason = f"the kernel needs an A100 or later, this GPU has capability {capability}"
+    gpu = unsupported_gpu(FUSED_ATTENTION)
+    if gpu:
+        first = capability_text(FUSED_ATTENTION)
+        reason = f"the kernel requires compute capability {first} or more, this is {gpu}"
         return [Blocker("device", reason, "Use implementation='auto'.")]
     return []
 
@@ -173,8 +176,10 @@ def _operand_blockers(args: Arguments) -> list[Blocker]:
     if not is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
         blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
+    # JAX reads the capability of the local GPU, even if it compiles for another one.
     capability = compute_capability()
-    largest = _LARGEST_HEAD_HOPPER if capability and capability >= (9, 0) else _LARGEST_HEAD
+    is_hopper = capability is not None and capability >= LARGE_ATTENTION_HEADS
+    largest = _LARGEST_HEAD_HOPPER if is_hopper else _LARGEST_HEAD
     padded = padded_size(args.query.shape[-1], args.value.shape[-1])
     if padded > largest:
         unknown = " (without a GPU here JAX assumes an A100)" if capability is None else ""

@@ -24,14 +24,6 @@ FP32_GEMM = Check(
     fix="y = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))",
     needs_target="yes",
 )
-FP8_FALLBACK = Check(
-    id="fp8_fallback",
-    severity=ERROR,
-    explanation="Operands are rounded to FP8 but multiplied in a wider dtype. FP8 matmuls require"
-    " an H100 or a later GPU.",
-    fix="y = jax.lax.dot_general(x_fp8, w_fp8, dimension_numbers)",
-    needs_target="yes",
-)
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",
     severity=ERROR,
@@ -72,19 +64,6 @@ class CompiledProgram:
     fp8: Mapping[tuple[str, str, str, int], str]
 
 
-@FP8_FALLBACK.on_compiled
-def check_fp8(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
-    """Reports matmuls of FP8 values in a wider dtype."""
-    del audit
-    for row in program.rows.gemms:
-        line = row.module, row.phase, row.file, row.line
-        dtype = row.was_fp8 or program.fp8.get(line, "")
-        is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
-        if dtype and not is_fp8:
-            message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
-            yield _finding(FP8_FALLBACK, row, message)
-
-
 @FP32_GEMM.on_compiled
 def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls in FP32 or TF32."""
@@ -93,7 +72,7 @@ def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
         is_wide = row.lhs in _WIDE or row.rhs in _WIDE
         if is_wide and row.module not in reported and _requires_16_bits(audit, row.module):
             message = f"the GPU multiplies in {row.lhs} x {row.rhs}."
-            yield _finding(FP32_GEMM, row, message)
+            yield finding(FP32_GEMM, row, message)
 
 
 @FP32_ALL_GATHER.on_compiled
@@ -102,9 +81,7 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
     for row in _large(program.rows.collectives):
         is_wide = row.operation == "all-gather" and row.dtype == "float32"
         if is_wide and row.module and _requires_16_bits(audit, row.module):
-            yield _finding(
-                FP32_ALL_GATHER, row, f"{bytes_text(row.bytes)} are gathered in float32."
-            )
+            yield finding(FP32_ALL_GATHER, row, f"{bytes_text(row.bytes)} are gathered in float32.")
 
 
 @ALL_REDUCE_16BIT.on_compiled
@@ -121,8 +98,8 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
         fix = _FIX_REDUCE if is_gradient else "No change is required for activations."
         is_error = is_gradient and audit.context.requires_fp32_reductions
-        finding = _finding(ALL_REDUCE_16BIT, row, message, fix)
-        yield dataclasses.replace(finding, severity=ERROR if is_error else WARNING)
+        reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
+        yield dataclasses.replace(reduction, severity=ERROR if is_error else WARNING)
 
 
 @UNDONATED_STATE.on_compiled
@@ -146,7 +123,7 @@ def _requires_16_bits(audit: Auditor, module: str) -> bool:
     return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
 
 
-def _finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
+def finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
     return Finding(
         check=check.id,
         severity=check.severity,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -19,7 +17,6 @@ from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
-from jaxmp.fp8._eligible import explain_exclusion
 
 FP32_MATMUL = Check(
     id="fp32_matmul",
@@ -49,14 +46,6 @@ MISALIGNED_MATMUL = Check(
     " FP32, 16 in FP8). A warning if padding costs more than a quarter, or if the matmul has less"
     " than 1 % of all FLOPs.",
     fix="width = -(-width // 8) * 8",
-)
-NOT_FP8 = Check(
-    id="not_fp8",
-    severity=WARNING,
-    explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
-    " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
-    " not applied to it.",
-    fix="jaxmp.Rule('**/head', 'matmul=default')",
 )
 
 # Primitives between a user's cast and the matmul that reads it.
@@ -193,36 +182,3 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     fix = "Round the width of the layer up:\n" + "\n".join(f"    width = {n}" for n in widths)
     severity = ERROR if is_worthwhile else WARNING
     audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
-
-
-# ---------------------------------------------------------------------------
-# FP8
-# ---------------------------------------------------------------------------
-
-
-@NOT_FP8.on_matmul
-def check_fp8(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
-    """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands = op.equation.invars[:2]
-    if op.name != "dot_general" or op.location.phase != FORWARD:
-        return
-    (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
-    # Linear layers have no batched matmuls; those of attention and of stacked kernels are.
-    if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
-        return
-    if audit.context.policies is None or not audit.context.requires_fp8(op.location):
-        return
-    shape = operands[1].aval.shape
-    inputs = math.prod(shape[axis] for axis in contracted)
-    sizes = inputs, math.prod(shape) // max(inputs, 1)
-    scaling: Any = audit.context.policies.fp8
-    reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
-    message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
-    message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
-    module = "/".join(op.location.names[-1:]) or "module"
-    fix = "Exclude the module by a rule:\n"
-    fix += f"    jaxmp.Rule('**/{module}', 'matmul=default')"
-    if "narrow" in reason or "min_width" in reason:
-        toml = "    [fp8]\n    min_width = 0"
-        fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)

@@ -121,7 +121,7 @@ def _custom_jvp(
 ) -> list[Value]:
     """Runs a `custom_jvp` function and its rule, both in the current dtypes of their operands."""
     params = equation.params
-    if runner.config.fp8 is not None:
+    if runner.config.scaling is not None:
         # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
         scope_path = (*scope_path, IN_CUSTOM_JVP)
     jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path)

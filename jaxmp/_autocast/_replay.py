@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, requests_highest
 from jaxmp._autocast._explain import IN_RULE, Recorder
+from jaxmp._autocast._fp8 import fp8_matmul, is_recording, record_excluded
 from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
@@ -45,8 +46,6 @@ from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._precision import matmul_precision
 from jaxmp._policies._resolve import resolve_policy
-from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._explain import decide_product, is_recording
 
 
 class Interpreter:
@@ -117,7 +116,7 @@ class Interpreter:
         for equation in body.eqns:
             stack = str(equation.source_info.name_stack)
             scope_path = outer + scope_names(stack)
-            if self.config.fp8 is not None:
+            if self.config.scaling is not None:
                 scope_path = with_phase(scope_path, stack)
             self.seen.add(scope_path)
             with as_recorded(equation):
@@ -256,29 +255,23 @@ class Interpreter:
         """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8."""
         if not policy.uses_fp8 or not is_matmul(equation):
             return None
-        assert self.config.fp8 is not None
+        assert self.config.scaling is not None
         computed = [value.priority is Priority.COMPUTED for value in values]
         kernel = 0 if computed == [False, True] else 1
         why = "its author asks for precision=HIGHEST" if highest else policy.exclusion_reason
         path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
-        if not decide_product(self.config.fp8, path, shapes, equation.params, kernel, why):
-            return None
-        return dot_general(self.config.fp8, kernel="rhs" if kernel else "lhs")
+        return fp8_matmul(self.config.scaling, equation, shapes, path, kernel, why)
 
     def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None:
         """Records the matmuls inside an equation that runs in its recorded dtypes."""
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
-        if not policy.uses_fp8 or not is_recording():
-            return
-        assert self.config.fp8 is not None
-        inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
-        for product in (equation, *inside):
-            if is_matmul(product):
-                shapes = tuple(array_aval(var).shape for var in product.invars)
-                path, params = path_of(scope_path), product.params
-                decide_product(self.config.fp8, path, shapes, params, 1, policy.exclusion_reason)
+        if policy.uses_fp8:
+            assert self.config.scaling is not None
+            inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
+            path, why = path_of(scope_path), policy.exclusion_reason
+            record_excluded(self.config.scaling, (equation, *inside), path, why)
 
     def _is_fp32_only(self, equation: JaxprEqn, env: Environment) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.

@@ -7,16 +7,16 @@ import dataclasses
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast._fp8 import autocast_scaling
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, Path, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._core._replay import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._required import check_module_dtypes, check_required, uses_fp8
+from jaxmp._policies._required import check_module_dtypes, check_required
 from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_first
-from jaxmp.errors import CompositionError, RuleError
-from jaxmp.fp8._scaling import Scaling, as_scaling
+from jaxmp.errors import RuleError
 
 # Scopes that mark equations. They are not part of module paths.
 _IN_BACKWARD = "jaxmp_backward"
@@ -87,9 +87,7 @@ class AutocastConfig:
                     "by its path, or allow the rule to match nothing: required=False."
                 )
         # Scaling of FP8 matmuls; None if no policy sets `matmul = "fp8"`.
-        self.fp8: Scaling | None = (
-            _stateless(as_scaling(policies.fp8)) if uses_fp8(policies) else None
-        )
+        self.scaling = autocast_scaling(policies)
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._scope_policies: dict[Path, ScopePolicy] = {}
@@ -157,18 +155,6 @@ class AutocastConfig:
             uses_fp8=in_fp8,
             exclusion_reason=next(reasons, "") if in_fp8 else "",
         )
-
-
-def _stateless(scaling: Scaling) -> Scaling:
-    if scaling.is_stateful:
-        name = type(scaling).__name__
-        raise CompositionError(
-            f"{name} stores a state for each matmul, but a traced function has no state. Scale by "
-            "the tensors themselves: autocast(fn, recipe.replace(fp8='current')), or "
-            "PolicyMap(..., fp8=fp8.CurrentScaling()). Or call "
-            f"fp8.dot_general(fp8.{name}()) in the function, and pass it a state."
-        )
-    return scaling
 
 
 def _without_marks(scope_path: Path) -> Path:

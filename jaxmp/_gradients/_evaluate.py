@@ -20,7 +20,6 @@ from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._arguments import Options
 from jaxmp._gradients._result import parse_result
 from jaxmp._loss_scale import NoLossScale
-from jaxmp.fp8._state import to_float32
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +47,7 @@ def evaluate(
         replaced = dict(zip(options.argnums, inputs, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
-        return loss, (weight, to_float32(aux))
+        return loss, (weight, _overwritten.to_float32(aux))
 
     run = fn_of_inputs
     if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):

@@ -8,14 +8,12 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _compat
+from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
-# Compute capability of the first NVIDIA GPUs with bfloat16 matmuls, such as the A100.
-_FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 def check_device(policies: PolicyMap) -> None:
@@ -23,12 +21,10 @@ def check_device(policies: PolicyMap) -> None:
 
     Called while a model is traced, because the device that is compiled for is known only then.
     """
-    if _compat.target() != "gpu" or not _computes_in_bfloat16(policies):
-        return
-    capability = _compat.target_capability()
-    if capability is not None and capability < _FIRST_WITH_BFLOAT16:
+    gpu = unsupported_gpu(BFLOAT16_MATMULS)
+    if gpu and _computes_in_bfloat16(policies):
         is_stored = policies.default.param_dtype == _BFLOAT16
-        _warn_of_bfloat16(capability, "fp16_params" if is_stored else "fp16")
+        _warn_of_bfloat16(gpu, "fp16_params" if is_stored else "fp16")
 
 
 @functools.cache
@@ -38,11 +34,10 @@ def _computes_in_bfloat16(policies: PolicyMap) -> bool:
 
 
 @functools.cache
-def _warn_of_bfloat16(capability: tuple[int, int], recipe: str) -> None:
-    major, minor = capability
+def _warn_of_bfloat16(gpu: str, recipe: str) -> None:
     warnings.warn(
-        f"The policies compute in bfloat16, and this GPU (compute capability {major}.{minor}) has "
-        "no matmuls in bfloat16, which begin with 8.0. Use float16, which it has: recipe = "
+        f"The policies compute in bfloat16, and {gpu} has no matmuls in bfloat16, which begin with "
+        f"{capability_text(BFLOAT16_MATMULS)}. Use float16, which it has: recipe = "
         f"jaxmp.load_recipe({recipe!r}).",
         RecipeWarning,
         stacklevel=2,

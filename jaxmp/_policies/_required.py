@@ -47,11 +47,6 @@ def check_module_dtypes(policies: PolicyMap) -> None:
             )
 
 
-def uses_fp8(policies: PolicyMap) -> bool:
-    """Returns True if the default policy or a rule sets `matmul = "fp8"`."""
-    return any(holder.matmul == "fp8" for holder in (policies.default, *policies.rules))
-
-
 # ---------------------------------------------------------------------------
 # Rules of a model
 # ---------------------------------------------------------------------------

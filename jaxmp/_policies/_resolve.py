@@ -20,7 +20,8 @@ from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
 from jaxmp._policies._policy import Policy, with_keep_inputs, without_inputs
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
-from jaxmp.fp8._scaling import Scaling, as_scaling
+from jaxmp.fp8._scaling import Scaling as Scaling
+from jaxmp.fp8._scaling import as_scaling
 
 # ---------------------------------------------------------------------------
 # Policy maps
@@ -275,6 +276,12 @@ def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:
     """
     candidates = [resolve_policy(policies, path) for path in paths]
     return next((each for each in candidates if each.rule is not None), candidates[0])
+
+
+def matmul_scaling(policies: PolicyMap) -> Scaling | None:
+    """Returns the scaling of FP8 matmuls; None if no policy or rule sets `matmul = "fp8"`."""
+    holders = (policies.default, *policies.rules)
+    return as_scaling(policies.fp8) if any(each.matmul == "fp8" for each in holders) else None
 
 
 def storage_dtype(policies: PolicyMap, names: tuple[str, ...]) -> np.dtype:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._fp8_table import fp8_settings
 from jaxmp._recipe_files._load import RecipeData
 from jaxmp._recipe_files._loss_scale_table import LossScaleData
+from jaxmp._recipe_files._scaling_table import TABLE, scaling_settings
 from jaxmp._recipe_files._toml import literal
 
 _HEAD = "# Recipe of jaxmp. Load it by the path of this file: jaxmp.load_recipe(path)."
@@ -24,7 +24,7 @@ _ATTENTION = (
     "# Attention layers of Flax. auto: the fused kernel of cuDNN if it supports the call. A mask\n"
     "# other than array is declared: it replaces the array that the model passes."
 )
-_FP8 = '# Scaling of modules with matmul = "fp8".'
+_SCALING = '# Scaling of modules with matmul = "fp8".'
 _GRADIENTS = "# Dtypes of the sums of gradients over microbatches and over devices (axis_name)."
 _OPS = "# Operations whose category in autocast differs from the default table."
 _RULES = "# Only the first rule that matches a module applies; other fields come from [policy]."
@@ -42,7 +42,7 @@ def recipe_text(data: RecipeData) -> str:
     Raises:
       RecipeError: if a string in the recipe cannot be written as UTF-8.
     """
-    policies = data.policies
+    policies, scaling = data.policies, data.policies.fp8
     default = _policy_fields(policies.default)
     attention = {name: default.pop(name) for name in ATTENTION_FIELDS if name in default}
     gradients = {"accumulate_dtype": data.accumulate_dtype, "reduce_dtype": data.reduce_dtype}
@@ -52,7 +52,7 @@ def recipe_text(data: RecipeData) -> str:
         _block(_LOSS_SCALE[data.loss_scale.kind], "[loss_scale]", _loss_scale(data.loss_scale)),
         _block(_OPTIMIZER, "[optimizer]", {"master": data.master, "skip": data.skip}),
         _block(_ATTENTION, "[attention]", attention),
-        *([] if policies.fp8 is None else [_block(_FP8, "[fp8]", fp8_settings(policies.fp8))]),
+        *([] if scaling is None else [_block(_SCALING, f"[{TABLE}]", scaling_settings(scaling))]),
         _block(_GRADIENTS, "[gradients]", gradients),
         *([_block(_OPS, "[ops]", dict(data.ops.edits))] if data.ops.edits else []),
         *([_RULES] if policies.rules else []),

@@ -24,11 +24,11 @@ from jaxmp._policies._policy import (
     without_inputs,
 )
 from jaxmp._policies._recipe_names import recipe_names, shipped
-from jaxmp._policies._required import check_module_dtypes, named_dtypes, uses_fp8
+from jaxmp._policies._required import check_module_dtypes, named_dtypes
 from jaxmp._policies._resolve import PolicyMap, reads_policies
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._fp8_table import read_fp8
+from jaxmp._recipe_files import _scaling_table, _toml
+from jaxmp._recipe_files._fields import Setting
 from jaxmp._recipe_files._loss_scale_table import (
     LossScaleData,
     automatic_kind,
@@ -38,13 +38,11 @@ from jaxmp._recipe_files._loss_scale_table import (
 from jaxmp._recipe_files._schema import (
     TABLES,
     TOP,
-    Setting,
     Settings,
     fix_line,
     read_contents,
 )
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
-from jaxmp.fp8._scaling import ScalingLike, as_scaling
 
 if TYPE_CHECKING:
     from jaxmp._recipe import Recipe
@@ -268,8 +266,8 @@ def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
         return False
     if table == "loss_scale":
         return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
-    if table == "fp8":
-        return ("fp8", "scaling") not in own
+    if table == _scaling_table.TABLE:
+        return _scaling_table.is_inherited(own)
     # The window of the extended recipe describes the mask of that recipe.
     return key != ("attention", "window") or ("attention", "mask") not in own
 
@@ -295,15 +293,7 @@ def _build(layers: _Layers) -> RecipeData:
             f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
         )
     policies = PolicyMap(get_policy(default), rules)
-    if uses_fp8(policies):
-        scaling = read_fp8(tables["fp8"]) if tables["fp8"] else None
-        policies = dataclasses.replace(policies, fp8=scaling)
-    elif own := [s for s in tables["fp8"].values() if s.document is document]:
-        raise RecipeError(
-            f"{own[0].location}: [fp8] specifies the scaling of FP8 matmuls, but neither [policy] "
-            'nor a rule of this recipe sets matmul = "fp8". Write:\n    [policy]\n'
-            '    matmul = "fp8"'
-        )
+    policies = _scaling_table.with_scaling(policies, tables[_scaling_table.TABLE], document)
     stem = Path(document.file).name.removesuffix(".toml")
     extends = f"extends {values['']['extends']}" if "extends" in values[""] else ""
     data = RecipeData(
@@ -337,7 +327,7 @@ class RecipeChanges(TypedDict, total=False):
     loss_scale: LossScaleData | LossScaleLike | Mapping[str, object] | str
     # Operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
     ops: OpTable | Mapping[str, str] | None
-    fp8: ScalingLike
+    fp8: _scaling_table.ScalingLike
     # Attention layers.
     implementation: str | None
     mask: str | None
@@ -366,15 +356,7 @@ def replace_settings(data: RecipeData, **changes: Unpack[RecipeChanges]) -> Reci
     new_policies = data.policies if policies is None else as_policy_map(policies)
     attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
     new_policies = _replace_attention(new_policies, attention)
-    if fp8 is not None:
-        new_policies = dataclasses.replace(new_policies, fp8=as_scaling(fp8))
-        if not uses_fp8(new_policies):
-            raise RecipeError(
-                f"fp8={fp8!r} specifies the scaling of FP8 matmuls, but no policy or rule of "
-                f"{data.name!r} sets matmul='fp8'. Start from a recipe with FP8 matmuls, or add "
-                "them: load_recipe('fp8').replace(fp8='rowwise'), "
-                "recipe.replace(policies='p=f32,c=bf16,o=f32,matmul=fp8', fp8='rowwise')."
-            )
+    new_policies = _scaling_table.replace_scaling(new_policies, fp8, data.name)
     if loss_scale is None:
         is_automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if is_automatic else data.loss_scale

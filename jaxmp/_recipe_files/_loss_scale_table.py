@@ -20,7 +20,8 @@ from jaxmp._loss_scale import (
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._schema import DYNAMIC, Setting, fix_line, read_contents
+from jaxmp._recipe_files._fields import Setting
+from jaxmp._recipe_files._schema import DYNAMIC, fix_line, read_contents
 from jaxmp.errors import LossScaleError, RecipeError
 
 _FLOAT16 = np.dtype("float16")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmp._core._dtypes import bits, canonical_dtype
-from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._policies._inputs import canonical_inputs
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
@@ -19,9 +16,9 @@ from jaxmp._policies._policy import (
     canonical_fields,
 )
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files import _toml
+from jaxmp._recipe_files import _scaling_table, _toml
+from jaxmp._recipe_files._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError, did_you_mean
-from jaxmp.fp8._scaling import KINDS as SCALINGS
 
 KINDS = ("auto", "none", "static", "dynamic")
 PRESETS = ("torch", "deepspeed", "megatron", "keras", "tensorflow")
@@ -29,61 +26,8 @@ MASTERS = ("auto", "fp32", "packed", "none")
 SKIPS = ("auto", "select", "cond", "none")
 
 # ---------------------------------------------------------------------------
-# Fields
+# Tables
 # ---------------------------------------------------------------------------
-
-
-class Field(NamedTuple):
-    """Values that one key allows, and their conversion to a setting."""
-
-    # Allowed values, for error messages.
-    allowed: str
-    # An allowed value as TOML text.
-    example: str
-    # Allowed TOML types; of `bool` and `int` only the exact type counts.
-    types: tuple[type, ...] = (str,)
-    # Allowed strings -> settings; they need not be of the types above.
-    names: Mapping[str, Any] = {}
-    # Inclusive bounds of a number; NaN is outside.
-    bounds: tuple[float, float] = (-math.inf, math.inf)
-    # True for strings without line breaks and control characters.
-    is_line: bool = False
-    # Converts the TOML value. A ValueError, such as a JaxmpError, means that it is not allowed.
-    convert: Callable[[Any], Any] | None = None
-
-    def read(self, value: Any) -> Any:
-        """Converts a TOML value to a setting.
-
-        Raises:
-          ValueError: if the value is not allowed; the message contains the value and the reason.
-        """
-        if isinstance(value, str) and value in self.names:
-            return self.names[value]
-        low, high = self.bounds
-        is_outside = isinstance(value, (int, float)) and not low <= value <= high
-        is_long = self.is_line and isinstance(value, str) and not value.isprintable()
-        if type(value) not in self.types or is_outside or is_long:
-            hint = did_you_mean(value, self.names) if isinstance(value, str) else ""
-            raise RecipeError(
-                f"{_toml.describe(value)} is not allowed.{hint} Allowed: {self.allowed}."
-            )
-        return value if self.convert is None else self.convert(value)
-
-
-def _choice(*options: str, example: str = "") -> Field:
-    allowed = f"one of {', '.join(map(_toml.quoted, options))}"
-    names = dict(zip(options, options, strict=True))
-    return Field(allowed, _toml.quoted(example or options[0]), (), names)
-
-
-def _dtype_name(name: str) -> str:
-    dtype = canonical_dtype(name)
-    if bits(dtype) < 16:
-        raise RecipeError(
-            f"{dtype.name} is too narrow: values overflow without a scale. Use float32, bfloat16 "
-            'or float16; matmul = "fp8" makes linear layers multiply in FP8, with scales.'
-        )
-    return dtype.name
 
 
 def _name(text: str) -> str:
@@ -105,22 +49,6 @@ def _category(op: OpRule) -> Field:
     return Field(allowed, _toml.quoted(op.example), convert=check)
 
 
-_BOOLEAN = Field("true or false", "true", (bool,))
-_NUMBER = Field(
-    "a number that FP32 can represent",
-    "65536.0",
-    (int, float),
-    bounds=(-LARGEST_SCALE, LARGEST_SCALE),
-    convert=float,
-)
-_COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
-_DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_dtype_name)
-_FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (str, list))
-
-# ---------------------------------------------------------------------------
-# Tables
-# ---------------------------------------------------------------------------
-
 # Keys at the top of a file.
 TOP = {
     "name": Field("a name of one line", '"my_recipe"', is_line=True, convert=_name),
@@ -129,12 +57,12 @@ TOP = {
 }
 
 _POLICY = {
-    "param_dtype": _DTYPE,
-    "compute_dtype": _DTYPE._replace(example='"bfloat16"'),
-    "output_dtype": _DTYPE,
-    "matmul": _choice(*MATMUL_PRECISIONS),
-    "respect_explicit": _BOOLEAN,
-    "cast_float64": _BOOLEAN,
+    "param_dtype": DTYPE,
+    "compute_dtype": DTYPE._replace(example='"bfloat16"'),
+    "output_dtype": DTYPE,
+    "matmul": choice(*MATMUL_PRECISIONS),
+    "respect_explicit": BOOLEAN,
+    "cast_float64": BOOLEAN,
     "keep_inputs": Field(
         "a list of argument names and positions",
         '["t", "positions"]',
@@ -144,8 +72,8 @@ _POLICY = {
 }
 
 _ATTENTION = {
-    "implementation": _choice(*ATTENTION),
-    "mask": _choice(*MASKS, example="causal"),
+    "implementation": choice(*ATTENTION),
+    "mask": choice(*MASKS, example="causal"),
     "window": Field(
         "a nonnegative integer, or a list of two: [left, right]",
         "127",
@@ -157,59 +85,35 @@ assert tuple(_ATTENTION) == ATTENTION_FIELDS
 
 # Settings of a dynamic loss scale. `DynamicLossScale` checks their ranges when the recipe is built.
 DYNAMIC = {
-    "init_scale": _NUMBER,
-    "growth_factor": _NUMBER._replace(example="2.0"),
-    "backoff_factor": _NUMBER._replace(example="0.5"),
-    "growth_interval": _COUNT,
-    "min_scale": _NUMBER._replace(
+    "init_scale": NUMBER,
+    "growth_factor": NUMBER._replace(example="2.0"),
+    "backoff_factor": NUMBER._replace(example="0.5"),
+    "growth_interval": COUNT,
+    "min_scale": NUMBER._replace(
         allowed='a number that FP32 can represent, or "none"', example="1.0", names={"none": None}
     ),
-    "max_scale": _NUMBER._replace(
+    "max_scale": NUMBER._replace(
         allowed='a number that FP32 can represent, or "none"',
         example="16777216.0",
         names={"none": None},
     ),
-    "hysteresis": _COUNT._replace(example="2"),
-    "hysteresis_refill": _choice("growth", "clean"),
-    "first_growth_delay": _COUNT._replace(example="1"),
+    "hysteresis": COUNT._replace(example="2"),
+    "hysteresis_refill": choice("growth", "clean"),
+    "first_growth_delay": COUNT._replace(example="1"),
 }
 
 TABLES = {
     "policy": _POLICY,
     "loss_scale": {
-        "kind": _choice(*KINDS),
-        "value": _NUMBER._replace(example="128.0"),
-        "preset": _choice(*PRESETS),
+        "kind": choice(*KINDS),
+        "value": NUMBER._replace(example="128.0"),
+        "preset": choice(*PRESETS),
         **DYNAMIC,
     },
-    "optimizer": {"master": _choice(*MASTERS), "skip": _choice(*SKIPS)},
+    "optimizer": {"master": choice(*MASTERS), "skip": choice(*SKIPS)},
     "attention": _ATTENTION,
-    # The scalings of `jaxmp.fp8` check the ranges of these settings when the recipe is built.
-    "fp8": {
-        "scaling": _choice(*SCALINGS),
-        "fprop": _FORMATS._replace(example='["e4m3fn", "e4m3fn"]'),
-        "dgrad": _FORMATS._replace(example='["e5m2", "e4m3fn"]'),
-        "wgrad": _FORMATS,
-        "margin": _COUNT._replace(example="1"),
-        "power_of_two": _BOOLEAN,
-        "fast_accumulation": Field(
-            'a list of matmuls among "fprop", "dgrad" and "wgrad"', '["fprop"]', (list,)
-        ),
-        "min_width": Field(
-            '"auto" or a nonnegative integer',
-            "2048",
-            (int,),
-            names={"auto": "auto"},
-            bounds=(0, 2**31 - 1),
-        ),
-        "emulate": _BOOLEAN,
-        "amax_history_len": _COUNT._replace(example="1024"),
-        "amax_compute": _choice("max", "most_recent"),
-        "interval": _COUNT._replace(example="1"),
-        "calibrate": _BOOLEAN,
-        "rounding": _choice("up", "down"),
-    },
-    "gradients": {"accumulate_dtype": _DTYPE, "reduce_dtype": _DTYPE},
+    _scaling_table.TABLE: _scaling_table.FIELDS,
+    "gradients": {"accumulate_dtype": DTYPE, "reduce_dtype": DTYPE},
     "ops": {name: _category(op) for name, op in DEFAULT_OPS.items()},
 }
 
@@ -217,8 +121,8 @@ TABLES = {
 RULE = {
     "path": Field("a string", '"**/lm_head"'),
     "module_type": Field("a string", '"LayerNorm"'),
-    "subtree": _BOOLEAN,
-    "required": _BOOLEAN._replace(example="false"),
+    "subtree": BOOLEAN,
+    "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
     **_POLICY,
     **_ATTENTION,
@@ -249,19 +153,6 @@ def _table_example(table: str) -> str:
 # ---------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------
-
-
-class Setting(NamedTuple):
-    """Value of a key after its conversion, and the location of the key."""
-
-    value: Any
-    document: _toml.Document
-    key: _toml.Key
-
-    @property
-    def location(self) -> str:
-        """File, line, column and key, for error messages."""
-        return self.document.locate(*self.key)
 
 
 # (table, key) -> setting. The table of keys at the top of a file is "".

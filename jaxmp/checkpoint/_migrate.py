@@ -28,7 +28,6 @@ from jaxmp.checkpoint._description import (
     Scale,
 )
 from jaxmp.errors import CheckpointError
-from jaxmp.fp8._scaling import DelayedScaling
 
 
 def describe_under(recipe: Recipe, source: Description) -> Description:
@@ -43,7 +42,7 @@ def describe_under(recipe: Recipe, source: Description) -> Description:
             "parameters. Restore it into a state: restore(state, recipe=recipe, migrate=True)."
         )
     has_fp8 = any(leaf.role == FP8 for leaf in source.leaves)
-    keeps_fp8 = isinstance(recipe.fp8, DelayedScaling)
+    keeps_fp8 = recipe.fp8 is not None and recipe.fp8.is_stateful
     if keeps_fp8 and not has_fp8:
         raise CheckpointError(
             f"The recipe {recipe.name!r} keeps the state of FP8 scaling beside its layers, and "

@@ -5,12 +5,11 @@ from __future__ import annotations
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._loss_scale import DynamicLossScale
 from jaxmp._policies._op_table import CATEGORIES, OpTable
-from jaxmp._policies._required import named_dtypes, uses_fp8
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._required import named_dtypes
+from jaxmp._policies._resolve import PolicyMap, matmul_scaling
 from jaxmp._policies._rules import Rule, rule_text
 from jaxmp._recipe import Recipe
 from jaxmp.cli._output import Rows
-from jaxmp.fp8._scaling import as_scaling
 
 # (title, rows below it).
 Sections = list[tuple[str, Rows]]
@@ -127,7 +126,7 @@ def _policy_rows(policies: PolicyMap) -> Rows:
         ),
         ("output", f"{policy.output_dtype.name}: results of the whole model"),
         ("matmul", f"{policy.matmul}: {_MATMUL[policy.matmul]}"),
-        *_fp8_rows(policies),
+        *_scaling_rows(policies),
         ("attention", f"{policy.implementation}: {_ATTENTION[policy.implementation]}"),
         ("mask", f"{_MASK[policy.mask]}{window}"),
         ("explicit dtypes", f"{explicit}, if the author of the model sets dtype on a Flax module"),
@@ -140,12 +139,12 @@ def _policy_rows(policies: PolicyMap) -> Rows:
     ]
 
 
-def _fp8_rows(policies: PolicyMap) -> Rows:
-    if not uses_fp8(policies):
+def _scaling_rows(policies: PolicyMap) -> Rows:
+    scaling = matmul_scaling(policies)
+    if scaling is None:
         return []
-    scaling = as_scaling(policies.fp8).kind
-    text = f"{scaling} scaling; a CPU emulates it: it rounds to FP8 and multiplies in a wider dtype"
-    return [("FP8", text)]
+    emulation = "a CPU emulates it: it rounds to FP8 and multiplies in a wider dtype"
+    return [("FP8", f"{scaling.kind} scaling; {emulation}")]
 
 
 def _loss_scale_rows(recipe: Recipe) -> Rows:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxmp._core import _compat
+from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError
@@ -125,7 +126,7 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
       CompositionError: on a GPU without FP8 matmuls, unless the scaling sets `emulate=True`.
     """
     target = _compat.target()
-    if target == "gpu" and not scaling.emulate:
+    if not scaling.emulate:
         _check_device(path)
     why = why or explain_exclusion(
         max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target
@@ -172,23 +173,11 @@ def decide_product(
 
 
 def _check_device(path: str) -> None:
-    """Raises if the GPU, local or cross-compiled for, has no FP8 matmuls.
-
-    FP8 matmuls require compute capability 8.9.
-    """
-    context = _compat.current_context()
-    if context.target is None:
-        device = jax.devices()[0]
-        parts = str(getattr(device, "compute_capability", "") or "").split(".")
-        capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
-        gpu = device.device_kind
-    else:
-        capability, gpu = context.capability or (), "the card that is compiled for"
-    if len(capability) == 2 and capability < (8, 9):
-        major, minor = capability
+    """Raises if the GPU that is compiled for has no FP8 matmuls."""
+    gpu = unsupported_gpu(FP8_MATMULS)
+    if gpu:
         raise CompositionError(
-            f'matmul = "fp8" for {path!r}: {gpu} (compute capability {major}.{minor}) has no FP8 '
-            'products, which begin with 8.9. Use the recipe without it, such as "bf16"; to round '
-            "as FP8 does and multiply in 16 bits, write\n"
-            "    [fp8]\n    emulate = true"
+            f'matmul = "fp8" for {path!r}: {gpu} has no FP8 matmuls, which begin with '
+            f'{capability_text(FP8_MATMULS)}. Use a recipe without them, such as "bf16". To round '
+            "to FP8 and multiply in 16 bits instead, write\n    [fp8]\n    emulate = true"
         )

@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxmp._core import _compat
+from jaxmp._core._capability import MX_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError
@@ -41,22 +42,18 @@ def check_device(scaling: MXScaling) -> None:
     """Raises on accelerators without MX matmuls, unless the scaling sets `emulate=True`.
 
     Raises:
-      CompositionError: with the GPU's compute capability, or the type of the device.
+      CompositionError: with the GPU and its compute capability, or the type of the device.
     """
     target = _compat.target()
-    if scaling.emulate or target == "cpu":
-        return
-    capability = _compat.target_capability() if target == "gpu" else None
-    if target == "gpu" and (capability is None or capability >= (10, 0)):
-        return  # Unknown capability when cross-compiling: the audit checks the compiled program.
-    device = (
-        f"this GPU has {capability[0]}.{capability[1]}" if capability else f"this is a {target}"
-    )
-    raise CompositionError(
-        "MXScaling: products of MX numbers begin with compute capability 10.0 (Blackwell), and "
-        f"{device}: it would multiply in 16 bits, and no faster. Use fp8.CurrentScaling() or "
-        "fp8.RowwiseScaling(); to study its rounding, fp8.MXScaling(emulate=True)."
-    )
+    device = unsupported_gpu(MX_MATMULS) if target in ("cpu", "gpu") else f"a {target.upper()}"
+    if device and not scaling.emulate:
+        first = capability_text(MX_MATMULS)
+        raise CompositionError(
+            f"MXScaling requires MX matmuls, which begin with compute capability {first} "
+            f"(Blackwell), and the program is compiled for {device}: it would multiply in 16 bits, "
+            "and no faster. Use fp8.CurrentScaling() or fp8.RowwiseScaling(); to study its "
+            "rounding, fp8.MXScaling(emulate=True)."
+        )
 
 
 def is_native(scaling: Scaling) -> bool:
