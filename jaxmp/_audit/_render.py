@@ -206,16 +206,28 @@ def html_page(sections: Iterable[Section]) -> str:
 
     Notebooks drop the body's own tag, so the style applies to an element inside of it.
     """
+    return html_document("Precision audit", html_sections(sections))
+
+
+def html_document(title: str, body: str, style: str = "") -> str:
+    """Returns a page with the style of all reports.
+
+    Args:
+      title: the title of the window.
+      body: HTML, in which every string of a user is escaped.
+      style: more rules for elements within `.jaxmp`.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<title>Precision audit</title></head>\n"
-        f'<body><style>{_STYLE}</style><div class="jaxmp">\n'
-        f"{_html_body(sections)}\n</div></body></html>\n"
+        f"<title>{html.escape(title)}</title></head>\n"
+        f'<body><style>{_STYLE}{style}</style><div class="jaxmp">\n'
+        f"{body}\n</div></body></html>\n"
     )
 
 
-def _html_body(sections: Iterable[Section]) -> str:
+def html_sections(sections: Iterable[Section]) -> str:
+    """Returns sections as HTML, to be put into `html_document`."""
     return "\n".join(map(_html_section, sections))
 
 

@@ -40,6 +40,7 @@ import json
 from typing import TYPE_CHECKING
 
 from jaxmp._audit._render import WIDTH, plain_text
+from jaxmp._validate._page import render_page
 from jaxmp._validate._rows import (
     FAIL,
     CandidateResult,
@@ -150,6 +151,18 @@ class ValidationReport:
 
     def __rich__(self) -> Renderable:
         return self.to_rich()
+
+    def to_html(self) -> str:
+        """Returns the report as one HTML page with charts, without scripts or links.
+
+        Example:
+          >>> page = ValidationReport(steps=100).to_html()
+          >>> _ = Path("validation.html").write_text(page, encoding="utf-8")
+        """
+        return render_page(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
     def to_dict(self) -> dict[str, JSONValue]:
         """Returns the report as plain data, in the layout above."""

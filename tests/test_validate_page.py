@@ -1,0 +1,239 @@
+"""The HTML page of a validation."""
+
+import dataclasses
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxmp import ValidationReport
+from jaxmp._validate._charts import Curve, chart
+from jaxmp._validate._rows import (
+    CandidateResult,
+    Cause,
+    Comparison,
+    GradientRow,
+    MetricChoice,
+    ModuleRow,
+    TrainingRecord,
+)
+
+STEPS, SEEDS = 60, (0, 1)
+
+
+def record(name, seed, factor=1.0, scale=1.0):
+    evaluations = tuple(factor * (2 + seed + 1 / (n + 1)) for n in range(3))
+    return TrainingRecord(
+        name=name,
+        seed=seed,
+        losses=tuple(factor * (3 - n / STEPS) for n in range(STEPS)),
+        gradient_norms=tuple(10.0 ** -(n / STEPS) for n in range(STEPS)),
+        loss_scales=(scale,) * STEPS,
+        eval_steps=(0, 30, 60),
+        evaluations={"loss": evaluations},
+    )
+
+
+def candidate(name, verdict, error):
+    modules = [
+        ModuleRow(module=module, step=step, order=order, gradient_error=error, activation_error=0.5)
+        for step in (0, 59)
+        for order, module in enumerate(("embedding", "block/mlp", "head"))
+    ]
+    return CandidateResult(
+        name=name,
+        verdict=verdict,
+        headline=f"{name}: {verdict}",
+        causes=(Cause(id="x", summary="the cause", evidence="evidence", fix="fix(1)"),)
+        if verdict == "fail"
+        else (),
+        checks=(Comparison(name="held_out_loss", verdict=verdict, value=0.01, budget=0.005),),
+        gradients=tuple(
+            GradientRow(step=step, error=error, cosine=1 - error**2, norm=1.0) for step in (0, 59)
+        ),
+        modules=tuple(modules),
+    )
+
+
+REPORT = ValidationReport(
+    reference="fp32",
+    seeds=SEEDS,
+    steps=STEPS,
+    eval_steps=(0, 30, 60),
+    compare_steps=(0, 59),
+    metric=MetricChoice(name="loss", reason="The loss decides."),
+    candidates=(candidate("bf16", "pass", 0.004), candidate("fp16", "fail", 0.3)),
+    runs=tuple(
+        record(name, seed, factor, scale)
+        for name, factor, scale in (("fp32", 1.0, 1.0), ("bf16", 1.001, 1.0), ("fp16", 1.02, 4.0))
+        for seed in SEEDS
+    ),
+)
+
+
+def images(page):
+    """Returns the charts as parsed SVG by their captions; the keys of the legend are left out."""
+    pattern = r"<figure><figcaption>([^<]+).*?</figcaption>(<svg.*?</svg>)</figure>"
+    return {
+        title.strip(): ElementTree.fromstring(svg)
+        for title, svg in re.findall(pattern, page, re.DOTALL)
+    }
+
+
+def curves(image):
+    return [path for path in image.iter("path") if "curve" in path.get("class", "")]
+
+
+def points(path):
+    return [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", path.get("d"))]
+
+
+# ---------------------------------------------------------------------------
+# Page
+# ---------------------------------------------------------------------------
+
+
+def test_verdicts_come_first_and_then_figures_charts_and_modules():
+    page = REPORT.to_html()
+    order = ['<h1 class="good">bf16', '<h1 class="bad">fp16', "Figures and budgets", "<figure>"]
+    order += ["bf16: error by module", "fp16: error by module", "fp16: gradients"]
+    positions = [page.index(text) for text in order]
+    assert positions == sorted(positions)
+    assert "the cause" in page and "fix(1)" in page
+
+
+def test_the_page_has_no_scripts_and_loads_nothing():
+    page = REPORT.to_html()
+    assert not re.search(r"<script|<link|<img|src=|href=|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+def test_colours_of_charts_follow_the_scheme():
+    for image in images(REPORT.to_html()).values():
+        for element in image.iter():
+            assert not {"fill", "stroke", "style"} & set(element.keys())
+
+
+def test_names_are_escaped():
+    name = "<b>x</b>"
+    hostile = dataclasses.replace(
+        REPORT,
+        reference=name,
+        metric=MetricChoice(name=name),
+        candidates=(dataclasses.replace(candidate(name, "pass", 0.1), headline=name),),
+        runs=tuple(dataclasses.replace(run, name=name) for run in REPORT.runs),
+    )
+    module = dataclasses.replace(hostile.candidates[0].modules[0], module=name)
+    hostile = dataclasses.replace(
+        hostile, candidates=(dataclasses.replace(hostile.candidates[0], modules=(module,)),)
+    )
+    page = hostile.to_html()
+    assert "<b>x" not in page.replace("<b>the cause", "") and "&lt;b&gt;x" in page
+
+
+def test_an_empty_report_has_a_page():
+    assert "<figure>" not in ValidationReport().to_html()
+
+
+# ---------------------------------------------------------------------------
+# Charts of training
+# ---------------------------------------------------------------------------
+
+
+def test_charts_of_the_training():
+    charts = images(REPORT.to_html())
+    titles = ["Held-out loss", "Difference of held-out loss", "Training loss", "Gradient norm"]
+    assert list(charts) == [*titles, "Gradient cosine", "Loss scale"]
+    assert [len(curves(charts[title])) for title in charts] == [3, 2, 3, 3, 2, 1]
+
+
+def test_the_reference_has_a_band_of_its_seeds():
+    image = images(REPORT.to_html())["Held-out loss"]
+    (band,) = (path for path in image.iter("path") if path.get("class") == "b0")
+    middle = points(curves(image)[0])
+    around = points(band)
+    assert len(around) == 2 * len(middle)
+    for (x, y), (x_high, high) in zip(middle, around, strict=False):
+        assert x == x_high and high < y  # the vertical axis of SVG points down
+
+
+def test_differences_are_paired_by_seed():
+    # 2 % at every evaluation and seed, although the seeds of the reference differ by 50 %.
+    image = images(REPORT.to_html())["Difference of held-out loss"]
+    bf16, fp16 = map(points, curves(image))
+    assert len({y for _, y in bf16}) == len({y for _, y in fp16}) == 1
+    labels = [text.text for text in image.iter("text")]
+    assert "0 %" in labels and "2 %" in labels
+    limits = [path for path in image.iter("path") if path.get("class") == "limit"]
+    assert len(limits) == 2  # the budget in both directions
+
+
+def test_a_candidate_without_a_loss_scale_has_no_curve_of_it():
+    image = images(REPORT.to_html())["Loss scale"]
+    assert "s2" in curves(image)[0].get("class")
+    assert "2^2" in [text.text for text in image.iter("text")]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_interrupt_a_curve(value):
+    image = images(chart("x", "", [Curve(range(5), [1, 2, value, 2, 1], 0)]))["x"]
+    (path,) = curves(image)
+    assert path.get("d").count("M") == 2 and len(points(path)) == 4
+    assert chart("x", "", [Curve([0], [value], 0)]) == ""
+
+
+def test_logarithmic_axes():
+    values = [1e-6, 1e-3, 1.0]
+    (path,) = curves(images(chart("x", "", [Curve([0, 1, 2], values, 0)], log=10))["x"])
+    (_, low), (_, middle), (_, high) = points(path)
+    assert low - middle == pytest.approx(middle - high, abs=0.2)
+    assert "M" in curves(images(chart("x", "", [Curve([0, 1], [0.0, 1.0], 0)], log=10))["x"])[
+        0
+    ].get("d")
+
+
+@pytest.mark.parametrize(
+    "low, high", [(0.0, 1.0), (-3.2, 7.9), (1e-9, 2e-9), (5.0, 5.0), (99, 101)]
+)
+def test_ticks_enclose_the_values(low, high):
+    image = images(chart("x", "", [Curve([0, 1], [low, high], 0)]))["x"]
+    ys = [y for _, y in points(curves(image)[0])]
+    grid = [
+        float(re.search(r"M\S+ (\S+)H", path.get("d"))[1])
+        for path in image.iter("path")
+        if path.get("class") == "grid"
+    ]
+    assert min(grid) - 0.1 <= min(ys) and max(ys) <= max(grid) + 0.1
+    assert 2 <= len(grid) <= 7
+
+
+def test_long_curves_are_averaged_in_bins():
+    (path,) = curves(images(chart("x", "", [Curve(range(10_000), [1.0, 3.0] * 5_000, 0)]))["x"])
+    assert len(points(path)) <= 250
+    assert len({y for _, y in points(path)}) == 1
+
+
+# ---------------------------------------------------------------------------
+# Error by module
+# ---------------------------------------------------------------------------
+
+
+def test_modules_have_a_cell_per_step_and_quantity():
+    page = REPORT.to_html()
+    table = page[page.index("fp16: error by module") :]
+    table = table[: table.index("</table>")]
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', table)
+    assert [name for name, _ in rows] == ["embedding", "block/<wbr>mlp", "head"]
+    assert [re.findall(r">([^<]+)</td>", cells) for _, cells in rows] == [
+        ["50 %"] * 2 + ["30 %"] * 2
+    ] * 3
+
+
+def test_larger_errors_have_a_stronger_colour():
+    page = REPORT.to_html()
+    strengths = {
+        text: float(alpha)
+        for alpha, text in re.findall(r"rgb\(207 34 46 / ([\d.]+)\)\">([^<]+)<", page)
+    }
+    assert 0 < strengths["0.4 %"] < strengths["30 %"] < strengths["50 %"] <= 0.6
