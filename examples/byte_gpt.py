@@ -1,4 +1,4 @@
-"""A byte-level GPT in Flax Linen and in Flax NNX, and its training text.
+"""A byte-level GPT in Flax Linen and in Flax NNX, its training text, and the option `--recipe`.
 
 The models contain no dtypes: `train_lm.py` applies a recipe to them. Both use the same module
 names, so that the rules of a recipe match both. The text is the source code of Python's standard
@@ -11,13 +11,16 @@ import functools
 import hashlib
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from flax import nnx
+
+import jaxmp
 
 VOCABULARY = 256  # a token is a byte
 
@@ -165,3 +168,22 @@ def even_batches(text: np.ndarray, count: int, batch_size: int, seq_len: int):
 
 def _windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     return text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+
+
+# ---------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------
+
+
+def check_recipe(name: str) -> str:
+    """Returns the name of a recipe; any other text is an error of the command line."""
+    try:
+        jaxmp.load_recipe(name)
+    except jaxmp.JaxmpError as error:
+        raise typer.BadParameter(str(error)) from None
+    return name
+
+
+RecipeName = Annotated[
+    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
+]

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 import jaxmp
-from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
+from byte_gpt import GPT, VOCABULARY, RecipeName, random_batch, standard_library_text
 
 GIB = 2**30
 
@@ -303,20 +303,6 @@ def format_length(length: int) -> str:
 # ---------------------------------------------------------------------------
 # Command
 # ---------------------------------------------------------------------------
-
-
-def check_recipe(name: str) -> str:
-    """Returns the name of a recipe; any other text is an error of the command line."""
-    try:
-        jaxmp.load_recipe(name)
-    except jaxmp.JaxmpError as error:
-        raise typer.BadParameter(str(error)) from None
-    return name
-
-
-RecipeName = Annotated[
-    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
-]
 
 
 def main(

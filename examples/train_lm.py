@@ -31,7 +31,15 @@ from flax import nnx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxmp
-from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
+from byte_gpt import (
+    GPT,
+    NnxGPT,
+    RecipeName,
+    even_batches,
+    in_nnx,
+    random_batch,
+    standard_library_text,
+)
 from jaxmp.checkpoint import Checkpointer
 
 # ---------------------------------------------------------------------------
@@ -287,20 +295,6 @@ class Checkpoints:
 # ---------------------------------------------------------------------------
 # Command
 # ---------------------------------------------------------------------------
-
-
-def check_recipe(name: str) -> str:
-    """Returns the name of a recipe; any other text is an error of the command line."""
-    try:
-        jaxmp.load_recipe(name)
-    except jaxmp.JaxmpError as error:
-        raise typer.BadParameter(str(error)) from None
-    return name
-
-
-RecipeName = Annotated[
-    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT, Check
+from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._audit._pending import PendingFindings
@@ -59,6 +59,8 @@ class Auditor:
 
     def __init__(self, context: PolicyContext) -> None:
         self.context, self.findings, self.locations = context, PendingFindings(), Locations()
+        # For checks: reports an operation.
+        self.add = self.findings.add
         self.flow, self.known = Flow(context.ops), Known()
         self.equations = 0
         self.has_backward = False
@@ -85,19 +87,6 @@ class Auditor:
         return root_of(self.locations.names)
 
     # -- for checks -------------------------------------------------------------------------
-
-    def add(
-        self,
-        check: Check,
-        op: OpOccurrence,
-        message: str,
-        fix: str = "",
-        *,
-        severity: str = "",
-        flops: int = 0,
-    ) -> None:
-        """Reports an operation; the arguments are those of `PendingFindings.add`."""
-        self.findings.add(check, op, message, fix, severity=severity, flops=flops)
 
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.

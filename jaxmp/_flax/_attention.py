@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import jax
 
@@ -12,6 +12,15 @@ from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import MaskHints
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._policies._policy import Policy
+
+
+class DropoutOptions(TypedDict):
+    """Fields of `Weights` that specify dropout."""
+
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
+
 
 Function = TypeVar("Function", bound=Callable[..., jax.Array])
 
@@ -44,3 +53,15 @@ def attention_function(
         declared = Declaration(policy.mask, policy.window, path)
         hints = dataclasses.replace(hints, declared=declared)
     return make(hints)
+
+
+def dropout_options(
+    rate: float, rng: jax.Array | None, broadcast: bool, deterministic: bool
+) -> DropoutOptions:
+    """Returns the fields of `Weights` for the dropout arguments of Flax's attention functions."""
+    is_active = bool(rate) and not deterministic
+    return {
+        "dropout_rate": 0.0 if deterministic else rate,
+        "dropout_rng": rng if is_active else None,
+        "broadcast_dropout": broadcast,
+    }

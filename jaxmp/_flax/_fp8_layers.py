@@ -25,7 +25,10 @@ from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide
 from jaxmp.fp8._scaling import Scaling
-from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
+from jaxmp.fp8._state import AGE as AGE
+from jaxmp.fp8._state import NAMES as NAMES
+from jaxmp.fp8._state import PREFIX as PREFIX
+from jaxmp.fp8._state import init_state as init_state
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -33,8 +36,8 @@ from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDot:
-    """Replacement of a Flax layer's `dot_general`. Hashable; ignores `path` and `state`."""
+class _LayerFunction:
+    """Replacement of the dot of a Flax layer. Hashable; ignores `path` and `state`."""
 
     scaling: Scaling
     # Result dtype; None: `preferred_element_type`, or by default the dtype of the operands.
@@ -42,6 +45,10 @@ class LayerDot:
     path: str = dataclasses.field(default="", compare=False)
     # Returns the layer's state; None for a scaling without state.
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
+
+
+class LayerDot(_LayerFunction):
+    """Replacement of a Flax layer's `dot_general`."""
 
     def __call__(
         self,
@@ -67,14 +74,8 @@ class LayerDot:
         return _plain(product, lhs, rhs, self.wide, preferred_element_type)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerEinsum:
-    """Replacement of a Flax layer's `jnp.einsum`. Hashable; ignores `path` and `state`."""
-
-    scaling: Scaling
-    wide: DTypeLike | None = None
-    path: str = dataclasses.field(default="", compare=False)
-    state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
+class LayerEinsum(_LayerFunction):
+    """Replacement of a Flax layer's `jnp.einsum`."""
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxmp._attention._layer import MaskHints, Weights, layer_attention, operands
+from jaxmp._flax._attention import dropout_options
 from jaxmp.errors import AttentionError
 
 
@@ -54,9 +55,7 @@ class AttentionFunction:
         if module is not None:
             sow = functools.partial(module.sow, "intermediates", "attention_weights")
         weights = Weights(
-            dropout_rate=0.0 if deterministic else dropout_rate,
-            dropout_rng=None if deterministic or not dropout_rate else dropout_rng,
-            broadcast_dropout=broadcast_dropout,
+            **dropout_options(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
             sow=sow,
             precision=precision,
             qk_einsum=qk_attn_weights_einsum,

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
+from jaxmp._flax._fp8_layers import AGE, NAMES, PREFIX, LayerDot, LayerEinsum, init_state
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import matrix_sizes
 from jaxmp._overwritten import OVERWRITE
 from jaxmp.errors import CompositionError
-from jaxmp.fp8._state import AGE, NAMES, PREFIX, init_state
 
 
 class OverwriteWithGradient(nnx.Variable):
