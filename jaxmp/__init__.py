@@ -77,8 +77,10 @@ if TYPE_CHECKING:
     from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp._train_state import TrainState as TrainState
+    from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
     from jaxmp._validate import ValidationReport as ValidationReport
+    from jaxmp._validate import validate as validate
 
 __version__ = "0.1.0"
 
@@ -88,8 +90,10 @@ _LAZY = {
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
+    "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "ValidationReport": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
+    "validate": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
 }
 
 

@@ -7,7 +7,6 @@ tracing (the adapters, the train step) use it: `@pytest.mark.usefixtures("check_
 optax or JAX violates one of these settings, the test relaxes it locally and names the library.
 """
 
-import gc
 import os
 import shutil
 import tempfile
@@ -47,10 +46,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Fewer and larger collections of garbage: each one also calls JAX.
-gc.set_threshold(20_000, 20, 20)
-
-hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("jaxmp")
 
 
@@ -83,10 +79,9 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def compile_cheaply(request):
-    """Disables the optimizations of XLA, except in slow tests that are not only expensive."""
-    slow = request.node.get_closest_marker("slow")
-    is_optimized = slow is not None and slow.kwargs.get("optimized", True)
-    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    """Disables the optimizations of XLA, except in slow tests."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_slow)
 
 
 @pytest.fixture
@@ -102,20 +97,8 @@ def getkey():
     return split
 
 
-@pytest.fixture(autouse=True, scope="module")
-def freeze_heap():
-    """Exempts live objects of earlier files from garbage collection, whose time grows with them."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
 def check_leaks():
-    """Makes leaked tracers errors in the tests that use this fixture.
-
-    JAX searches the heap for tracers after every trace. Those of the test are never frozen.
-    """
-    gc.collect()
-    gc.freeze()
+    """Makes leaked tracers errors in the tests that use this fixture."""
     with jax.checking_leaks():
         yield

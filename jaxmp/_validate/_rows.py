@@ -161,6 +161,7 @@ class ModuleRow:
       activation_error: relative error of the module's output; None if it was not captured.
       activation_cosine: cosine of the output with the reference's.
       activation_amax: largest magnitude of the reference's output.
+      activation_rms: root mean square of the reference's output.
     """
 
     module: str
@@ -173,6 +174,7 @@ class ModuleRow:
     activation_error: float | None = None
     activation_cosine: float | None = None
     activation_amax: float | None = None
+    activation_rms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,7 @@ class TrainingRow:
       gradient_norm_ratio: geometric mean over steps of the ratio of gradient norms.
       gradient_norm_quantiles: (quantile, norm of the reference, norm of the candidate) over steps.
       skipped: number of skipped steps, summed over seeds.
+      skipped_share: share of the steps of all seeds that were skipped.
       skipped_after_warmup: those after the first tenth of the steps.
       final_loss_scale: (smallest, largest) final loss scale over the seeds.
       weight_norm_drift: largest relative difference of the norm of all parameters over the
@@ -217,6 +220,7 @@ class TrainingRow:
     gradient_norm_ratio: float = 1.0
     gradient_norm_quantiles: tuple[tuple[float, float, float], ...] = ()
     skipped: int = 0
+    skipped_share: float = 0.0
     skipped_after_warmup: int = 0
     final_loss_scale: tuple[float, float] = (1.0, 1.0)
     weight_norm_drift: float = 0.0

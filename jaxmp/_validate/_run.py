@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from jaxmp._core._typing import ArrayLike, PyTree
+
+if TYPE_CHECKING:
+    from jaxmp._recipe import Recipe
 
 Metrics: TypeAlias = ArrayLike | Mapping[str, PyTree]
 
@@ -58,3 +61,7 @@ class TrainingRun:
     step: Callable[..., PyTree]
     batches: Iterable[PyTree]
     evaluate: Callable[..., Metrics]
+
+
+# (recipe, seed) -> run.
+MakeRun: TypeAlias = "Callable[[Recipe, int], TrainingRun]"

@@ -43,7 +43,7 @@ def _figures(report: ValidationReport) -> Section:
     rows = tuple(
         (
             each.name,
-            comparison.name.replace("_", " "),
+            label(comparison.name),
             figure_text(comparison.value, comparison.scale),
             _interval_text(comparison),
             figure_text(comparison.budget, comparison.scale, sign=False),
@@ -59,6 +59,11 @@ def _figures(report: ValidationReport) -> Section:
     )
     columns = ("candidate", "figure", "value", "95 % interval", "budget", "verdict")
     return Section("Figures and budgets", text.strip(), columns, rows, fixes)
+
+
+def label(name: str) -> str:
+    """Returns the name of a comparison as text, such as "held-out loss"."""
+    return name.replace("held_out", "held-out").replace("_", " ")
 
 
 def figure_text(value: float, scale: str, *, sign: bool = True) -> str:

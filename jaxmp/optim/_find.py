@@ -225,7 +225,7 @@ def get_master_params(state: PyTree) -> PyTree:
     """
     if hasattr(state, "params") and hasattr(state, "opt_state"):
         params, overwritten = _overwritten.split(state.params)
-        full = _replace_by_masters(params, state.opt_state)
+        full = replace_by_masters(params, state.opt_state)
         return _overwritten.join(full, overwritten, state.params)
     node = _only(find(state, MasterParamsState), "set of master parameters")
     _check_complete(node)
@@ -249,7 +249,8 @@ def _check_complete(node: MasterParamsState) -> None:
         )
 
 
-def _replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
+def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns the parameters, with the FP32 masters of an optimizer state where it has any."""
     masters: dict[str, Any] = {}
     for node in master_states(unpack_masters(opt_state, params)):
         masters.update((path, value) for _, path, value in node.values())

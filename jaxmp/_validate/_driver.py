@@ -1,0 +1,386 @@
+"""Runs a validation: trains reference and candidates, and assembles the report."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmp._audit import AuditReport, audit
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._typing import PyTree
+from jaxmp._recipe import Recipe
+from jaxmp._validate._budget import Budget, choose_metric, format_of
+from jaxmp._validate._compare import (
+    compare_figures,
+    compare_metrics,
+    compare_training,
+    overall,
+)
+from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
+from jaxmp._validate._probe import Measurements, leaves_of, make_probe
+from jaxmp._validate._progress import OnRun, OnSteps
+from jaxmp._validate._pure import PureRun, as_pure, check_same_params
+from jaxmp._validate._report import ValidationReport
+from jaxmp._validate._rows import FAIL, INCONCLUSIVE, CandidateResult, ProgramRow, TrainingRecord
+from jaxmp._validate._run import MakeRun
+from jaxmp._validate._store import Store
+from jaxmp._validate._train import Program, Schedule, fingerprint, make_program, train
+from jaxmp.errors import ValidationError
+
+# Part of the device memory that the states of all seeds may occupy in one program: a step needs
+# about as much again for gradients, and activations in addition.
+_STATE_SHARE = 0.2
+_TEST = (
+    "The test is a paired t test over the seeds: a candidate passes if the upper bound of the "
+    "one-sided 95 % interval of its mean difference is within the budget, and fails if the lower "
+    "bound is above."
+)
+
+
+class Settings(NamedTuple):
+    """Arguments of a validation, checked."""
+
+    reference: tuple[str, Recipe]
+    candidates: Mapping[str, Recipe]
+    budgets: Mapping[str, Budget]
+    seeds: tuple[int, ...]
+    schedule: Schedule
+    vectorize: bool | None
+    target: str | None
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipes by name, the reference first."""
+        return dict([self.reference]) | dict(self.candidates)
+
+    def description(self) -> dict[str, Any]:
+        """Returns what the results of runs depend on, as JSON data."""
+        name, recipe = self.reference
+        return {
+            "reference": [name, recipe.to_toml()],
+            "seeds": list(self.seeds),
+            **self.schedule._asdict(),
+        }
+
+
+class Trained(NamedTuple):
+    """Records, measurements, audit and size of one recipe."""
+
+    records: list[TrainingRecord]
+    measurements: Measurements
+    audit: AuditReport
+    program: ProgramRow
+    # True if a parameter is stored in 16 bits and has no FP32 master.
+    lacks_masters: bool
+
+
+def run_validation(
+    make_run: MakeRun, settings: Settings, store: Store, on_run: OnRun, on_steps: OnSteps
+) -> ValidationReport:
+    """Trains all recipes and returns the report."""
+    results = {
+        name: _train_recipe(name, recipe, make_run, settings, store, on_run, on_steps)
+        for name, recipe in settings.recipes.items()
+    }
+    reference = results[settings.reference[0]]
+    metric = choose_metric(reference.records)
+    candidates = []
+    for name, recipe in settings.candidates.items():
+        _check_data(reference.records, results[name].records)
+        candidates.append(
+            judge(name, recipe.name, reference, results[name], metric, settings.budgets[name])
+        )
+    notes = []
+    if not any(trained.measurements.gradients for trained in results.values()):
+        notes.append(
+            "Gradients were not compared, because the step does not return them: "
+            'return state, {"loss": loss, "grads": grads}.'
+        )
+    return ValidationReport(
+        reference=settings.reference[0],
+        seeds=settings.seeds,
+        steps=settings.schedule.steps,
+        eval_steps=settings.schedule.eval_steps,
+        compare_steps=settings.schedule.compare_steps,
+        metric=metric,
+        test=_TEST,
+        candidates=tuple(candidates),
+        runs=tuple(record for trained in results.values() for record in trained.records),
+        program=reference.program,
+        notes=tuple(notes),
+    )
+
+
+def judge(
+    name: str,
+    recipe: str,
+    reference: Trained,
+    candidate: Trained,
+    metric: Any,
+    budget: Budget,
+) -> CandidateResult:
+    """Compares a candidate with the reference, and diagnoses a failure."""
+    checks, pairs, power = compare_metrics(reference.records, candidate.records, metric, budget)
+    training = compare_training(reference.records, candidate.records)
+    steps, seeds = len(reference.records[0].losses), len(reference.records)
+    gradients = candidate.measurements.gradients
+    checks += compare_figures(gradients, training, budget, steps, seeds)
+    decisive = overall(checks)
+    causes = ()
+    if decisive.verdict == FAIL:
+        causes = diagnose(
+            Evidence(
+                measurements=candidate.measurements,
+                audit=candidate.audit,
+                training=training,
+                lacks_masters=candidate.lacks_masters,
+                scale=min(min(record.loss_scales) for record in candidate.records),
+                is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
+            )
+        )
+    return CandidateResult(
+        name=name,
+        recipe=recipe,
+        verdict=decisive.verdict,
+        headline=_headline(name, decisive, causes),
+        causes=causes,
+        checks=tuple(checks),
+        pairs=tuple(pairs),
+        power=power,
+        gradients=gradients,
+        modules=candidate.measurements.modules,
+        origin=find_origin(candidate.measurements.modules),
+        training=training,
+        program=candidate.program,
+    )
+
+
+def _headline(name: str, decisive: Any, causes: Sequence[Any]) -> str:
+    budget = f"budget {_figure(decisive.budget, decisive.scale)}"
+    margin = _figure(decisive.margin, decisive.scale)
+    if decisive.verdict == FAIL:
+        cause = f"{causes[0].summary}; " if causes else ""
+        excess = decisive.value - decisive.budget
+        over = f", over it by {_figure(excess, decisive.scale)}" if np.isfinite(excess) else ""
+        return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
+    if decisive.verdict == INCONCLUSIVE:
+        return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
+    return f"{name} passes: {decisive.text}, {budget}, margin {margin}"
+
+
+def _figure(value: float, scale: str) -> str:
+    return f"{100 * value:.3g} %" if scale == "relative" else f"{value:.3g}"
+
+
+def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
+    """Checks that both were trained on the same batches in the same order."""
+    for first, second in zip(reference, candidate, strict=True):
+        if first.data_checksum != second.data_checksum:
+            raise ValidationError(
+                f"{second.name!r} was trained on other batches than {first.name!r} for seed "
+                f"{first.seed}. Make the batches in make_run from the seed alone, such as with "
+                "np.random.default_rng(seed)."
+            )
+
+
+# ---------------------------------------------------------------------------
+# One recipe
+# ---------------------------------------------------------------------------
+
+
+def _train_recipe(
+    name: str,
+    recipe: Recipe,
+    make_run: MakeRun,
+    settings: Settings,
+    store: Store,
+    on_run: OnRun,
+    on_steps: OnSteps,
+) -> Trained:
+    """Trains all seeds of a recipe that are not in the store yet."""
+    seeds, schedule = settings.seeds, settings.schedule
+    is_reference = name == settings.reference[0]
+    run = lambda seed: as_pure(make_run(recipe, seed), f"make_run({name!r}, {seed})")
+    first = run(seeds[0])
+    prints = {seeds[0]: fingerprint(first)}
+    runs = {seeds[0]: first}
+    for seed in seeds[1:]:
+        runs[seed] = run(seed)
+        prints[seed] = fingerprint(runs[seed])
+    for seed in seeds:
+        _check_initial(name, seed, runs[seed], store, is_reference)
+    on_compare = _Comparer(first, format_of(recipe) == "fp8", store, is_reference)
+    done = {seed: store.record(name, seed, prints[seed]) for seed in seeds}
+    if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
+        done[seeds[0]] = None  # the comparisons belong to the run of the first seed
+    missing = [seed for seed in seeds if done[seed] is None]
+    on_steps(schedule.steps * (len(seeds) - len(missing)))
+    params = jax.eval_shape(first.params, first.arrays)
+    audited, objects = first.audited
+    batch = first.first
+    report = audit(audited, *objects, batch, policies=recipe, target=settings.target)
+    program = make_program(first, first.arrays, batch, None)
+    size = _program_row(program, report)
+
+    def save(records: Sequence[TrainingRecord]) -> None:
+        for record in records:
+            if record.seed == seeds[0]:
+                store.save_measurements(name, on_compare.measurements)
+            store.save_record(record, prints[record.seed])
+            done[record.seed] = record
+
+    same = len({prints[seed] for seed in missing}) == 1
+    if len(missing) > 1 and same and _fits(settings.vectorize, first, len(missing)):
+        on_run(name)
+        each = [runs[seed] for seed in missing]
+        states, batches = (
+            _stack([r.arrays for r in each]),
+            _stack([r.first for r in each]),
+        )
+        stacked = make_program(first, states, batches, len(missing))
+        compared = on_compare if missing[0] == seeds[0] else _ignore
+        save(train(name, missing, each, stacked, schedule, on_compare=compared, on_step=on_steps))
+        missing = []
+    for seed in missing:
+        on_run(f"{name}, seed {seed}")
+        own = program
+        if prints[seed] != prints[seeds[0]]:
+            own = make_program(runs[seed], runs[seed].arrays, batch, None)
+        compared = on_compare if seed == seeds[0] else _ignore
+        save(
+            train(name, [seed], [runs[seed]], own, schedule, on_compare=compared, on_step=on_steps)
+        )
+    measurements = store.measurements(name) or Measurements()
+    return Trained(
+        records=[_present(done[seed]) for seed in seeds],
+        measurements=measurements,
+        audit=report,
+        program=size,
+        lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
+    )
+
+
+def _present(record: TrainingRecord | None) -> TrainingRecord:
+    assert record is not None
+    return record
+
+
+def _ignore(index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
+    """Compares nothing: only the first seed is compared."""
+
+
+def _stack(trees: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
+
+
+def _has_steps(store: Store, schedule: Schedule) -> bool:
+    return all(store.step(step) is not None for step in schedule.compare_steps)
+
+
+def _check_initial(name: str, seed: int, run: PureRun, store: Store, is_reference: bool) -> None:
+    """Saves the initial parameters of the reference, or compares those of a candidate."""
+    params = run.params(run.arrays)
+    if is_reference:
+        store.save_initial(seed, leaves_of(params))
+        return
+    saved = store.initial(seed)
+    assert saved is not None
+    expected = _trees.map_with_path(lambda path, _: saved.get(_trees.parameter_path(path)), params)
+    check_same_params(expected, params, name, seed)
+
+
+class _Comparer:
+    """Measures the steps to compare: saves those of the reference, compares those of others."""
+
+    def __init__(self, run: PureRun, is_fp8: bool, store: Store, is_reference: bool) -> None:
+        self._run, self._store, self._is_reference = run, store, is_reference
+        self._probe = make_probe(run, is_fp8)
+        self.measurements = Measurements()
+
+    def __call__(self, index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
+        params = self._run.params(arrays)
+        if self._is_reference:
+            self._store.save_step(step, leaves_of(params), self._probe(arrays, batch))
+            return
+        saved = self._store.step(step)
+        assert saved is not None
+        leaves, reference = saved
+        replaced = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
+        candidate = self._probe(self._run.with_params(arrays, replaced), batch)
+        self.measurements = self.measurements.add(step, reference, candidate)
+
+
+def _fits(vectorize: bool | None, run: PureRun, seeds: int) -> bool:
+    """Returns True if the seeds are to be trained in one vmapped program."""
+    if vectorize is not None:
+        return vectorize
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return False  # one seed already occupies all cores
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(run.arrays))
+    return size * seeds <= _STATE_SHARE * limit
+
+
+# Operations of a compiled program that are kernels.
+_KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call|dot|convolution|while|conditional|sort)\(")
+
+
+def _program_row(program: Program, report: AuditReport) -> ProgramRow:
+    """Returns the size of a compiled step, and the findings of its audit."""
+    common = {
+        "equations": report.equations,
+        "findings": report.counts(),
+        "low_precision_share": report.low_precision_share,
+    }
+    if report.memory is not None:
+        memory = report.memory
+        return ProgramRow(
+            target=report.gpu,
+            temporary_bytes=memory.temporary,
+            argument_bytes=memory.arguments,
+            kernels=memory.fusions,
+            **common,
+        )
+    memory = program.compiled.memory_analysis()
+    text = program.compiled.as_text() or ""
+    return ProgramRow(
+        temporary_bytes=int(getattr(memory, "temp_size_in_bytes", 0)),
+        argument_bytes=int(getattr(memory, "argument_size_in_bytes", 0)),
+        kernels=len(_KERNEL.findall(text)),
+        **common,
+    )
+
+
+def make_schedule(
+    steps: int, eval_every: int | None, compare_steps: Sequence[int] | None
+) -> Schedule:
+    """Returns the steps of a run.
+
+    Args:
+      steps: number of training steps.
+      eval_every: steps between two evaluations; None: a tenth of the steps.
+      compare_steps: numbers of updates before a comparison; None: 0, a tenth, and all but one.
+
+    Raises:
+      ValidationError: if a number is not within the run.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValidationError(f"steps={steps!r} is not a positive integer, such as steps=500.")
+    every = max(1, steps // 10) if eval_every is None else eval_every
+    if not isinstance(every, int) or every < 1:
+        raise ValidationError(f"eval_every={eval_every!r} is not a positive integer.")
+    compared = (0, steps // 10, steps - 1) if compare_steps is None else tuple(compare_steps)
+    for step in compared:
+        if not 0 <= step < steps:
+            raise ValidationError(
+                f"compare_steps={list(compared)}: {step} is not between 0 and {steps - 1}."
+            )
+    evaluated = itertools.chain(range(0, steps, every), (steps,))
+    return Schedule(steps, tuple(evaluated), tuple(sorted(set(compared))))

@@ -1,0 +1,127 @@
+"""Training runs of a Flax model, a loss function, batches and an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxmp import nnx as mp_nnx
+from jaxmp._core._typing import ArrayLike, PyTree
+from jaxmp._recipe import Recipe
+from jaxmp._train_state import TrainState
+from jaxmp._validate._run import MakeRun, TrainingRun
+from jaxmp.errors import ValidationError
+
+ModelLike: TypeAlias = "nn.Module | Callable[[int], nn.Module | nnx.Module]"
+# loss_fn(model, batch) -> scalar loss. A Linen model is bound to its variables.
+LossFn: TypeAlias = Callable[[Any, Any], ArrayLike]
+
+
+def make_model_runs(
+    model: ModelLike,
+    loss_fn: LossFn,
+    batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree],
+    optimizer: optax.GradientTransformation,
+    held_out: Sequence[PyTree],
+) -> MakeRun:
+    """Returns a `make_run` for a model without mutable collections.
+
+    Args:
+      model: a Linen module, or a function from the seed to a Linen or NNX module.
+      loss_fn: `loss_fn(model, batch)` returns the mean loss, in both frameworks.
+      batches: the batches, or a function from the seed to the batches.
+      optimizer: an optax transformation.
+      held_out: batches of which the mean loss is the held-out loss.
+
+    Raises:
+      ValidationError: if an argument has another type.
+    """
+    if not callable(loss_fn):
+        raise ValidationError(
+            f"loss_fn={loss_fn!r} is not a function. Pass loss_fn=lambda model, batch: ..."
+        )
+    if not len(held_out):
+        raise ValidationError("held_out is empty. Pass at least one batch: held_out=[batch].")
+
+    def make_run(recipe: Recipe, seed: int) -> TrainingRun:
+        made = model if isinstance(model, nn.Module) else model(seed)
+        stream = batches(seed) if callable(batches) else batches
+        make = _linen_run if isinstance(made, nn.Module) else _nnx_run
+        return make(recipe, seed, made, loss_fn, stream, optimizer, held_out)
+
+    return make_run
+
+
+def _linen_run(
+    recipe: Recipe,
+    seed: int,
+    model: Any,
+    loss_fn: LossFn,
+    batches: Iterable[PyTree],
+    optimizer: optax.GradientTransformation,
+    held_out: Sequence[PyTree],
+) -> TrainingRun:
+    wrapped = recipe.wrap(model)
+    # The wrapped model may have FP8 state in addition to the parameters.
+    init = lambda module: nn.init(loss_fn, module)(jax.random.key(seed), held_out[0])
+    variables = init(wrapped)
+    variables = {**variables, "params": init(model)["params"]}
+    others = set(variables) - {"params", "_overwrite_with_gradient"}
+    if others:
+        raise ValidationError(
+            f"The model has the mutable collections {sorted(others)}, which this form does not "
+            "train. Pass a function make_run(recipe, seed) that returns a jaxmp.TrainingRun."
+        )
+    call = nn.apply(loss_fn, wrapped)
+    tx = recipe.optimizer(optimizer)
+    state = TrainState.create(apply_fn=wrapped.apply, params=variables, tx=tx)
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        loss, grads = state.value_and_grad(call)(batch)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+
+    def evaluate(state: TrainState) -> dict[str, PyTree]:
+        return {"loss": _mean([call(state.params, batch) for batch in held_out])}
+
+    return TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
+
+
+def _nnx_run(
+    recipe: Recipe,
+    seed: int,
+    model: Any,
+    loss_fn: LossFn,
+    batches: Iterable[PyTree],
+    optimizer: optax.GradientTransformation,
+    held_out: Sequence[PyTree],
+) -> TrainingRun:
+    del seed  # the model was made from it
+    if not isinstance(model, nnx.Module):
+        raise ValidationError(
+            f"The model is a {type(model).__name__}, not a Flax module. Pass a Linen module, or a "
+            "function: model=lambda seed: Net(rngs=nnx.Rngs(seed))."
+        )
+    wrapped = recipe.wrap(model)
+    tx = mp_nnx.Optimizer(wrapped, recipe.optimizer(optimizer))
+
+    def step(model: nnx.Module, tx: mp_nnx.Optimizer, batch: PyTree) -> dict[str, PyTree]:
+        loss, grads = tx.value_and_grad(loss_fn)(model, batch)
+        tx.update(model, grads)
+        return {"loss": loss, "grads": grads}
+
+    def evaluate(model: nnx.Module, tx: mp_nnx.Optimizer) -> dict[str, PyTree]:
+        del tx
+        return {"loss": _mean([loss_fn(model, batch) for batch in held_out])}
+
+    return TrainingRun(state=(wrapped, tx), step=step, batches=batches, evaluate=evaluate)
+
+
+def _mean(losses: list[Any]) -> jax.Array:
+    return jnp.mean(jnp.stack([jnp.asarray(loss, np.float32) for loss in losses]))

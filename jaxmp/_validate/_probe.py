@@ -1,0 +1,259 @@
+"""Gradients and activations of a step on given parameters, and their differences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._audit._check_fp8 import with_stats
+from jaxmp._core import _trees
+from jaxmp._core._locations import module_of, root_of
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._validate._capture import with_outputs
+from jaxmp._validate._pure import PureRun
+from jaxmp._validate._rows import GradientRow, ModuleRow
+
+# Path of a parameter, such as "block_0/dense:kernel" -> values on the host.
+Leaves = Mapping[str, np.ndarray]
+
+
+class Probe(NamedTuple):
+    """Measurements of one step on the host.
+
+    Args:
+      loss: loss of the batch.
+      grads: gradients by path; empty if the step does not return them.
+      outputs: a sample of the output of each module, in the order of the forward pass.
+      stalled: share of the parameters with a nonzero gradient that the update does not change.
+      statistics: batch statistics after the step, by path; empty for a state without any.
+      fp8: losses of the casts to FP8, as in `fp8.with_stats`; empty for other recipes.
+    """
+
+    loss: float
+    grads: Leaves
+    outputs: Leaves
+    stalled: float
+    statistics: Leaves
+    fp8: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """Differences of a candidate from the reference at all compared steps.
+
+    Args:
+      gradients: a row for each step.
+      modules: a row for each step and module.
+      fp8: module and operand, such as "lm_head:kernel" -> (largest share of elements that became
+        zero, largest share of elements that saturate).
+      statistics: path of a batch statistic -> (largest relative error, 1 if it is stored in 16
+        bits).
+    """
+
+    gradients: tuple[GradientRow, ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    fp8: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    statistics: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
+        """Returns the measurements with those of another step."""
+        gradients, modules = self.gradients, self.modules
+        if reference.grads and candidate.grads:
+            gradients += (gradient_row(step, reference, candidate),)
+        modules += tuple(module_rows(step, reference, candidate))
+        return Measurements(
+            gradients=gradients,
+            modules=modules,
+            fp8=_largest(self.fp8, _fp8_shares(candidate)),
+            statistics=_largest(self.statistics, _statistic_errors(reference, candidate)),
+        )
+
+
+Pairs = Mapping[str, tuple[float, float]]
+
+
+def _largest(first: Pairs, second: Pairs) -> dict[str, tuple[float, float]]:
+    merged = dict(first)
+    for key, (x, y) in second.items():
+        before = merged.get(key, (x, y))
+        merged[key] = max(before[0], x), max(before[1], y)
+    return merged
+
+
+def _fp8_shares(probe: Probe) -> dict[str, tuple[float, float]]:
+    return {key: (row["underflowed"], row["saturated"]) for key, row in probe.fp8.items()}
+
+
+def _statistic_errors(reference: Probe, candidate: Probe) -> dict[str, tuple[float, float]]:
+    errors = {}
+    for path, statistic in candidate.statistics.items():
+        if path in reference.statistics:
+            error = difference(reference.statistics[path], statistic).error
+            errors[path] = error, float(statistic.dtype.itemsize < 4)
+    return errors
+
+
+def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree], Probe]:
+    """Returns a function of (arrays, batch) that measures one step, compiled once.
+
+    Args:
+      run: the run.
+      is_fp8: also measure the losses of casts to FP8.
+    """
+
+    def measure(arrays: PyTree, batch: PyTree) -> PyTree:
+        step = with_stats(run.step) if is_fp8 else lambda *args: (run.step(*args), {})
+        ((new, result), fp8), outputs = with_outputs(step)(arrays, batch)
+        paths[:] = outputs
+        stalled = _stalled(run.params(arrays), run.params(new), result.grads)
+        return result, list(outputs.values()), stalled, run.statistics(new), fp8
+
+    paths: list[tuple[str, ...]] = []
+    compiled = jax.jit(measure)
+
+    def probe(arrays: PyTree, batch: PyTree) -> Probe:
+        result, outputs, stalled, statistics, fp8 = jax.device_get(compiled(arrays, batch))
+        names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
+        root = root_of(names)
+        modules = [module_of(path, root) for path in paths]
+        return Probe(
+            loss=float(result.loss),
+            grads=leaves_of(result.grads),
+            outputs=dict(zip(modules, outputs, strict=True)),
+            stalled=float(stalled),
+            statistics=leaves_of(statistics),
+            fp8={
+                _operand_name(place, root): {
+                    field: float(np.max(value)) for field, value in row._asdict().items()
+                }
+                for place, row in fp8.items()
+            },
+        )
+
+    return probe
+
+
+def _operand_name(place: str, root: tuple[str, ...]) -> str:
+    """Returns "lm_head:kernel" for the place "GPT/lm_head:kernel" in `fp8.with_stats`."""
+    scopes, colon, operand = place.rpartition(":")
+    return f"{module_of(tuple(scopes.split('/')), root)}{colon}{operand}"
+
+
+def leaves_of(tree: PyTree) -> dict[str, np.ndarray]:
+    """Returns the leaves of a tree of parameters by their paths, on the host."""
+    return {
+        _trees.parameter_path(path): np.asarray(leaf)
+        for path, leaf in _trees.leaves_with_path(tree)
+    }
+
+
+def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
+    """Returns the share of elements with a nonzero gradient that a step leaves unchanged."""
+    if grads is None:
+        return jnp.float32(0)
+    moving = lambda g: jnp.isfinite(g) & (g != jnp.zeros((), g.dtype))
+    trees = (before, after, grads)
+    leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))
+    unchanged = sum(jnp.sum((p == q) & moving(g), dtype=jnp.float32) for p, q, g in leaves)
+    moved = sum(jnp.sum(moving(g), dtype=jnp.float32) for _, _, g in leaves)
+    return jnp.asarray(unchanged / jnp.maximum(moved, 1.0), jnp.float32)
+
+
+# ---------------------------------------------------------------------------
+# Differences
+# ---------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Difference of two arrays: relative error, cosine and norm of the reference."""
+
+    error: float
+    cosine: float
+    norm: float
+
+
+def difference(reference: np.ndarray, candidate: np.ndarray) -> Difference:
+    """Returns |candidate - reference| / |reference|, their cosine, and |reference|, in FP64.
+
+    Example:
+      >>> difference(np.array([3.0, 4.0]), np.array([3.0, 4.5])).error
+      0.1
+    """
+    x, y = (np.asarray(a, np.float64).ravel() for a in (reference, candidate))
+    norm = float(np.linalg.norm(x))
+    if not np.isfinite(y).all():
+        return Difference(float("inf"), float("nan"), norm)
+    distance, other = float(np.linalg.norm(y - x)), float(np.linalg.norm(y))
+    if norm == 0:
+        return Difference(0.0 if distance == 0 else float("inf"), float(other == 0), norm)
+    cosine = float(x @ y / (norm * other)) if other else 0.0
+    return Difference(distance / norm, min(cosine, 1.0), norm)
+
+
+def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
+    """Returns the difference of the gradients of all parameters at one step."""
+    names = list(reference.grads)
+    x = np.concatenate([reference.grads[name].ravel() for name in names] or [np.zeros(0)])
+    y = np.concatenate([candidate.grads[name].ravel() for name in names] or [np.zeros(0)])
+    total = difference(x, y)
+    return GradientRow(
+        step=step,
+        error=total.error,
+        cosine=total.cosine,
+        norm=total.norm,
+        underflow=_underflow(x, y),
+        nonfinite=float(np.mean(~np.isfinite(y))) if y.size else 0.0,
+        stalled=candidate.stalled,
+        reference_stalled=reference.stalled,
+        loss_error=abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30),
+    )
+
+
+def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
+    """Returns the share of the reference's nonzero elements that are zero in the candidate."""
+    nonzero = reference != 0
+    return float(np.mean(candidate[nonzero] == 0)) if nonzero.any() else 0.0
+
+
+def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
+    """Returns the differences of each module's gradients and output, in forward order."""
+    order = {module: position for position, module in enumerate(reference.outputs)}
+    own: dict[str, list[str]] = {}
+    for path in reference.grads:
+        own.setdefault(path.rpartition(":")[0], []).append(path)
+    rows = []
+    for module in dict.fromkeys([*order, *own]):
+        row = ModuleRow(module=module, step=step, order=order.get(module, -1))
+        rows.append(_module_row(row, own.get(module, []), reference, candidate))
+    return rows
+
+
+def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: Probe) -> ModuleRow:
+    fields = {"module": row.module, "step": row.step, "order": row.order}
+    values: dict[str, float] = {}
+    if paths:
+        x = np.concatenate([reference.grads[path].ravel() for path in paths])
+        y = np.concatenate([candidate.grads[path].ravel() for path in paths])
+        gradient = difference(x, y)
+        values |= {
+            "gradient_error": gradient.error,
+            "gradient_cosine": gradient.cosine,
+            "gradient_norm": gradient.norm,
+            "underflow": _underflow(x, y),
+        }
+    output, other = reference.outputs.get(row.module), candidate.outputs.get(row.module)
+    if output is not None and other is not None and output.shape == other.shape:
+        activation = difference(output, other)
+        values |= {
+            "activation_error": activation.error,
+            "activation_cosine": activation.cosine,
+            "activation_amax": float(np.max(np.abs(output), initial=0.0)),
+            "activation_rms": float(np.sqrt(np.mean(np.square(output, dtype=np.float64)))),
+        }
+    return ModuleRow(**fields, **values)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""Progress bars of a validation, on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Called with the name of a run before it starts, and with the number of steps it has made.
+OnRun = Callable[[str], None]
+OnSteps = Callable[[int], None]
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnSteps]]:
+    """Shows a progress bar during a block, if rich is installed.
+
+    Args:
+      total: number of training steps of all runs.
+      enabled: None to show it if standard error is a terminal.
+    """
+    is_enabled = sys.stderr.isatty() if enabled is None else enabled
+    progress = _load() if is_enabled else None
+    if progress is None:
+        yield (lambda name: None), (lambda count: None)
+        return
+    with progress:
+        task = progress.add_task("", total=total)
+        yield (
+            lambda name: progress.update(task, description=name),
+            lambda count: progress.advance(task, count),
+        )
+
+
+def _load() -> Any:
+    """Returns a progress bar of rich; None if rich is not installed."""
+    try:
+        module = importlib.import_module("rich.progress")
+        console = importlib.import_module("rich.console").Console(stderr=True)
+    except ModuleNotFoundError:
+        return None
+    columns = (
+        module.TextColumn("{task.description}", markup=False),
+        module.BarColumn(),
+        module.MofNCompleteColumn(),
+        module.TimeRemainingColumn(),
+    )
+    return module.Progress(*columns, console=console)

@@ -1,0 +1,332 @@
+"""Adapter from a `TrainingRun` to functions of arrays, for pytree states and NNX objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxmp._core import _compat, _trees
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._loss_scale import NoLossScale
+from jaxmp._validate._run import TrainingRun
+from jaxmp.errors import JaxmpError, ValidationError
+from jaxmp.optim import _find
+from jaxmp.optim._skip import SkipStats
+
+
+class StepResult(NamedTuple):
+    """Result of a training step: the loss, and the gradients if the step returns them."""
+
+    loss: Array
+    grads: PyTree | None
+
+
+class PureRun(NamedTuple):
+    """Training run whose state is a pytree of arrays. All functions can be traced.
+
+    Args:
+      arrays: the initial state.
+      step: (arrays, batch) -> (arrays, StepResult).
+      evaluate: arrays -> metrics.
+      params: arrays -> parameters, with FP32 masters where there are any.
+      with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
+      scale: arrays -> loss scale as a float32 scalar; 1 without a loss scale.
+      skipped: arrays -> number of skipped steps as an int32 scalar.
+      statistics: arrays -> batch statistics; an empty tree without any.
+      first: the first batch, with JAX arrays as leaves.
+      batches: all batches; they can be read once.
+      audited: the function to audit and the objects that precede the batch in its arguments.
+    """
+
+    arrays: PyTree
+    step: Callable[[PyTree, PyTree], tuple[PyTree, StepResult]]
+    evaluate: Callable[[PyTree], dict[str, Array]]
+    params: Callable[[PyTree], PyTree]
+    with_params: Callable[[PyTree, PyTree], PyTree]
+    scale: Callable[[PyTree], Array]
+    skipped: Callable[[PyTree], Array]
+    statistics: Callable[[PyTree], PyTree]
+    first: PyTree
+    batches: Iterator[PyTree]
+    audited: tuple[Callable[..., PyTree], tuple[PyTree, ...]]
+
+
+def as_pure(run: object, name: str) -> PureRun:
+    """Converts the result of `make_run`.
+
+    Args:
+      run: what `make_run` returned.
+      name: the call, for error messages.
+
+    Raises:
+      ValidationError: if it is not a `TrainingRun`.
+    """
+    if not isinstance(run, TrainingRun):
+        raise ValidationError(
+            f"{name} returned {type(run).__name__} instead of a jaxmp.TrainingRun. Return one:\n"
+            "    return jaxmp.TrainingRun(state=state, step=step, batches=batches, "
+            "evaluate=evaluate)"
+        )
+    batches = iter(run.batches)
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise ValidationError(f"{name} returned no batches.") from None
+    stream = first, itertools.chain([first], batches)
+    nodes = run.state if isinstance(run.state, tuple) else ()
+    is_nnx = bool(nodes) and any(isinstance(node, nnx.Module) for node in nodes)
+    return _pure_nnx(run, *stream) if is_nnx else _pure_tree(run, *stream)
+
+
+def as_arrays(batch: PyTree) -> PyTree:
+    """Returns a batch with JAX arrays as leaves."""
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def _result(metrics: PyTree) -> StepResult:
+    """Returns loss and gradients from the metrics of a step.
+
+    Raises:
+      ValidationError: if there is no scalar loss.
+    """
+    values = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+    loss = values.get("loss")
+    if loss is None or jnp.shape(loss) != ():
+        raise ValidationError(
+            f"The step returned metrics {sorted(values)} without a scalar 'loss'. Return:\n"
+            '    return state, {"loss": loss, "grads": grads}'
+        )
+    return StepResult(jnp.asarray(loss, jnp.float32), values.get("grads"))
+
+
+def _metrics(values: PyTree) -> dict[str, Array]:
+    """Returns the metrics of an evaluation as FP32 scalars by name."""
+    named = values if isinstance(values, Mapping) else {"loss": values}
+    return {str(name): jnp.asarray(value, jnp.float32) for name, value in named.items()}
+
+
+def _scale_of(tree: PyTree) -> Array:
+    scale = _find.shared_loss_scale(tree)
+    value = 1.0 if isinstance(scale, NoLossScale) else scale.scale_value
+    return jnp.asarray(value, jnp.float32)
+
+
+def _skipped_of(tree: PyTree) -> Array:
+    counts = [node.total for _, node in _find.find(tree, SkipStats)]
+    return jnp.asarray(_compat.plain_array(counts[0]) if counts else 0, jnp.int32)
+
+
+# ---------------------------------------------------------------------------
+# Pytree states
+# ---------------------------------------------------------------------------
+
+
+def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
+    state = run.state
+    if _stored(state) is None:
+        raise ValidationError(
+            f"The state of type {type(state).__name__} has no parameters that validate can read. "
+            "Use jaxmp.TrainState, a dict with the key 'params', or a dataclass or NamedTuple "
+            "with a field 'params'."
+        )
+
+    # The structure contains functions, such as `tx`, which differ between seeds.
+    leaves, structure = jax.tree.flatten(state)
+    opened = structure.unflatten
+
+    def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        out = run.step(opened(arrays), batch)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValidationError(
+                f"step(state, batch) returned {type(out).__name__} instead of "
+                '(new_state, metrics). Return: return state, {"loss": loss, "grads": grads}'
+            )
+        result = _result(out[1])
+        new, new_structure = jax.tree.flatten(out[0])
+        if new_structure != structure:
+            raise ValidationError(
+                f"The step returned a state of another structure: {new_structure} instead of "
+                f"{structure}."
+            )
+        return list(map(_strong, new)), result._replace(grads=_inner(result.grads))
+
+    return PureRun(
+        arrays=list(map(_strong, leaves)),
+        step=step,
+        evaluate=lambda arrays: _metrics(run.evaluate(opened(arrays))),
+        params=lambda arrays: _full_params(opened(arrays)),
+        with_params=lambda arrays, params: jax.tree.leaves(_replace_params(opened(arrays), params)),
+        scale=lambda arrays: _scale_of(getattr(opened(arrays), "opt_state", opened(arrays))),
+        skipped=lambda arrays: _skipped_of(opened(arrays)),
+        statistics=lambda arrays: _statistics(opened(arrays)),
+        first=as_arrays(first),
+        batches=batches,
+        audited=(run.step, (state,)),
+    )
+
+
+def _strong(leaf: PyTree) -> PyTree:
+    """Returns an array that is not weakly typed, as compiled steps require."""
+    array = jnp.asarray(leaf)
+    return lax.convert_element_type(array, array.dtype) if array.weak_type else array
+
+
+def _stored(state: PyTree) -> PyTree | None:
+    """Returns the tree of parameters of a state; None if there is none."""
+    if isinstance(state, Mapping):
+        return state.get(_trees.PARAMS)
+    return getattr(state, _trees.PARAMS, None)
+
+
+def _inner(tree: PyTree) -> PyTree:
+    """Returns the parameters of a dict of Flax collections; any other tree unchanged."""
+    return tree[_trees.PARAMS] if _trees.has_collections(tree) else tree
+
+
+def _statistics(state: PyTree) -> PyTree:
+    """Returns the field `batch_stats` of a state; an empty tree without one."""
+    if isinstance(state, Mapping):
+        return state.get("batch_stats", {})
+    return getattr(state, "batch_stats", {})
+
+
+def _full_params(state: PyTree) -> PyTree:
+    if hasattr(state, "opt_state") and hasattr(state, "params"):
+        with contextlib.suppress(JaxmpError):
+            return _inner(_find.get_master_params(state))
+    return _inner(_stored(state))
+
+
+def _replace_params(state: PyTree, params: PyTree) -> PyTree:
+    stored = _stored(state)
+    new = _cast_like(params, _inner(stored))
+    if _trees.has_collections(stored):
+        new = _with_item(stored, new)
+    if isinstance(state, Mapping):
+        return _with_item(state, new)
+    if hasattr(state, "_replace"):
+        return state._replace(params=new)
+    return dataclasses.replace(state, params=new)
+
+
+def _with_item(tree: Any, params: PyTree) -> PyTree:
+    return type(tree)({**tree, _trees.PARAMS: params})
+
+
+def _cast_like(params: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), params, like)
+
+
+# ---------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------
+
+
+def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
+    nodes: tuple[Any, ...] = run.state
+    graphdef, state = nnx.split(nodes)
+    arrays = _trees.owned(nnx.as_pure(state))
+
+    def objects(arrays: PyTree) -> tuple[Any, ...]:
+        return nnx.merge(graphdef, arrays)
+
+    def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        live = objects(arrays)
+        result = _result(run.step(*live, batch))
+        new_graphdef, state = nnx.split(live)
+        if new_graphdef != graphdef:
+            raise ValidationError(
+                "The step adds, removes or changes attributes of its NNX objects, such as a sown "
+                "nnx.Intermediate. Remove them at the end of the step: "
+                "nnx.pop(model, nnx.Intermediate)."
+            )
+        return nnx.as_pure(state), result._replace(grads=_pure_grads(result.grads))
+
+    def with_params(arrays: PyTree, params: PyTree) -> PyTree:
+        live = objects(arrays)
+        model = _model(live)
+        like = nnx.as_pure(nnx.state(model, nnx.Param))
+        nnx.update(model, _cast_like(params, like))
+        return nnx.as_pure(nnx.split(live)[1])
+
+    def params(arrays: PyTree) -> PyTree:
+        live = objects(arrays)
+        stored = nnx.as_pure(nnx.state(_model(live), nnx.Param))
+        optimizers = [node for node in live if hasattr(node, "opt_state")]
+        if not optimizers:
+            return stored
+        return _find.replace_by_masters(stored, nnx.as_pure(optimizers[0].opt_state))
+
+    return PureRun(
+        arrays=arrays,
+        step=step,
+        evaluate=lambda arrays: _metrics(run.evaluate(*objects(arrays))),
+        params=params,
+        with_params=with_params,
+        scale=lambda arrays: _scale_of(_opt_states(objects(arrays))),
+        skipped=lambda arrays: _skipped_of(_opt_states(objects(arrays))),
+        statistics=lambda arrays: nnx.as_pure(nnx.state(_model(objects(arrays)), nnx.BatchStat)),
+        first=as_arrays(first),
+        batches=batches,
+        audited=(run.step, nodes),
+    )
+
+
+def _model(nodes: tuple[Any, ...]) -> nnx.Module:
+    """Returns the first module that is not an optimizer."""
+    return next(n for n in nodes if isinstance(n, nnx.Module) and not hasattr(n, "opt_state"))
+
+
+def _opt_states(nodes: tuple[Any, ...]) -> PyTree:
+    return [nnx.as_pure(node.opt_state) for node in nodes if hasattr(node, "opt_state")]
+
+
+def _pure_grads(grads: PyTree) -> PyTree:
+    return None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
+
+
+# ---------------------------------------------------------------------------
+# Identity of runs
+# ---------------------------------------------------------------------------
+
+
+def checksum(tree: PyTree, start: int = 0) -> int:
+    """Returns a CRC-32 of all arrays of a tree, in their order."""
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(jax.random.key_data(leaf) if _trees.is_key(leaf) else leaf)
+        start = zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
+    return start
+
+
+def check_same_params(reference: PyTree, candidate: PyTree, name: str, seed: int) -> None:
+    """Checks that the initial parameters are those of the reference, up to their storage dtype.
+
+    Raises:
+      ValidationError: naming the first parameter that differs.
+    """
+    expected = _trees.leaves_with_path(reference)
+    actual = _trees.leaves_with_path(candidate)
+    if [path for path, _ in expected] != [path for path, _ in actual]:
+        raise ValidationError(
+            f"{name!r} has other parameters than the reference for seed {seed}: "
+            f"{len(actual)} leaves instead of {len(expected)}. make_run has to return the same "
+            "model for every recipe."
+        )
+    for (path, leaf), (_, other) in zip(expected, actual, strict=True):
+        cast = np.asarray(jnp.asarray(leaf, other.dtype))
+        if cast.tobytes() != np.asarray(other).tobytes():
+            raise ValidationError(
+                f"The initial parameter {_trees.parameter_path(path)!r} of {name!r} differs from "
+                f"the reference for seed {seed}. Initialize the parameters in FP32 from the seed "
+                "alone, such as model.init(jax.random.key(seed), x), before casting them."
+            )

@@ -1,0 +1,246 @@
+"""Trains one recipe with one seed, or with several seeds in one vmapped program."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core import _trees
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._validate._pure import PureRun, as_arrays, checksum
+from jaxmp._validate._rows import TrainingRecord
+from jaxmp.errors import ValidationError
+
+# Called before step `n` with (seed index, n, arrays, batch), if `n` is a step to compare.
+OnCompare = Callable[[int, int, PyTree, PyTree], None]
+# Called after each step with the number of seeds that made it.
+OnStep = Callable[[int], None]
+
+# Addresses of functions in the text of a jaxpr.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+class Schedule(NamedTuple):
+    """Steps of a run: their number, and those at which it is evaluated and compared."""
+
+    steps: int
+    eval_steps: tuple[int, ...]
+    compare_steps: tuple[int, ...]
+
+
+class StepRow(NamedTuple):
+    """Measurements of one step; arrays with a leading axis of seeds if the program is vmapped."""
+
+    loss: Array | np.ndarray
+    norm: Array | np.ndarray
+    scale: Array | np.ndarray
+    skipped: Array | np.ndarray
+
+
+@dataclasses.dataclass
+class Program:
+    """Compiled step and evaluation of a recipe.
+
+    Args:
+      fingerprint: hash of the traced step, its constants and the structure of the state.
+      advance: (arrays, batch) -> (arrays, StepRow); donates the arrays.
+      evaluate: arrays -> metrics.
+      norm: arrays -> norm of all parameters.
+      compiled: the executable of `advance`, for its size.
+    """
+
+    fingerprint: str
+    advance: Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
+    evaluate: Callable[[PyTree], dict[str, Array]]
+    norm: Callable[[PyTree], Array]
+    compiled: Any
+
+
+def make_program(run: PureRun, arrays: PyTree, batch: PyTree, seeds: int | None) -> Program:
+    """Compiles the step of a run.
+
+    Args:
+      run: the run whose step is compiled.
+      arrays: its state, or the stacked states of several seeds.
+      batch: its first batch, or the stacked batches.
+      seeds: None for one state; otherwise the step is vmapped over a leading axis.
+    """
+    advance, evaluate = _advance(run), run.evaluate
+    norm = lambda arrays: global_norm(run.params(arrays))
+    if seeds is not None:
+        advance, evaluate, norm = jax.vmap(advance), jax.vmap(evaluate), jax.vmap(norm)
+    compiled = jax.jit(advance, donate_argnums=0).lower(arrays, batch).compile()
+    return Program(
+        fingerprint(run), compiled, _traceable(evaluate, arrays), jax.jit(norm), compiled
+    )
+
+
+def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
+    def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
+        scale, before = run.scale(arrays), run.skipped(arrays)
+        new, result = run.step(arrays, batch)
+        norm = jnp.float32(jnp.nan) if result.grads is None else global_norm(result.grads)
+        return new, StepRow(result.loss, norm, scale, run.skipped(new) - before)
+
+    return advance
+
+
+def global_norm(tree: PyTree) -> Array:
+    """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_castable(leaf, True)]
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
+
+
+def _traceable(
+    evaluate: Callable[[PyTree], dict[str, Array]], arrays: PyTree
+) -> Callable[[PyTree], dict[str, Array]]:
+    """Returns the jitted evaluation, or the evaluation itself if JAX cannot trace it."""
+    try:
+        jax.eval_shape(evaluate, arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return evaluate
+    return jax.jit(evaluate)
+
+
+def fingerprint(run: PureRun) -> str:
+    """Returns a hash of the traced step: two runs with equal hashes can share a program."""
+    closed = jax.make_jaxpr(run.step)(run.arrays, run.first)
+    text = _ADDRESS.sub("", str(closed.jaxpr))
+    structure = _ADDRESS.sub("", str(jax.tree.structure((run.arrays, run.first))))
+    constants = checksum(closed.consts)
+    return hashlib.sha256(f"{text}\n{structure}\n{constants}".encode()).hexdigest()[:16]
+
+
+def take_batches(run: PureRun, steps: int, name: str) -> Iterator[PyTree]:
+    """Yields the first `steps` batches.
+
+    Raises:
+      ValidationError: if there are fewer.
+    """
+    count = 0
+    for batch in itertools.islice(run.batches, steps):
+        count += 1
+        yield batch
+    if count < steps:
+        raise ValidationError(
+            f"{name} has {count} batches, and validate trains for {steps} steps. Pass "
+            f"steps={count}, or return more batches from make_run."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------
+
+
+def train(
+    name: str,
+    seeds: Sequence[int],
+    runs: Sequence[PureRun],
+    program: Program,
+    schedule: Schedule,
+    *,
+    on_compare: OnCompare,
+    on_step: OnStep,
+) -> list[TrainingRecord]:
+    """Trains all runs, in one vmapped program if there are several.
+
+    Args:
+      name: name of the recipe.
+      seeds: the seeds.
+      runs: a run for each seed.
+      program: the compiled program; vmapped if there are several runs.
+      schedule: the steps.
+      on_compare: called before a step of `schedule.compare_steps` with the first run's state.
+      on_step: called after each step.
+
+    Returns:
+      A record for each seed.
+    """
+    start, excluded = time.perf_counter(), 0.0
+    stacked = len(runs) > 1
+    stack = _stack if stacked else (lambda trees: trees[0])
+    arrays = stack([_trees.owned(run.arrays) for run in runs])
+    sums, initial = [0] * len(runs), [checksum(run.params(run.arrays)) for run in runs]
+    rows: list[StepRow] = []
+    evaluations: list[dict[str, Any]] = []
+    norms: list[Any] = []
+
+    def evaluate() -> None:
+        evaluations.append(jax.device_get(program.evaluate(arrays)))
+        norms.append(jax.device_get(program.norm(arrays)))
+
+    streams = [
+        take_batches(run, schedule.steps, f"{name}, seed {s}")
+        for run, s in zip(runs, seeds, strict=True)
+    ]
+    for step, batches in enumerate(zip(*streams, strict=True)):
+        if step in schedule.eval_steps:
+            evaluate()
+        sums = [checksum(batch, start) for batch, start in zip(batches, sums, strict=True)]
+        batch = stack([as_arrays(each) for each in batches])
+        if step in schedule.compare_steps:
+            paused = time.perf_counter()
+            pick = (lambda tree: jax.tree.map(lambda x: x[0], tree)) if stacked else (lambda x: x)
+            on_compare(0, step, pick(arrays), pick(batch))
+            excluded += time.perf_counter() - paused
+        arrays, row = program.advance(arrays, batch)
+        rows.append(row)
+        on_step(len(runs))
+    evaluate()
+    seconds = time.perf_counter() - start - excluded
+    host = jax.device_get(rows)
+    columns = StepRow(*(np.stack(column) for column in zip(*host, strict=True)))
+    return [
+        _record(name, seed, index if stacked else None, columns, schedule, evaluations, norms)(
+            f"{initial[index]:08x}", f"{sums[index]:08x}", seconds / len(runs)
+        )
+        for index, seed in enumerate(seeds)
+    ]
+
+
+def _stack(trees: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _record(
+    name: str,
+    seed: int,
+    index: int | None,
+    columns: StepRow,
+    schedule: Schedule,
+    evaluations: list[dict[str, Any]],
+    norms: list[Any],
+) -> Callable[[str, str, float], TrainingRecord]:
+    """Returns a function of the checksums and the duration that makes the record of a seed."""
+    pick = (lambda x: x) if index is None else (lambda x: x[..., index])
+    floats = lambda values: tuple(float(value) for value in values)
+    losses, gradients, scales, skipped = (pick(column) for column in columns)
+    has_gradients = not np.isnan(gradients).all()
+    return lambda initial, data, seconds: TrainingRecord(
+        name=name,
+        seed=seed,
+        losses=floats(losses),
+        gradient_norms=floats(gradients) if has_gradients else (),
+        loss_scales=floats(scales),
+        skipped=tuple(int(step) for step in np.flatnonzero(skipped)),
+        eval_steps=schedule.eval_steps,
+        evaluations={
+            metric: floats(pick(np.asarray(row[metric])) for row in evaluations)
+            for metric in evaluations[0]
+        },
+        weight_norms=floats(pick(np.asarray(norm)) for norm in norms),
+        initial_checksum=initial,
+        data_checksum=data,
+        seconds=seconds,
+    )

@@ -1,0 +1,183 @@
+"""The function `validate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import optax
+
+from jaxmp._audit._compile import check_target
+from jaxmp._core._typing import PyTree
+from jaxmp._recipe import Recipe, load_recipe
+from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._validate._budget import BudgetsLike, resolve_budgets
+from jaxmp._validate._driver import Settings, make_schedule, run_validation
+from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
+from jaxmp._validate._progress import progress_bar
+from jaxmp._validate._report import ValidationReport
+from jaxmp._validate._run import MakeRun
+from jaxmp._validate._store import Store
+from jaxmp.errors import ValidationError
+
+CandidatesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
+
+
+def validate(
+    make_run: MakeRun | ModelLike,
+    candidates: CandidatesLike = ("bf16", "fp16", "fp8"),
+    *,
+    reference: RecipeLike = "fp32",
+    seeds: int | Sequence[int] = 3,
+    steps: int,
+    budgets: BudgetsLike = None,
+    eval_every: int | None = None,
+    compare_steps: Sequence[int] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    vectorize: bool | None = None,
+    target: str | None = None,
+    progress: bool | None = None,
+    loss_fn: LossFn | None = None,
+    batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    held_out: Sequence[PyTree] | None = None,
+) -> ValidationReport:
+    """Trains a reference and candidate precisions, and reports which of them are good enough.
+
+    For each seed, all recipes start from the same FP32 parameters and see the same batches, so that
+    the differences are paired. The held-out loss and the final training loss are compared with
+    their budgets by a paired t test; gradients and outputs of modules are compared with those of
+    the reference on the reference's own parameters. If a candidate fails, the first line of the
+    report names the cause, as diagnosed from these measurements and from `jaxmp.audit`.
+
+    Args:
+      make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`. Or a Flax
+        model: a Linen module, or a function from the seed to a Linen or NNX module, together with
+        `loss_fn`, `batches`, `optimizer` and `held_out`.
+      candidates: recipes, or a dict from names to recipes.
+      reference: the recipe to compare with.
+      seeds: number of seeds, or the seeds. With one seed, the result has no interval.
+      steps: number of training steps of each run.
+      budgets: largest differences that pass. None: 0.5 % of the loss, 1 % in FP8; a number for the
+        loss of all candidates; a `Budget`; or a dict of both by candidate.
+      eval_every: steps between two evaluations; None: a tenth of `steps`.
+      compare_steps: numbers of updates before the steps at which gradients and activations of the
+        first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
+      directory: where the results of finished runs are saved. A validation that was stopped resumes
+        with the same directory.
+      vectorize: True to train all seeds of a recipe in one vmapped program, False to train them one
+        after another. None: on accelerators, if the states take up at most a fifth of the memory.
+        Results differ by rounding errors, since batched matmuls sum in another order.
+      target: GPU for which memory and kernels are counted, as in `audit`; None: this device.
+      progress: True to show a progress bar; None: if standard error is a terminal.
+      loss_fn: with a Flax model: `loss_fn(model, batch)` returns the mean loss.
+      batches: with a Flax model: the batches, or a function from the seed to the batches.
+      optimizer: with a Flax model: the optax transformation.
+      held_out: with a Flax model: batches of the held-out loss.
+
+    Returns:
+      The report. `report.ok` is False if a candidate fails; `print(report)` shows the verdicts.
+
+    Raises:
+      ValidationError: if arguments or runs cannot be compared, such as other initial parameters.
+      RecipeError, PolicyError: if a recipe cannot be loaded.
+
+    Example:
+      >>> x = np.random.default_rng(0).normal(size=(41, 8, 4)).astype(np.float32)
+      >>> report = validate(
+      ...     nn.Dense(4),
+      ...     ["bf16"],
+      ...     steps=40,
+      ...     loss_fn=lambda model, x: jnp.mean((model(x) - 2 * x) ** 2),
+      ...     batches=x[:40],
+      ...     optimizer=optax.sgd(0.01),
+      ...     held_out=x[40:],
+      ... )
+      >>> report["bf16"].verdict
+      'pass'
+    """
+    model_arguments = {
+        "loss_fn": loss_fn,
+        "batches": batches,
+        "optimizer": optimizer,
+        "held_out": held_out,
+    }
+    make = _as_make_run(make_run, model_arguments)
+    reference_recipe = load_recipe(reference)
+    recipes = _named(candidates)
+    name = reference if isinstance(reference, str) else reference_recipe.name
+    if name in recipes:
+        raise ValidationError(
+            f"{name!r} is both the reference and a candidate. Name the candidate differently: "
+            f"candidates={{'my_{name}': recipe}}."
+        )
+    if target is not None:
+        check_target(target)
+    settings = Settings(
+        reference=(name, reference_recipe),
+        candidates=recipes,
+        budgets=resolve_budgets(budgets, recipes),
+        seeds=_as_seeds(seeds),
+        schedule=make_schedule(steps, eval_every, compare_steps),
+        vectorize=vectorize,
+        target=target,
+    )
+    store = Store(directory, settings.description())
+    total = steps * len(settings.seeds) * len(settings.recipes)
+    with progress_bar(total, progress) as (on_run, on_steps):
+        return run_validation(make, settings, store, on_run, on_steps)
+
+
+def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> MakeRun:
+    """Returns a function of (recipe, seed) from either form of the arguments.
+
+    Raises:
+      ValidationError: if arguments of both forms are mixed.
+    """
+    passed = [name for name, value in arguments.items() if value is not None]
+    if not passed and callable(make_run) and not hasattr(make_run, "apply"):
+        return cast("MakeRun", make_run)
+    missing = [name for name in arguments if name not in passed]
+    if missing:
+        raise ValidationError(
+            f"validate got {passed or 'a model'} without {missing}. Pass all of them with a "
+            "model:\n    jaxmp.validate(model, steps=500, loss_fn=loss_fn, batches=batches, "
+            "optimizer=optax.adamw(3e-4), held_out=held_out)\nor a function alone:\n"
+            "    jaxmp.validate(make_run, steps=500)"
+        )
+    return make_model_runs(cast("ModelLike", make_run), **arguments)
+
+
+def _named(candidates: CandidatesLike) -> dict[str, Recipe]:
+    """Returns the candidates by name.
+
+    Raises:
+      ValidationError: if there are none, or two have the same name.
+    """
+    if isinstance(candidates, str):
+        raise ValidationError(
+            f"candidates={candidates!r} is a string. Pass a list: candidates=[{candidates!r}]."
+        )
+    if isinstance(candidates, Mapping):
+        named = {str(name): load_recipe(recipe) for name, recipe in candidates.items()}
+    else:
+        loaded = [(each, load_recipe(each)) for each in candidates]
+        names = [each if isinstance(each, str) else recipe.name for each, recipe in loaded]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValidationError(
+                f"Two candidates have the name {twice[0]!r}. Pass a dict: "
+                f"candidates={{'first': ..., 'second': ...}}."
+            )
+        named = {name: recipe for name, (_, recipe) in zip(names, loaded, strict=True)}
+    if not named:
+        raise ValidationError('candidates is empty. Pass recipes: candidates=["bf16"].')
+    return named
+
+
+def _as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    values = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
+    if not values or len(set(values)) != len(values):
+        raise ValidationError(f"seeds={seeds!r}: pass a positive number, or different integers.")
+    return values

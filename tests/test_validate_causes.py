@@ -1,0 +1,209 @@
+"""Sabotaged recipes and models fail, and the first line of the report names the sabotage."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+
+STEPS = 24
+FP16, BF16, BF16_PARAMS = map(jaxmp.load_recipe, ("fp16", "bf16", "bf16_params"))
+
+
+def batches(shape, steps=STEPS):
+    """Returns a function from the seed to FP32 batches."""
+    return lambda seed: np.random.default_rng(seed).normal(size=(steps, *shape)).astype("float32")
+
+
+def first_line(report, name):
+    assert str(report).split("\n")[0] == report.candidates[0].headline
+    return report[name].headline
+
+
+def verdicts(report):
+    return {candidate.name: candidate.verdict for candidate in report.candidates}
+
+
+def run(model, candidates, loss_fn, shape, optimizer, **options):
+    options = {"seeds": 2, "steps": STEPS, "compare_steps": [0, STEPS - 1], **options}
+    held_out = [*batches(shape, 2)(99)]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jaxmp.validate(
+            model,
+            candidates,
+            loss_fn=loss_fn,
+            batches=batches(shape),
+            optimizer=optimizer,
+            held_out=held_out,
+            **options,
+        )
+
+
+class Perceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="out")(nn.tanh(nn.Dense(16, name="hidden")(x)))
+
+
+def squared_error(model, x):
+    return jnp.mean((model(x).astype(jnp.float32) - jnp.sin(x[..., :4])) ** 2)
+
+
+def test_float16_without_loss_scaling():
+    candidates = {"plain": FP16.replace(loss_scale="none"), "scaled": FP16}
+    # Each element of the loss has a weight of 4e-8, as in a sum over many tokens.
+    report = run(
+        Perceptron(),
+        candidates,
+        lambda model, x: 1e-5 * squared_error(model, x),
+        (64, 8),
+        optax.adam(1e-2, eps=1e-12),
+    )
+    assert verdicts(report) == {"plain": "fail", "scaled": "pass"}
+    line = first_line(report, "plain")
+    assert line.startswith("plain FAILS: training without loss scaling: ")
+    assert "of the gradient elements underflow to zero" in line
+    assert "DynamicLossScale" in report["plain"].causes[0].fix
+
+
+def test_bfloat16_parameters_without_masters():
+    candidates = {"bare": BF16_PARAMS.replace(master="none"), "masters": BF16_PARAMS}
+    report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-4))
+    assert verdicts(report) == {"bare": "fail", "masters": "pass"}
+    line = first_line(report, "bare")
+    assert line.startswith("bare FAILS: 16-bit parameters without FP32 masters: ")
+    assert "below half a ulp" in line
+
+
+class Attention(nn.Module):
+    """Attention whose logits have a large common offset, as from biases of query and key."""
+
+    is_fp32: bool
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = (nn.Dense(8, name=name)(x) for name in ("query", "key", "value"))
+        logits = jnp.einsum("btd,bsd->bts", query, key)
+        logits = (logits.astype(jnp.float32) if self.is_fp32 else logits) + 1000
+        return nn.Dense(4, name="out")(jax.nn.softmax(logits).astype(value.dtype) @ value)
+
+
+@pytest.mark.parametrize("is_fp32", [False, True])
+def test_half_softmax_at_large_logits(is_fp32):
+    report = run(
+        Attention(is_fp32), ["bf16"], squared_error, (8, 8, 8), optax.adam(1e-3), budgets=0.05
+    )
+    if is_fp32:
+        assert verdicts(report) == {"bf16": "pass"}
+        return
+    line = first_line(report, "bf16")
+    assert line.startswith("bf16 FAILS: a softmax in 16 bits in (root) (test_validate_causes.py:")
+
+
+def make_accumulation(recipe, seed):
+    """Returns a run that accumulates gradients over 1,024 microbatches."""
+    model = Perceptron()
+    apply = recipe.wrap(model).apply
+    x = 1 + batches((1024, 8), 4)(seed)
+    state = jaxmp.TrainState.create(
+        apply_fn=apply,
+        params=model.init(jax.random.key(seed), x[0]),
+        tx=recipe.optimizer(optax.adam(1e-2)),
+    )
+
+    def loss_fn(params, x):
+        return jnp.mean((apply(params, x) - 2) ** 2)
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(loss_fn, microbatches=1024)(x)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+
+    evaluate = lambda state: loss_fn(state.params, x[0])
+    return jaxmp.TrainingRun(state=state, step=step, batches=x, evaluate=evaluate)
+
+
+def test_bfloat16_accumulation_over_1024_microbatches():
+    candidates = {"narrow": BF16.replace(accumulate_dtype="bfloat16"), "wide": BF16}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = jaxmp.validate(
+            make_accumulation, candidates, seeds=2, steps=4, compare_steps=[0], budgets=0.2
+        )
+    assert verdicts(report) == {"narrow": "fail", "wide": "pass"}
+    line = first_line(report, "narrow")
+    assert line.startswith("narrow FAILS: gradients are accumulated over microbatches in 16 bits")
+
+
+class Norm(nn.Module):
+    """Batch normalization without running averages."""
+
+    is_fp32: bool
+
+    @nn.compact
+    def __call__(self, x):
+        y = x.astype(jnp.float32) if self.is_fp32 else x
+        mean = y.mean(0)
+        variance = jnp.maximum((y * y).mean(0) - mean * mean, 0)
+        return ((y - mean) * jax.lax.rsqrt(variance + 1e-3)).astype(x.dtype)
+
+
+class Normalized(nn.Module):
+    is_fp32: bool
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(16, name="hidden", bias_init=nn.initializers.constant(8.0))(x)
+        return nn.Dense(4, name="out")(nn.relu(Norm(self.is_fp32, name="norm")(h)))
+
+
+@pytest.mark.parametrize("is_fp32", [False, True])
+def test_16_bit_batch_norm_statistics(is_fp32):
+    report = run(Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3))
+    if is_fp32:
+        assert verdicts(report) == {"bf16": "pass"}
+        return
+    line = first_line(report, "bf16")
+    assert line.startswith("bf16 FAILS: normalization statistics in 16 bits in norm (test_validate")
+
+
+class Head(nn.Module):
+    """Classifier whose weights are a multiple of an identity matrix with noise."""
+
+    size: float
+
+    @nn.compact
+    def __call__(self, x):
+        def init(key, shape, dtype=jnp.float32, **_):
+            return self.size * (jnp.eye(*shape) + 0.1 * jax.random.normal(key, shape))
+
+        return nn.Dense(16, use_bias=False, name="classes", kernel_init=init)(x)
+
+
+def cross_entropy(model, x):
+    logits = model(x).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, x.argmax(-1)).mean()
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_fp8_head_with_large_weights(size):
+    report = run(Head(size), ["fp8"], cross_entropy, (256, 16), optax.adam(1e-4), budgets=0.1)
+    if size == 1:
+        assert verdicts(report) == {"fp8": "pass"}
+        return
+    line = first_line(report, "fp8")
+    assert line.startswith("fp8 FAILS: the weights of 'classes' are too large for FP8: ")
+    loss, *_ = report["fp8"].checks
+    assert loss.name == "held_out_loss" and abs(loss.value) < 0.05
+
+
+def test_float16_overflow():
+    report = run(
+        Perceptron(),
+        ["fp16"],
+        lambda model, x: squared_error(model, 3e4 * x),
+        (64, 8),
+        optax.adam(1e-3),
+    )
+    assert "is not finite" in first_line(report, "fp16")
