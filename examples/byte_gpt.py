@@ -10,6 +10,7 @@ Shape suffixes: B batch, T position, D width, F hidden, V byte value.
 import functools
 import hashlib
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -46,6 +47,11 @@ class Block(nn.Module):
         return x_BTD + nn.Dense(width, name="mlp_down")(h_BTF)
 
 
+def unchanged(x_BTD: jax.Array) -> jax.Array:
+    """Returns x_BTD."""
+    return x_BTD
+
+
 class GPT(nn.Module):
     """Transformer that predicts each byte from the bytes before it."""
 
@@ -53,6 +59,7 @@ class GPT(nn.Module):
     width: int = 128
     heads: int = 4
     max_length: int = 64
+    constrain: Callable[[jax.Array], jax.Array] = unchanged  # sets the sharding of x_BTD
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
@@ -60,10 +67,10 @@ class GPT(nn.Module):
         x_BTD = nn.Embed(VOCABULARY, self.width, name="token_embedding")(tokens_BT)
         positions_1T = jnp.arange(tokens_BT.shape[1])[None]
         positions = nn.Embed(self.max_length, self.width, name="position_embedding")
-        x_BTD = x_BTD + jnp.broadcast_to(positions(positions_1T), x_BTD.shape)
+        x_BTD = self.constrain(x_BTD + jnp.broadcast_to(positions(positions_1T), x_BTD.shape))
         mask_B1TT = nn.make_causal_mask(tokens_BT, dtype=bool)
         for layer in range(self.layers):
-            x_BTD = Block(self.heads, name=f"block_{layer}")(x_BTD, mask_B1TT)
+            x_BTD = self.constrain(Block(self.heads, name=f"block_{layer}")(x_BTD, mask_B1TT))
         x_BTD = nn.LayerNorm(name="final_norm")(x_BTD)
         return nn.Dense(VOCABULARY, use_bias=False, name="lm_head")(x_BTD)
 
@@ -154,10 +161,15 @@ def _is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 26  # 26 / 256: a tenth
 
 
-def random_batch(text: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int):
-    """Returns int32 (B, T+1) windows that depend only on `seed` and `step`, also after a resume."""
+def random_batch(
+    text: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int, rows: slice = slice(None)
+):
+    """Returns int32 (B, T+1) windows that depend only on `seed` and `step`, also after a resume.
+
+    With `rows`, only those of the batch are read.
+    """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - seq_len, batch_size)
-    return _windows(text, starts, seq_len)
+    return _windows(text, starts[rows], seq_len)
 
 
 def even_batches(text: np.ndarray, count: int, batch_size: int, seq_len: int):

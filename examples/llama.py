@@ -17,6 +17,7 @@ models contain no dtype: the recipe sets all of them.
     llama-3.2-1b  1,235,814,400       16    2048      32           8         8192      128,256
     llama-3.2-3b  3,212,749,824       28    3072      24           8         8192      128,256
     llama-3-8b    8,030,261,248       32    4096      32           8        14336      128,256
+    llama-3-70b  70,553,706,496       80    8192      64           8        28672      128,256
 
 The tiny size and those of Llama 3.2 have one table for tokens in and out, the others have two.
 Sizes are those of the published models (Dubey et al. 2024, arXiv:2407.21783), without the rescaled
@@ -56,6 +57,11 @@ EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
 
 
+def unchanged(array: jax.Array, _: Any = None) -> jax.Array:
+    """Returns an array as it is."""
+    return array
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Sizes of a model; the defaults are those of Llama 3 with 8 billion parameters."""
@@ -70,6 +76,10 @@ class Shape:
     tied: bool = False  # whether one table serves for tokens in and out
     rope_base: float = 500000.0
     remat: str = "none"  # a key of SAVED
+    # For several devices: set the sharding of x_BTD, and that of the last table, which is used in
+    # the dtype of x_BTD.
+    constrain: Callable[[jax.Array], jax.Array] = unchanged
+    gather: Callable[[jax.Array, Any], jax.Array] = unchanged
 
     @property
     def head_size(self) -> int:
@@ -107,7 +117,8 @@ class Block(nn.Module):
         gate_BTF = linear(shape.hidden, kernel_init=NORMAL, name="mlp_gate")(h_BTD)
         up_BTF = linear(shape.hidden, kernel_init=NORMAL, name="mlp_up")(h_BTD)
         h_BTF = gated(gate_BTF, up_BTF)
-        return x_BTD + linear(shape.width, kernel_init=residual, name="mlp_down")(h_BTF), None
+        x_BTD += linear(shape.width, kernel_init=residual, name="mlp_down")(h_BTF)
+        return shape.constrain(x_BTD), None
 
 
 class Llama(nn.Module):
@@ -129,9 +140,10 @@ class Llama(nn.Module):
             split_rngs={"params": True},
             length=shape.layers,
         )
-        x_BTD, _ = blocks(shape, name="blocks")(token(tokens_BT), None)
+        x_BTD, _ = blocks(shape, name="blocks")(shape.constrain(token(tokens_BT)), None)
         x_BTD = nn.RMSNorm(EPSILON, name="final_norm")(x_BTD)
-        return gpt.logits_or_loss(x_BTD, output.embedding, shape.vocabulary, labels_BT)
+        table_VD = shape.gather(output.embedding, x_BTD.dtype)
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT)
 
 
 # ---------------------------------------------------------------------------
@@ -161,7 +173,8 @@ class NnxBlock(nnx.Module):
         x_BTD += self.attention_out(attention(self.shape, qkv_BTF))
         x_BTD = checkpoint_name(x_BTD, "residual")
         h_BTD = self.mlp_norm(x_BTD)
-        return x_BTD + self.mlp_down(gated(self.mlp_gate(h_BTD), self.mlp_up(h_BTD)))
+        h_BTF = gated(self.mlp_gate(h_BTD), self.mlp_up(h_BTD))
+        return self.shape.constrain(x_BTD + self.mlp_down(h_BTF))
 
 
 class NnxLlama(nnx.Module):
@@ -188,11 +201,12 @@ class NnxLlama(nnx.Module):
             policy=saved(self.shape.remat),
             graph_updates=False,  # see NnxGPT in gpt.py
         )
-        x_BTD = self.token_embedding(tokens_BT)
+        x_BTD = self.shape.constrain(self.token_embedding(tokens_BT))
         x_BTD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         output = self.token_embedding if self.shape.tied else self.output_embedding
         x_BTD = self.final_norm(x_BTD)
-        return gpt.logits_or_loss(x_BTD, output.embedding[...], self.shape.vocabulary, labels_BT)
+        table_VD = self.shape.gather(output.embedding[...], x_BTD.dtype)
+        return gpt.logits_or_loss(x_BTD, table_VD, self.shape.vocabulary, labels_BT)
 
 
 # ---------------------------------------------------------------------------
@@ -259,6 +273,7 @@ SIZES = {
     "llama-3.2-1b": Shape(16, 2048, 32, 8, 8192, tied=True),
     "llama-3.2-3b": Shape(28, 3072, 24, 8, 8192, tied=True),
     "llama-3-8b": Shape(),
+    "llama-3-70b": Shape(80, 8192, 64, 8, 28672),
 }
 
 

@@ -507,6 +507,20 @@ def test_a_mesh_without_devices():
 
 
 @needs_compiler
+def test_a_constraint_to_a_mesh_without_devices():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def f(x):
+        return lax.with_sharding_constraint(x @ x.T, rows)
+
+    step = jax.jit(f, in_shardings=rows, out_shardings=rows)
+    report = audit(step, shape(256, 64), target="h200")
+    assert report.gpu.startswith("4 x NVIDIA H200")
+    assert report.memory.outputs == 256 * 256 * 2 // 4
+
+
+@needs_compiler
 def test_meshes_of_different_devices_are_refused(mesh):
     pair = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises(jaxmp.AuditError, match="meshes of different devices"):

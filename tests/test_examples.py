@@ -32,7 +32,9 @@ import gpt
 import gpu_smoke
 import jaxmp
 import llama
+import plan_llama
 import train_lm
+import train_sharded
 import vision_digits
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
@@ -226,14 +228,18 @@ def test_a_script_needs_at_most_one_other_file(script):
 
 @pytest.mark.parametrize(
     "module",
-    [train_lm, gpt, llama, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak],
+    [
+        *(train_lm, gpt, llama, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak),
+        *(plan_llama, train_sharded),
+    ],
 )
 def test_commands_in_docstrings_name_options_that_exist(module):
     app = typer.Typer()
-    app.command()(train_lm.train if module is train_lm else module.main)
+    app.command()(module.train if module in (train_lm, train_sharded) else module.main)
     options = (option.opts for option in typer.main.get_command(app).params)
     known = {name.removeprefix("--") for names in options for name in names} | {"help"}
-    commands = re.findall(r"^    python (\S+)(.*)", module.__doc__, re.MULTILINE)
+    lines = module.__doc__.replace("\\\n", " ")
+    commands = re.findall(r"^    python (\S+)(.*)", lines, re.MULTILINE)
     assert commands
     for script, options in commands:
         assert (ROOT / script).is_file()
@@ -241,7 +247,8 @@ def test_commands_in_docstrings_name_options_that_exist(module):
 
 
 @pytest.mark.parametrize(
-    "function", [train_lm.train, gpt.main, llama.main, vision_digits.main, gan.main]
+    "function",
+    [train_lm.train, gpt.main, llama.main, vision_digits.main, gan.main, plan_llama.main],
 )
 def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
     app = typer.Typer()

@@ -11,7 +11,14 @@ import jax
 import jax.extend.core
 import numpy as np
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._trace import Traced
@@ -245,7 +252,12 @@ class _Move:
         """Returns a parameter of an equation with the new devices."""
         if isinstance(value, Mesh) and not value.empty:
             return self._moved(value)
-        if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
+        # Operations on explicit axes refer to an abstract mesh, whose devices are those of the
+        # arguments.
+        if isinstance(value, NamedSharding) and (
+            isinstance(value.mesh, Mesh)
+            or not (value.mesh.empty or AxisType.Explicit in value.mesh.axis_types)
+        ):
             return NamedSharding(self._moved(value.mesh), value.spec)
         return value
 

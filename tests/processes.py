@@ -1,0 +1,40 @@
+"""Starts Python processes, such as those of a distributed run on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def start(arguments, **variables):
+    """Starts Python with variables of a cluster and without those of the cluster it runs on."""
+    paths = (str(ROOT), str(ROOT / "examples"), str(ROOT / "tests"))
+    known = ("SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "JAX_COORDINATOR")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+    path = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), *paths)))
+    environment = {**inherited, **variables, "PYTHONPATH": path}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)], env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def results(processes):
+    """Waits for processes and returns the last line that each has printed."""
+    try:
+        outputs = [process.communicate(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [printed.splitlines()[-1] for printed, _ in outputs]
