@@ -10,6 +10,7 @@ effect of caches. The step is AdamW with FP32 gradients and donated state.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -111,16 +112,17 @@ def count(tx):
     }
 
 
-def measure():
-    """Returns [(storage, clipping, guard, counts)] of all combinations."""
+COMBINATIONS = list(itertools.product(RECIPES, (False, True), ("none", "auto")))
+
+
+def measure(combinations=COMBINATIONS):
+    """Returns [(storage, clipping, guard, counts)] of these combinations."""
     rows = []
-    for storage, recipe in RECIPES.items():
-        for clip in (False, True):
-            inner = optax.adamw(1e-3)
-            inner = optax.chain(optax.clip_by_global_norm(1.0), inner) if clip else inner
-            for skip in ("none", "auto"):
-                counts = count(recipe.replace(skip=skip).optimizer(inner))
-                rows.append({"storage": storage, "clip": clip, "skip": skip, **counts})
+    for storage, clip, skip in combinations:
+        inner = optax.adamw(1e-3)
+        inner = optax.chain(optax.clip_by_global_norm(1.0), inner) if clip else inner
+        counts = count(RECIPES[storage].replace(skip=skip).optimizer(inner))
+        rows.append({"storage": storage, "clip": clip, "skip": skip, **counts})
     return rows
 
 

@@ -7,6 +7,7 @@ tracing (the adapters, the train step) use it: `@pytest.mark.usefixtures("check_
 optax or JAX violates one of these settings, the test relaxes it locally and names the library.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -46,7 +47,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=60)
+# Fewer and larger collections of garbage: each one also calls JAX.
+gc.set_threshold(20_000, 20, 20)
+
+hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("jaxmp")
 
 
@@ -79,9 +83,10 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def compile_cheaply(request):
-    """Disables the optimizations of XLA, except in slow tests."""
-    is_slow = request.node.get_closest_marker("slow") is not None
-    jax.config.update("jax_disable_most_optimizations", not is_slow)
+    """Disables the optimizations of XLA, except in slow tests that are not only expensive."""
+    slow = request.node.get_closest_marker("slow")
+    is_optimized = slow is not None and slow.kwargs.get("optimized", True)
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
 @pytest.fixture
@@ -97,8 +102,20 @@ def getkey():
     return split
 
 
+@pytest.fixture(autouse=True, scope="module")
+def freeze_heap():
+    """Exempts live objects of earlier files from garbage collection, whose time grows with them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def check_leaks():
-    """Makes leaked tracers errors in the tests that use this fixture."""
+    """Makes leaked tracers errors in the tests that use this fixture.
+
+    JAX searches the heap for tracers after every trace. Those of the test are never frozen.
+    """
+    gc.collect()
+    gc.freeze()
     with jax.checking_leaks():
         yield

@@ -9,6 +9,9 @@ import pytest
 
 # Marks of the cases of a grid beyond the subset that CI runs.
 REST = (pytest.mark.slow, pytest.mark.exhaustive)
+# Mark of tests that compile large programs, whose behaviour cheaper tests guard too: slow, but
+# without XLA's optimizations.
+EXPENSIVE = pytest.mark.slow(optimized=False)
 
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -553,13 +553,13 @@ def judge(mutation: Mutation, root: Path = ROOT, *, full: bool = False) -> tuple
         if defective is None:
             return STALE, mutation.find
         file.write_text(defective, "utf-8")
-        # One failure decides if there is one test, or the whole suite.
+        # One failure decides if there is one test, or the whole suite, which alone needs plugins.
         selected = ["-m", "not slow", *["-x"] * (full or len(mutation.tests) == 1)]
         if full:
             selected += ["-n", "auto", "--dist", "worksteal"]
         else:
             selected += [f"tests/{name}" for name in mutation.tests]
-        status, output = _run_pytest(copy, selected)
+        status, output = _run_pytest(copy, selected, plugins=full)
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", output, re.MULTILINE)
     if status not in (0, 1) and not failed:
         raise RuntimeError(f"pytest could not run {mutation.tests} of {mutation.name!r}:\n{output}")
@@ -569,9 +569,11 @@ def judge(mutation: Mutation, root: Path = ROOT, *, full: bool = False) -> tuple
     return (SURVIVED, ", ".join(passed)) if passed else (CAUGHT, ", ".join(mutation.tests))
 
 
-def _run_pytest(folder: Path, arguments: list[str]) -> tuple[int, str]:
+def _run_pytest(folder: Path, arguments: list[str], *, plugins: bool) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
+    if not plugins:
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
         command + arguments, cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from grids import pairwise
+from grids import EXPENSIVE, pairwise
 from jaxmp import AttentionError, dot_product_attention, explain_attention
 from jaxmp._attention import _choice
 from jaxmp._attention._arguments import arguments
@@ -225,12 +225,29 @@ STATED = [
 EXTRAS = [(None, None, 0), (15, None, 1), (None, 13, 2), (6, 9, 3)]
 
 
-@pytest.mark.parametrize(
-    ("stated", "lengths", "extras", "dtype", "groups"),
-    pairwise(
-        STATED, [(17, 40), (40, 17), (2, 15)], EXTRAS, ["bfloat16", "float16", "float32"], [1, 2]
-    ),
-)
+# Every pair of values occurs in a case, and every value in a fast one.
+ATTENTION = [
+    pytest.param(*case, marks=EXPENSIVE if number % 2 else ())
+    for number, case in enumerate(
+        pairwise(
+            STATED,
+            [(17, 40), (40, 17), (2, 15)],
+            EXTRAS,
+            ["bfloat16", "float16", "float32"],
+            [1, 2],
+        )
+    )
+]
+
+
+def test_every_value_occurs_in_a_fast_case():
+    fast = [case.values for case in ATTENTION if not case.marks]
+    assert [len({str(value) for value in values}) for values in zip(*fast, strict=True)] == [
+        *(len(STATED), 3, len(EXTRAS), 3, 2)
+    ]
+
+
+@pytest.mark.parametrize(("stated", "lengths", "extras", "dtype", "groups"), ATTENTION)
 def test_results_and_gradients_against_fp64(stated, lengths, extras, dtype, groups):
     bias, mask, uneven = extras
     options = dict(bias=bias, mask=mask, stated=stated, uneven=uneven)

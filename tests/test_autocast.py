@@ -383,9 +383,10 @@ TRANSFORMED = {
 def test_transformations(name):
     make = TRANSFORMED[name]
     arguments = (jnp.float32(1), W, X) if name == "forward mode" else (W, X)
-    plain = make(network, lambda fn: fn)(*arguments)
+    plain = jax.jit(make(network, lambda fn: fn))(*arguments)
     fn = make(network, lambda fn: autocast(fn, MIXED))
-    out = fn(*arguments)
+    # Operation by operation, more programs are compiled; one order of transformations suffices.
+    out = (fn if name == "autocast of grad" else jax.jit(fn))(*arguments)
     assert out.dtype == F32
     # 2**-8 for each of ten successive matmuls; a second derivative doubles the number.
     assert 0 < relative_error(out, plain) < 0.05
@@ -769,7 +770,7 @@ def log_error_ratios(build, traced):
 
 
 # Networks of each kind of layer, alternately of the two frameworks.
-FEW = ("mlp-linen", "cnn-nnx", "attention-linen", "moe-linen", "transformer-nnx")
+FEW = ("mlp-linen", "cnn-nnx", "attention-linen")
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 
 def test_a_killed_writer_leaves_complete_steps(tmp_path):
     rng = np.random.default_rng(0)
-    for _ in range(3):
+    for _ in range(2):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},

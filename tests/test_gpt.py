@@ -295,7 +295,7 @@ def test_the_audit_of_the_nnx_step_has_no_fault(recipe):
 # The program for an H200
 # ---------------------------------------------------------------------------
 
-COMPILED = gpt.GPT(layers=3, width=128, heads=2, vocabulary=1000, max_length=256)
+COMPILED = gpt.GPT(layers=2, width=128, heads=2, vocabulary=1000, max_length=256)
 FUSED = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
 
 

@@ -20,6 +20,15 @@ class Net(nn.Module):
         return nn.Dense(1, name="lm_head")(nn.relu(nn.LayerNorm()(x)))[:, 0]
 
 
+LEAKED = []
+
+
+def test_a_tracer_that_outlives_its_trace_is_an_error():
+    with pytest.raises(Exception, match="Leaked trace"):
+        jax.make_jaxpr(lambda x: LEAKED.append(x) or x + 1)(1.0)
+    LEAKED.clear()
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
 def test_a_linen_step_with_microbatches(recipe):
     recipe = jaxmp.load_recipe(recipe)

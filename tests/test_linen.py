@@ -47,11 +47,11 @@ def operands_by_module(model, variables, *args, **kwargs):
 
 def test_result_is_of_the_models_class_and_looks_like_it():
     model = MLP()
-    policied = apply_policy(model, MIXED)
-    assert isinstance(policied, MLP)
+    wrapped = apply_policy(model, MIXED)
+    assert isinstance(wrapped, MLP)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        assert getattr(type(policied), name) == getattr(MLP, name)
-    assert repr(policied) == repr(model)
+        assert getattr(type(wrapped), name) == getattr(MLP, name)
+    assert repr(wrapped) == repr(model)
 
 
 def test_original_is_untouched():
@@ -127,8 +127,8 @@ def test_the_authors_own_constructor_equality_and_hash_stay():
         def __call__(self, x):
             return nn.Dense(self.width)(x)
 
-    policied = apply_policy(Own(3), MIXED)
-    assert policied.width == 3 and policied == Own(4) and hash(policied) == 7
+    wrapped = apply_policy(Own(3), MIXED)
+    assert wrapped.width == 3 and wrapped == Own(4) and hash(wrapped) == 7
 
 
 def test_takes_whatever_names_a_policy():
@@ -229,7 +229,7 @@ def test_lazy_init_and_tabulate():
     assert "bfloat16" in table and "head" in table
 
 
-def test_a_policied_model_is_a_submodule():
+def test_a_wrapped_model_is_a_submodule():
     class Field(nn.Module):
         inner: nn.Module
 
@@ -458,9 +458,9 @@ def test_parameters_that_follow_the_input_are_drawn_as_the_author_wrote():
             return x * self.param("w", nn.initializers.normal(), x.shape, x.dtype)
 
     x = floats(2, 3)
-    plain, policied = Follows().init(KEY, x), apply_policy(Follows(), BF16).init(KEY, x)
-    np.testing.assert_array_equal(plain["params"]["w"], policied["params"]["w"])
-    assert policied["params"]["w"].dtype == jnp.float32
+    plain, wrapped = Follows().init(KEY, x), apply_policy(Follows(), BF16).init(KEY, x)
+    np.testing.assert_array_equal(plain["params"]["w"], wrapped["params"]["w"])
+    assert wrapped["params"]["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm, nn.BatchNorm])
@@ -474,8 +474,8 @@ def test_norms_compute_in_fp32_and_hand_on_bf16(norm, stored):
     variables["params"] = jax.tree.map(lambda leaf: leaf + stored(1.5), variables["params"])
     if "batch_stats" in variables:
         variables["batch_stats"] = shapes(model, x)["batch_stats"]
-    policied = apply_policy(model, BF16)
-    apply = lambda v: policied.apply(v, x, mutable=["batch_stats"])
+    wrapped = apply_policy(model, BF16)
+    apply = lambda v: wrapped.apply(v, x, mutable=["batch_stats"])
     for equation in named(trace(apply, variables), "mul", "sub", "rsqrt", "reduce_sum"):
         assert equation.invars[0].aval.dtype == jnp.float32
     out, state = apply(variables)
@@ -639,11 +639,11 @@ def test_a_cells_carry_is_not_rounded():
 def test_the_state_that_an_rnn_returns_can_be_fed_back():
     model, x = nn.RNN(nn.GRUCell(4), return_carry=True), floats(2, 5, 3)
     with jax.numpy_dtype_promotion("standard"):  # as above
-        policied = apply_policy(model, BF16)
+        wrapped = apply_policy(model, BF16)
         variables = jax.eval_shape(model.init, KEY, x)
-        carry, ys = jax.eval_shape(policied.apply, variables, x)
+        carry, ys = jax.eval_shape(wrapped.apply, variables, x)
         again, _ = jax.eval_shape(
-            lambda v, c: policied.apply(v, x, initial_carry=c), variables, carry
+            lambda v, c: wrapped.apply(v, x, initial_carry=c), variables, carry
         )
     assert (carry.dtype, ys.dtype, again.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
 
@@ -741,15 +741,15 @@ def test_attention_weights_are_sown():
 
 def test_decoding_writes_a_cache_in_the_compute_dtype():
     model = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
-    policied, x = apply_policy(model, BF16), floats(1, 4, 8)
-    variables = policied.init(KEY, x)
+    wrapped, x = apply_policy(model, BF16), floats(1, 4, 8)
+    variables = wrapped.init(KEY, x)
     assert variables["cache"]["cached_key"].dtype == jnp.bfloat16
     assert variables["params"]["query"]["kernel"].dtype == jnp.float32
     plain = model.init(KEY, x)
     state, reference = variables["cache"], plain["cache"]
     for step in range(3):
         token = x[:, step : step + 1]
-        out, new = policied.apply(
+        out, new = wrapped.apply(
             {"params": variables["params"], "cache": state}, token, mutable=["cache"]
         )
         expected, new_reference = model.apply(

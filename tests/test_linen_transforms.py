@@ -90,8 +90,8 @@ def test_a_rule_by_path_reaches_one_of_several_equal_jitted_modules(path):
     model = Siblings(JittedDense(3), (JittedDense(3), JittedDense(3)))
     x = floats(2, 3)
     variables = model.init(KEY, x)
-    policied = apply_policy(model, PolicyMap("bf16-true", [Rule(path, "c=f32")]))
-    found = {module_path(e): dtypes(e)[0] for e in products(trace(policied.apply, variables, x))}
+    wrapped = apply_policy(model, PolicyMap("bf16-true", [Rule(path, "c=f32")]))
+    found = {module_path(e): dtypes(e)[0] for e in products(trace(wrapped.apply, variables, x))}
     paths = ["field", "fields_0", "fields_1", "made", "nested/a", "nested/b"]
     assert found == {
         f"Siblings/{other}": "float32" if other == path else "bfloat16" for other in paths
@@ -347,10 +347,10 @@ class WeightNormed(nn.Module):
 def test_transformation_computes_in_bf16(model):
     x = floats(2, 4)
     variables = nn.meta.unbox(model.init(KEY, x))
-    policied = apply_policy(model, MIXED)
-    traced = trace(policied.apply, variables, x)
+    wrapped = apply_policy(model, MIXED)
+    traced = trace(wrapped.apply, variables, x)
     assert {dtypes(e)[:2] for e in products(traced)} == {("bfloat16", "bfloat16")}
-    got, reference = policied.apply(variables, x), model.apply(variables, x)
+    got, reference = wrapped.apply(variables, x), model.apply(variables, x)
     assert got.dtype == jnp.float32
     assert jnp.allclose(got, reference, rtol=0.05, atol=0.05)
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jaxmp.linen
 import jaxmp.nnx
-from grids import REST
+from grids import EXPENSIVE, REST
 from models import BUILDS, CASES, MIXED, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
@@ -64,23 +64,23 @@ one_build_of_twins = pytest.mark.parametrize(
 def test_init_is_the_plain_models_program(build):
     """The programs are equal, so the results are bit-identical."""
     with build.case.promotion():
-        plain, policied = (
+        plain, wrapped = (
             jax.make_jaxpr(model.init)(jax.random.key(0), *build.case.args())
             for model in (build.model(), build.model(MIXED))
         )
-    assert str(policied) == str(plain)
+    assert str(wrapped) == str(plain)
 
 
 @pytest.mark.parametrize("name", ["mlp-linen", "raw_param-linen"])
 def test_init_is_bit_identical(name):
     build = BY_NAME[name]
     with build.case.promotion():
-        plain, policied = (
+        plain, wrapped = (
             jax.jit(model.init)(jax.random.key(0), *build.case.args())
             for model in (build.model(), build.model(MIXED))
         )
-    assert jax.tree.structure(plain) == jax.tree.structure(policied)
-    for mine, theirs in zip(jax.tree.leaves(policied), jax.tree.leaves(plain), strict=True):
+    assert jax.tree.structure(plain) == jax.tree.structure(wrapped)
+    for mine, theirs in zip(jax.tree.leaves(wrapped), jax.tree.leaves(plain), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
 
@@ -89,9 +89,9 @@ def test_init_is_bit_identical(name):
 def test_the_original_is_untouched_and_its_variables_are_shared(build):
     plain = build.model()
     before = nnx.graphdef(plain), nnx.to_flat_state(nnx.state(plain))
-    policied = build.model(MIXED)
-    after = nnx.graphdef(plain), nnx.to_flat_state(nnx.state(policied))
-    assert after[0] == before[0] != nnx.graphdef(policied)
+    wrapped = build.model(MIXED)
+    after = nnx.graphdef(plain), nnx.to_flat_state(nnx.state(wrapped))
+    assert after[0] == before[0] != nnx.graphdef(wrapped)
     assert [path for path, _ in after[1]] == [path for path, _ in before[1]]
     assert all(a is b for (_, a), (_, b) in zip(after[1], before[1], strict=True))
 
@@ -99,8 +99,8 @@ def test_the_original_is_untouched_and_its_variables_are_shared(build):
 @every_build
 def test_fp32_policies_change_nothing(build):
     """The program has the same equations as that of the unwrapped model."""
-    plain, policied = build.program(None), build.program("f32")
-    assert list(map(signature, policied)) == list(map(signature, plain))
+    plain, wrapped = build.program(None), build.program("f32")
+    assert list(map(signature, wrapped)) == list(map(signature, plain))
 
 
 def signature(equation):
@@ -177,7 +177,18 @@ def test_parameters_stored_in_half_trace_the_same_products(build):
 # ---------------------------------------------------------------------------
 
 
-@one_build_of_twins
+# Networks whose programs take seconds to compile. Their layers are those of the others, and the
+# tests of traced programs have them too.
+LARGE = {"encoder_decoder", "scanned", "unet", "vit", "bidirectional", "qk_norm", "gru"}
+
+
+def marks(build):
+    return REST if str(build) in SECOND else EXPENSIVE if build.case.name in LARGE else ()
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param(build, marks=marks(build)) for build in BUILDS], ids=str
+)
 def test_result_and_gradients_are_close_to_fp32(build):
     reference, state, reference_gradients = build.run(None)
     out, new_state, gradients = build.run(MIXED)
@@ -223,7 +234,17 @@ def kind(product):
 SAME = 1e-6
 
 
-@every_twin
+@pytest.mark.parametrize(
+    "twins",
+    [
+        pytest.param(
+            (BY_NAME[f"{case}-linen"], BY_NAME[f"{case}-nnx"]),
+            marks=EXPENSIVE if case.name in LARGE else (),
+        )
+        for case in TWINS
+    ],
+    ids=lambda twins: str(twins[0].case),
+)
 def test_twins_have_the_same_numbers(twins):
     for policies, limit in ((None, SAME), (MIXED, RESULT_BUDGET)):
         first, second = (
@@ -260,17 +281,17 @@ class ByHand(nn.Module):
 
 
 def test_linen_takes_no_more_operations_than_by_hand():
-    plain = ByHand(layers=4)
+    plain = ByHand(layers=2)
     by_hand = plain.clone(
         dtype=jnp.bfloat16,
         attention_fn=functools.partial(nn.dot_product_attention, force_fp32_for_softmax=True),
     )
     variables = jax.eval_shape(plain.init, jax.random.key(0), tokens(2, 6))
-    policied = jaxmp.linen.apply_policy(plain, MIXED)
+    wrapped = jaxmp.linen.apply_policy(plain, MIXED)
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
         ours, theirs = (
             operations(lambda v, model=model: model.apply(v, tokens(2, 6)), variables)
-            for model in (policied, by_hand)
+            for model in (wrapped, by_hand)
         )
     assert ours <= 1.02 * theirs
 
@@ -291,6 +312,6 @@ def test_nnx_takes_no_more_operations_than_by_hand():
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         return operations(lambda p: nnx.merge(graphdef, p, rest)(tokens(2, 6)), params)
 
-    policied = jaxmp.nnx.apply_policy(build.model(), MIXED)
+    wrapped = jaxmp.nnx.apply_policy(build.model(), MIXED)
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
-        assert count(policied) <= 1.02 * count(by_hand)
+        assert count(wrapped) <= 1.02 * count(by_hand)

@@ -96,9 +96,9 @@ def test_the_original_keeps_its_bits_its_attributes_and_its_program():
     model, x = Net(rngs()), floats(2, 3)
     outputs, state, before = model(x), bits_of(nnx.state(model)), attributes(model)
     equations = list(map(str, program(model, x)))
-    policied = apply_policy(model, PolicyMap("fp16-true", [Rule("head", "p=f32,o=f32")]))
-    policied(x)
-    nnx.jit(lambda model, x: model(x))(policied, x)
+    wrapped = apply_policy(model, PolicyMap("fp16-true", [Rule("head", "p=f32,o=f32")]))
+    wrapped(x)
+    nnx.jit(lambda model, x: model(x))(wrapped, x)
     assert bits_of(model(x)) == bits_of(outputs)
     assert bits_of(nnx.state(model)) == state
     assert list(map(str, program(model, x))) == equations
@@ -111,33 +111,33 @@ def test_the_original_keeps_its_bits_its_attributes_and_its_program():
 
 def test_variables_are_shared_and_modules_are_not():
     model = Net(rngs())
-    policied = apply_policy(model, MIXED)
-    assert policied is not model and policied.head is not model.head
-    assert policied.head.kernel is model.head.kernel
-    assert policied.blocks[1].w is model.blocks[1].w
-    assert isinstance(policied, Net) and isinstance(policied.head, nnx.Linear)
+    wrapped = apply_policy(model, MIXED)
+    assert wrapped is not model and wrapped.head is not model.head
+    assert wrapped.head.kernel is model.head.kernel
+    assert wrapped.blocks[1].w is model.blocks[1].w
+    assert isinstance(wrapped, Net) and isinstance(wrapped.head, nnx.Linear)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        assert getattr(type(policied), name) == getattr(Net, name)
+        assert getattr(type(wrapped), name) == getattr(Net, name)
 
 
 def test_training_the_one_trains_the_other():
     model, x = Net(rngs()), floats(4, 3)
-    policied = apply_policy(model, MIXED)
-    optimizer = nnx.Optimizer(policied, optax.sgd(0.1), wrt=nnx.Param)
+    wrapped = apply_policy(model, MIXED)
+    optimizer = nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param)
     loss_fn = nnx.jit(lambda model: jnp.mean(model(x) ** 2))
 
     @nnx.jit
-    def step(policied, optimizer):
-        grads = nnx.grad(loss_fn)(policied)
-        optimizer.update(policied, grads)
+    def step(wrapped, optimizer):
+        grads = nnx.grad(loss_fn)(wrapped)
+        optimizer.update(wrapped, grads)
         return grads
 
     before = loss_fn(model)
     for _ in range(3):
-        grads = step(policied, optimizer)
+        grads = step(wrapped, optimizer)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
     assert float(loss_fn(model)) < float(before)
-    np.testing.assert_allclose(loss_fn(model), loss_fn(policied), rtol=0.05)
+    np.testing.assert_allclose(loss_fn(model), loss_fn(wrapped), rtol=0.05)
 
 
 def test_what_it_prints_is_the_users():
@@ -514,11 +514,11 @@ METHODS = [name for name, member in vars(Raw).items() if name[0] != "_" and call
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "product"])
 def test_a_raw_parameter_is_read_in_the_compute_dtype_and_stays_as_it_is(method):
     model, x = Raw(), floats(2, 3)
-    policied, before = apply_policy(model, "p=f32,c=bf16,o=bf16"), bits_of(nnx.state(model))
+    wrapped, before = apply_policy(model, "p=f32,c=bf16,o=bf16"), bits_of(nnx.state(model))
     with jax.numpy_dtype_promotion("strict"):
-        out = getattr(policied, method)(x)
+        out = getattr(wrapped, method)(x)
     assert out.dtype == jnp.bfloat16
-    assert operands(program(policied, x, method=method)) <= {BF16}
+    assert operands(program(wrapped, x, method=method)) <= {BF16}
     assert bits_of(nnx.state(model)) == before
     # bfloat16 has 8 bits: a handful of roundings.
     assert relative_error(out, getattr(model, method)(x)) < 0.02
@@ -537,9 +537,9 @@ def test_the_deprecated_value_attribute():
             self.w.value = self.w.value * 2
 
     model = Old()
-    policied = apply_policy(model, MIXED)
-    assert operands(program(policied, floats(2, 3))) == {BF16}
-    policied.write()
+    wrapped = apply_policy(model, MIXED)
+    assert operands(program(wrapped, floats(2, 3))) == {BF16}
+    wrapped.write()
     np.testing.assert_array_equal(model.w[...], np.full((3, 3), 2.0, np.float32))
 
 
@@ -590,11 +590,11 @@ def test_a_write_goes_to_the_shared_variable_and_the_rest_keeps_its_digits(metho
     np.testing.assert_array_equal(model.w[...], np.float32(expected))
 
 
-def test_a_rebound_parameter_is_the_policied_models_own():
+def test_a_rebound_parameter_is_the_wrapped_models_own():
     model = Writes()
-    policied = apply_policy(model, MIXED)
-    policied.rebind()
-    np.testing.assert_array_equal(policied.w[...], jnp.zeros(3))
+    wrapped = apply_policy(model, MIXED)
+    wrapped.rebind()
+    np.testing.assert_array_equal(wrapped.w[...], jnp.zeros(3))
     np.testing.assert_array_equal(model.w[...], np.float32([0, 1.001, 9]))
 
 
@@ -642,12 +642,12 @@ def test_methods_may_return_variables_modules_and_containers():
             return self.w, self.linear, {"x": jnp.ones(3)}, None
 
     model = Returns(rngs())
-    policied = apply_policy(model, "fp16-true")
-    for run in (policied.parts, lambda: nnx.jit(lambda model: model.parts())(policied)):
+    wrapped = apply_policy(model, "fp16-true")
+    for run in (wrapped.parts, lambda: nnx.jit(lambda model: model.parts())(wrapped)):
         w, linear, rest, nothing = run()
         assert isinstance(w, nnx.Param) and isinstance(linear, nnx.Linear)
         assert w.dtype == rest["x"].dtype == jnp.float16 and nothing is None
-    assert policied.parts()[1] is policied.linear
+    assert wrapped.parts()[1] is wrapped.linear
 
 
 def test_keyword_arguments_none_and_integers():
@@ -831,23 +831,23 @@ def test_the_gradient_of_a_row_that_is_looked_up_is_summed_in_fp32():
 def test_only_a_parameter_that_is_stored_otherwise_gets_a_variable_of_its_own():
     model, x = Net(rngs()), floats(4, 3)
     policies = PolicyMap(MIXED, [Rule("head", "p=bf16,o=f32")])
-    policied, before = apply_policy(model, policies), bits_of(nnx.state(model))
-    assert policied.head.kernel is not model.head.kernel
-    assert policied.blocks[0].w is model.blocks[0].w
-    assert policied.head.kernel.dtype == jnp.float32
-    np.testing.assert_array_equal(policied.head.kernel[...], model.head.kernel[...])
+    wrapped, before = apply_policy(model, policies), bits_of(nnx.state(model))
+    assert wrapped.head.kernel is not model.head.kernel
+    assert wrapped.blocks[0].w is model.blocks[0].w
+    assert wrapped.head.kernel.dtype == jnp.float32
+    np.testing.assert_array_equal(wrapped.head.kernel[...], model.head.kernel[...])
     tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
-    jaxmp.nnx.Optimizer(policied, tx)
-    assert policied.head.kernel.dtype == jnp.bfloat16
+    jaxmp.nnx.Optimizer(wrapped, tx)
+    assert wrapped.head.kernel.dtype == jnp.bfloat16
     assert bits_of(nnx.state(model)) == before
-    assert dtypes(products(program(policied, x))[-1]) == ("bfloat16", "bfloat16", "float32")
+    assert dtypes(products(program(wrapped, x))[-1]) == ("bfloat16", "bfloat16", "float32")
 
 
 def test_a_stored_dtype_in_containers_leaves_the_original_containers_alone():
     model = Raw()
     inside = model.data["k"][0], model.list[0], model.dict.a
-    policied = apply_policy(model, "bf16-true")
-    assert policied.data["k"][0] is not inside[0]
+    wrapped = apply_policy(model, "bf16-true")
+    assert wrapped.data["k"][0] is not inside[0]
     assert (model.data["k"][0], model.list[0], model.dict.a) == inside
     assert model.data["k"][0] is inside[0]
 
@@ -1151,10 +1151,10 @@ KINDS: dict[str, Any] = {
 def test_any_kind_of_class(make):
     model, x = make(), floats(2, 3)
     reference = model(x)
-    policied = apply_policy(model, MIXED)
-    out = policied(x)
+    wrapped = apply_policy(model, MIXED)
+    out = wrapped(x)
     assert out.dtype == jnp.float32
-    assert operands(gradient_program(policied, x)) == {BF16}
+    assert operands(gradient_program(wrapped, x)) == {BF16}
     # Five bf16 layers at most.
     assert relative_error(out, reference) < 0.03
 
@@ -1211,22 +1211,22 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize("jit", [False, True])
 def test_batch_statistics_are_fp32_and_written_back_to_the_original(jit):
     model, twin, x = Normed(rngs()), Normed(rngs()), 1 + floats(8, 3)
-    policied, run = apply_policy(model, "bf16-true"), lambda model, x: model(x)
-    (nnx.jit(run) if jit else run)(policied, x)
+    wrapped, run = apply_policy(model, "bf16-true"), lambda model, x: model(x)
+    (nnx.jit(run) if jit else run)(wrapped, x)
     twin(x)
     assert model.norm.mean.dtype == model.norm.var.dtype == jnp.float32
-    assert policied.norm.mean is model.norm.mean
+    assert wrapped.norm.mean is model.norm.mean
     assert relative_error(model.norm.mean[...], twin.norm.mean[...]) < 0.01
-    traced = program(policied, x)
+    traced = program(wrapped, x)
     inside = [e for e in named(traced, "reduce_sum", "rsqrt") if "norm" in module_path(e)]
     assert inside and {dtypes(e)[0] for e in inside} == {"float32"}
 
 
 def test_a_key_gives_the_mask_that_it_gives_in_fp32():
-    plain, policied = (nnx.Dropout(0.5, rngs=rngs()) for _ in range(2))
-    policied, x = apply_policy(policied, "bf16-true"), jnp.ones((16, 16))
+    plain, wrapped = (nnx.Dropout(0.5, rngs=rngs()) for _ in range(2))
+    wrapped, x = apply_policy(wrapped, "bf16-true"), jnp.ones((16, 16))
     for _ in range(2):  # the count of the stream increases in the same way
-        np.testing.assert_array_equal(plain(x) == 0, policied(x) == 0)
+        np.testing.assert_array_equal(plain(x) == 0, wrapped(x) == 0)
 
 
 CELLS = [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell]
@@ -1268,8 +1268,8 @@ ATTENTIONS: dict[str, Any] = {
 @pytest.mark.parametrize(("options", "call"), ATTENTIONS.values(), ids=ATTENTIONS)
 def test_attention_has_half_operands_and_an_fp32_softmax(options, call, half):
     x = floats(2, 5, 8)
-    policied = apply_policy(attention(**options), f"p=f32,c={half},o=f32")
-    traced = gradient_program(policied, x, **call)
+    wrapped = apply_policy(attention(**options), f"p=f32,c={half},o=f32")
+    traced = gradient_program(wrapped, x, **call)
     assert operands(traced) == {BF16 if half == "bf16" else F16}
     softmax = named(traced, "exp", "reduce_max")
     assert softmax and {dtypes(e)[0] for e in softmax} == {"float32"}
@@ -1293,8 +1293,8 @@ def test_a_fully_masked_row_is_finite_in_float16():
 
 def test_an_attention_function_of_the_user_is_kept():
     own = lambda query, key, value, **_: query + value
-    policied = apply_policy(attention(attention_fn=own), "bf16-true")
-    assert policied.attention_fn is own and policied(floats(2, 5, 8)).dtype == jnp.bfloat16
+    wrapped = apply_policy(attention(attention_fn=own), "bf16-true")
+    assert wrapped.attention_fn is own and wrapped(floats(2, 5, 8)).dtype == jnp.bfloat16
     in_f32 = apply_policy(attention(), "fp32")
     assert in_f32.attention_fn is nnx.dot_product_attention
 
@@ -1312,15 +1312,15 @@ def test_attention_weights_are_sown():
 def test_a_decoding_cache_made_before_or_after(policy_first):
     x = floats(2, 5, 8)
     model = nnx.MultiHeadAttention(4, 8, decode=True, rngs=rngs())
-    policied = apply_policy(model, MIXED) if policy_first else model
-    policied.init_cache(x.shape)
-    policied = apply_policy(policied, MIXED)
-    assert operands(program(policied, x[:, :1])) == {BF16}
+    wrapped = apply_policy(model, MIXED) if policy_first else model
+    wrapped.init_cache(x.shape)
+    wrapped = apply_policy(wrapped, MIXED)
+    assert operands(program(wrapped, x[:, :1])) == {BF16}
     step = nnx.jit(lambda model, x: model(x))
-    decoded = jnp.concatenate([step(policied, x[:, i : i + 1]) for i in range(5)], axis=1)
-    assert int(policied.cache_index[...]) == 5
+    decoded = jnp.concatenate([step(wrapped, x[:, i : i + 1]) for i in range(5)], axis=1)
+    assert int(wrapped.cache_index[...]) == 5
     stored = jnp.bfloat16 if policy_first else jnp.float32
-    assert policied.cached_key.dtype == stored
+    assert wrapped.cached_key.dtype == stored
     whole = apply_policy(model, MIXED)(x, is_causal=True, decode=False)
     np.testing.assert_allclose(decoded, whole, atol=0.02)
 
@@ -1435,20 +1435,20 @@ def ensemble(rngs):
 @pytest.mark.parametrize("make", [Remat, Scan, Energy])
 def test_transformations_inside_a_model(make):
     model, x = make(rngs()), floats(2, 3)
-    policied = apply_policy(model, MIXED)
+    wrapped = apply_policy(model, MIXED)
     before = bits_of(nnx.state(model))
-    traced = gradient_program(policied, x)
+    traced = gradient_program(wrapped, x)
     assert len(products(traced)) > 5 and operands(traced) == {BF16}
     assert {dtypes(e)[0] for e in named(traced, "rsqrt")} == {"float32"}
-    out = policied(x)
+    out = wrapped(x)
     assert out.dtype == jnp.float32 and relative_error(out, model(x)) < 0.03
     assert bits_of(nnx.state(model)) == before
 
 
 def test_loops_and_branches_inside_a_model():
-    policied, x = apply_policy(Loops(rngs()), MIXED), floats(2, 3)
-    assert operands(program(policied, x)) == {BF16}
-    assert jnp.all(jnp.isfinite(policied(x)))
+    wrapped, x = apply_policy(Loops(rngs()), MIXED), floats(2, 3)
+    assert operands(program(wrapped, x)) == {BF16}
+    assert jnp.all(jnp.isfinite(wrapped(x)))
 
 
 def test_a_scan_over_blocks_obeys_rules_by_path():
@@ -1469,11 +1469,11 @@ def test_a_scan_over_blocks_obeys_rules_by_path():
 
 def test_an_ensemble_by_vmap():
     model, x = ensemble(rngs()), floats(2, 3)
-    policied = apply_policy(model, MIXED)
+    wrapped = apply_policy(model, MIXED)
     run = nnx.vmap(lambda model, x: model(x), in_axes=(0, None))
-    out = run(policied, x)
+    out = run(wrapped, x)
     assert out.shape == (4, 2, 3) and relative_error(out, run(model, x)) < 0.03
-    graphdef, state = nnx.split(policied)
+    graphdef, state = nnx.split(wrapped)
     assert operands(trace(lambda s: run(nnx.merge(graphdef, s), x), state)) == {BF16}
 
 
@@ -1527,8 +1527,8 @@ def test_threads_with_their_own_policies_on_one_model():
         for turn in range(20):
             barrier.wait(timeout=60)
             # A newly wrapped model, so that wrapping is concurrent too; eager and jitted in turn.
-            policied = apply_policy(model, policies[index])
-            out = run_jitted(policied, x) if turn % 10 == 0 else policied(x)
+            wrapped = apply_policy(model, policies[index])
+            out = run_jitted(wrapped, x) if turn % 10 == 0 else wrapped(x)
             if turn % 10 and bits_of(out) != expected[index]:
                 wrong.append((index, turn))
             if out.dtype != jnp.float32:

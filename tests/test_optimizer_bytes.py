@@ -8,14 +8,21 @@ from pathlib import Path
 import pytest
 
 from gpu_compiler import needs_compiler
+from grids import pairwise
 
 ROOT = Path(__file__).parent.parent
+STORAGE = ("fp32 parameters", "bf16 + FP32 masters", "bf16, packed")
 
 pytestmark = needs_compiler
 
 
 def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does():
-    code = "import json, optimizer_bytes as o; print(json.dumps([o.measure(), o.FLOORS]))"
+    # The script measures all twelve combinations.
+    combinations = pairwise(STORAGE, (False, True), ("none", "auto"))
+    code = (
+        "import json, optimizer_bytes as o;"
+        f"print(json.dumps([o.measure({combinations}), o.FLOORS]))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "/usr/bin:/bin"},
@@ -24,6 +31,7 @@ def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does(
         check=True,
     )
     rows, floors = json.loads(result.stdout.splitlines()[-1])
+    assert len(rows) == len(combinations)
     for row in rows:
         extra_pass = row["clip"] or row["skip"] == "auto"
         assert row["passes_over_gradients"] == (2 if extra_pass else 1), row
