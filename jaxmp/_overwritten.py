@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import JaxmpError, MissingDependencyError
+from jaxmp.errors import CompositionError, JaxmpError, MissingDependencyError
 from jaxmp.fp8._state import (
     NAMES,
     PREFIX,
@@ -80,6 +80,23 @@ def map_leaves(
     if parts[0][1] is None:
         return params
     return join(params, jax.tree.map(of_state, *(state for _, state in parts)), tree)
+
+
+def check_is_absent(params: PyTree) -> None:
+    """Checks that the parameters contain no FP8 state, which an optimizer must not change.
+
+    Raises:
+      CompositionError: with the call that passes only parameters.
+    """
+    name = OVERWRITE
+    if split(params)[1] is not None:
+        raise CompositionError(
+            f"The parameters contain the collection {name!r}, the state of FP8 scaling. It is not "
+            "a parameter: its gradient is its next value. Use "
+            "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it. In your own loop, "
+            "call tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
+            f"variables['params']), and take the next {name!r} from grads[{name!r}]."
+        )
 
 
 # ---------------------------------------------------------------------------

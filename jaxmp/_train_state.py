@@ -19,7 +19,7 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
-from jaxmp.optim import _find, _master, _skip
+from jaxmp.optim import _assign, _find, _master, _skip
 from jaxmp.optim._apply import apply_update
 from jaxmp.optim._gradient_dtypes import GradientDtypesState
 
@@ -203,13 +203,13 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     opt_state = tx.init(trainable)
     _find.shared_loss_scale(opt_state)
     _check_rules(opt_state, trainable)
-    stored = jax.tree.map(_fresh, _master.store(trainable, opt_state), trainable)
+    stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
     fix = (
         "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
         "optimizer trains them, put all parts inside: recipe.optimizer(optax.partition({...}, "
         "labels))."
     )
-    _master.warn_of_wide(stored, opt_state, fix, stacklevel=3)
+    _assign.warn_of_wide(stored, opt_state, fix, stacklevel=3)
     return {
         "step": jnp.zeros((), jnp.int32),
         "params": _overwritten.join(stored, jax.tree.map(jnp.array, overwritten), params),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import linen, nnx
+from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
 from jaxmp._attention._arguments import check_implementation
@@ -284,7 +285,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: LossScaleLike = None,
-    wrt: nnx.filterlib.Filter = nnx.Param,
+    wrt: Filter = nnx.Param,
     **options: Any,
 ) -> Callable[..., Any]:
     """Returns a function that computes the FP32 loss and gradients of a function of Flax objects.

@@ -1,12 +1,15 @@
 """Imports, contents of the wheel, texts of the repository, and the commands of make and CI."""
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import typing
 import zipfile
 from pathlib import Path
 
@@ -406,3 +409,44 @@ def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
     assert code == 0
     assert re.search(r"^SKIPPED tests that need the extra aot", output, re.MULTILINE)
     assert made(output)[4].endswith("JAX=latest")
+
+
+# ---------------------------------------------------------------------------
+# Annotations
+# ---------------------------------------------------------------------------
+
+
+NAMESPACES = ("checkpoint", "errors", "fp8", "functional", "linen", "losses", "nnx", "optim")
+
+
+def public_callables() -> dict[str, object]:
+    """Returns the functions, classes and methods that jaxmp defines and exports, by name."""
+    modules = [jaxmp, *(importlib.import_module(f"jaxmp.{name}") for name in NAMESPACES)]
+    exported = {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__.startswith("jaxmp")
+    }
+    methods = {
+        f"{name}.{attribute}": getattr(method, "__func__", getattr(method, "fget", method))
+        for name, value in exported.items()
+        if inspect.isclass(value)
+        for attribute, method in vars(value).items()
+        if attribute == "__init__" or not attribute.startswith("_")
+    }
+    return exported | {name: each for name, each in methods.items() if inspect.isfunction(each)}
+
+
+def test_the_annotations_of_public_names_can_be_evaluated():
+    failures = {}
+    callables = public_callables()
+    for name, value in callables.items():
+        try:
+            typing.get_type_hints(value)
+        except NameError as error:
+            failures[name] = error
+    assert failures == {}
+    assert len(callables) > 300 and "jaxmp.Recipe.replace" in callables

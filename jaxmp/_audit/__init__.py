@@ -33,9 +33,9 @@ from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import PolicyContext
-from jaxmp._audit._diff import AuditDiff as AuditDiff
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._make_report import make_report
+from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import trace

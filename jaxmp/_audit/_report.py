@@ -9,18 +9,15 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
-from jaxmp._audit._diff import AuditDiff
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._render import WIDTH, html_page, plain_text
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
-from jaxmp._audit._sections import report_sections
+from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp._core._typing import RichRenderable
 from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
-
-if TYPE_CHECKING:
-    from jaxmp._audit._rich import Renderable
 
 # Findings that an error message lists.
 _MAX_LISTED = 20
@@ -229,7 +226,7 @@ class AuditReport:
         """
         return html_page(report_sections(self, full))
 
-    def to_rich(self, *, full: bool = False) -> Renderable:
+    def to_rich(self, *, full: bool = False) -> RichRenderable:
         """Returns an object that rich prints in colour, in the width of its console.
 
         Args:
@@ -240,7 +237,7 @@ class AuditReport:
         """
         return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
 
-    def __rich__(self) -> Renderable:
+    def __rich__(self) -> RichRenderable:
         return self.to_rich()
 
     def _repr_html_(self) -> str:
@@ -345,3 +342,66 @@ def _counted(findings: Iterable[Finding], checks: frozenset[str] | None) -> Coun
         if _fails(finding, checks):
             sums[finding.check] += finding.count
     return sums
+
+
+# ---------------------------------------------------------------------------
+# Differences between two audits
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditDiff:
+    """Differences between two audits, such as those before and after a change; prints as a table.
+
+    Args:
+      before: the earlier report.
+      after: the later report.
+
+    Example:
+      >>> x = jnp.ones((8, 8), jnp.bfloat16)
+      >>> change = audit(lambda x: x @ x, x).diff(audit(lambda x: jax.nn.softmax(x @ x), x))
+      >>> [finding.check for finding in change.added], change.removed
+      (['softmax_16bit'], ())
+    """
+
+    before: AuditReport
+    after: AuditReport
+
+    @property
+    def added(self) -> tuple[Finding, ...]:
+        """Findings that only the later report has; lines that moved do not count."""
+        return _without(self.after.findings, self.before.findings)
+
+    @property
+    def removed(self) -> tuple[Finding, ...]:
+        """Findings that only the earlier report has."""
+        return _without(self.before.findings, self.after.findings)
+
+    @property
+    def matmul_flops(self) -> dict[tuple[str, str], int]:
+        """Operand dtypes -> FLOPs that were added (negative: removed), where they changed."""
+        before, after = self.before.matmul_flops, self.after.matmul_flops
+        pairs = dict.fromkeys([*after, *before])
+        changes = {pair: after.get(pair, 0) - before.get(pair, 0) for pair in pairs}
+        return {pair: change for pair, change in changes.items() if change}
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of casts that were added (negative: removed)."""
+        return self.after.cast_bytes - self.before.cast_bytes
+
+    def __str__(self) -> str:
+        return plain_text(difference_sections(self))
+
+    def __rich__(self) -> RichRenderable:
+        rich = importlib.import_module("jaxmp._audit._rich")
+        return rich.Renderable(difference_sections(self))
+
+
+def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
+    known = {_identity(finding) for finding in others}
+    return tuple(finding for finding in findings if _identity(finding) not in known)
+
+
+def _identity(finding: Finding) -> tuple[str, ...]:
+    return finding.check, finding.severity, finding.module, finding.primitive, finding.file

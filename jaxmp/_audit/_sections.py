@@ -32,8 +32,7 @@ from jaxmp._audit._sections_findings import (
 from jaxmp._audit._units import bytes_text, counted, flops_text, module_text, share_text
 
 if TYPE_CHECKING:
-    from jaxmp._audit._diff import AuditDiff
-    from jaxmp._audit._report import AuditReport
+    from jaxmp._audit._report import AuditDiff, AuditReport
 
 
 def report_sections(report: AuditReport, full: bool = False) -> list[Section]:

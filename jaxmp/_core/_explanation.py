@@ -1,7 +1,7 @@
 """Result type of the `explain` functions."""
 
-from __future__ import annotations
-
+# Annotations are evaluated here, so that `typing.get_type_hints` works on the generated
+# `__init__` of subclasses in other modules.
 import abc
 import dataclasses
 import json

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from jax.typing import ArrayLike as ArrayLike
@@ -15,3 +15,9 @@ Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
 # Name of a mapped axis of `vmap`, `pmap` or `shard_map`, or several of them; None: no axis.
 AxisNames: TypeAlias = Hashable | Sequence[Hashable]
+
+
+class RichRenderable(Protocol):
+    """Object that rich prints."""
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]: ...

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
@@ -422,7 +423,7 @@ def _is_carried(leaf: nnx.Variable[Any] | Array) -> bool:
     return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
 
 
-def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
+def trained(wrt: Filter) -> Filter:
     """Excludes state that is overwritten by its gradient, which is not a parameter."""
     return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.core import Tracer
 
 from jaxmp import _gradients
@@ -20,7 +21,7 @@ from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
 from jaxmp._loss_scale import DynamicLossScale, LossScale
 from jaxmp.errors import JaxmpError
-from jaxmp.optim import _find, _master
+from jaxmp.optim import _assign, _find
 from jaxmp.optim._apply import apply_update
 
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
@@ -58,13 +59,13 @@ class Optimizer(nnx.Optimizer):
         model: nnx.Module,
         tx: optax.GradientTransformation,
         *,
-        wrt: nnx.filterlib.Filter = nnx.Param,
+        wrt: Filter = nnx.Param,
     ) -> None:
         params = nnx.as_pure(nnx.state(model, trained(wrt)))
         _find.check_composition(jax.eval_shape(tx.init, params))
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
-        nnx.update(model, _master.store(params, self._pure_state()))
+        nnx.update(model, _assign.store(params, self._pure_state()))
 
     if not TYPE_CHECKING:
         # Flax creates the copies of an optimizer inside compiled functions by setting attributes,
@@ -183,7 +184,7 @@ class Optimizer(nnx.Optimizer):
             return
         frozen = nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(self.wrt))))
         fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
-        _master.warn_of_wide(frozen, self._pure_state(), fix, stacklevel=3)
+        _assign.warn_of_wide(frozen, self._pure_state(), fix, stacklevel=3)
 
     def _remember(self, writes: list[Write]) -> None:
         """Records the writes of a call, which replace those of an earlier call."""

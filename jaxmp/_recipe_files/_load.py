@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Union, Unpack, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast
 
 import numpy as np
 
@@ -44,13 +44,6 @@ from jaxmp._recipe_files._schema import (
 )
 from jaxmp.errors import PolicyError, RecipeError, did_you_mean
 
-if TYPE_CHECKING:
-    from jaxmp._recipe import Recipe
-
-# Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
-# string, dtype or dict that specifies them.
-RecipeLike: TypeAlias = Union["Recipe", "RecipeData", PolicyMap, PolicyLike, os.PathLike[str]]
-
 _FLOAT16 = np.dtype("float16")
 
 # ---------------------------------------------------------------------------
@@ -76,6 +69,18 @@ class RecipeData:
     reduce_dtype: str = "float32"
     # Categories of the operations in `autocast`.
     ops: OpTable = dataclasses.field(default_factory=OpTable)
+
+
+class HasRecipeData(Protocol):
+    """Object that contains the data of a recipe, such as a `Recipe`."""
+
+    @property
+    def data(self) -> RecipeData: ...
+
+
+# Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
+# string, dtype or dict that specifies them.
+RecipeLike: TypeAlias = HasRecipeData | RecipeData | PolicyMap | PolicyLike | os.PathLike[str]
 
 
 # ---------------------------------------------------------------------------

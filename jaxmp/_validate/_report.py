@@ -37,9 +37,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from typing import TYPE_CHECKING
 
 from jaxmp._audit._render import WIDTH, plain_text
+from jaxmp._core._typing import RichRenderable
 from jaxmp._validate._page import render_page
 from jaxmp._validate._rows import (
     FAIL,
@@ -53,9 +53,6 @@ from jaxmp._validate._rows import (
 )
 from jaxmp._validate._sections import report_sections
 from jaxmp.errors import ValidationError, ValidationFailedError
-
-if TYPE_CHECKING:
-    from jaxmp._audit._rich import Renderable
 
 SCHEMA, SCHEMA_VERSION = "jaxmp.validation", 1
 
@@ -138,7 +135,7 @@ class ValidationReport:
         """
         return plain_text(report_sections(self, full), width)
 
-    def to_rich(self, *, full: bool = False) -> Renderable:
+    def to_rich(self, *, full: bool = False) -> RichRenderable:
         """Returns an object that rich prints in colour, in the width of its console.
 
         Args:
@@ -149,7 +146,7 @@ class ValidationReport:
         """
         return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
 
-    def __rich__(self) -> Renderable:
+    def __rich__(self) -> RichRenderable:
         return self.to_rich()
 
     def to_html(self) -> str:

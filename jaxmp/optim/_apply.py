@@ -13,15 +13,10 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
+from jaxmp.optim._assign import assign, unpack_masters, unpack_parameters
 from jaxmp.optim._find import find
 from jaxmp.optim._gradient_dtypes import GradientDtypesState
-from jaxmp.optim._master import (
-    MasterParamsState,
-    add_update,
-    assign,
-    unpack_masters,
-    unpack_parameters,
-)
+from jaxmp.optim._master import MasterParamsState, add_update
 from jaxmp.optim._skip import SkipNonfiniteState
 
 

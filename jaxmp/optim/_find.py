@@ -22,8 +22,9 @@ from jaxmp.errors import (
     ScaleCollapsedError,
     SkippedStepsWarning,
 )
+from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._gradient_dtypes import GradientDtypesState
-from jaxmp.optim._master import MasterParamsState, master_states, unpack_masters
+from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, SkipSettings, SkipStats, as_axes
 
 _LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeGuard
 
 import jax
@@ -15,13 +13,14 @@ import optax
 from jax import lax
 
 from jaxmp import _overwritten
-from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit, short_name
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import FLOAT32, canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import CompositionError
 from jaxmp.optim import _storage
+from jaxmp.optim._overflow import OverflowState
 
 FLOAT16 = np.dtype(np.float16)
 MASTER_MODES = ("auto", "fp32", "packed", "none")
@@ -63,7 +62,7 @@ class Layout:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class MasterParamsState:
+class MasterParamsState(OverflowState):
     """State of `master_params`.
 
     In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, according
@@ -114,6 +113,10 @@ class MasterParamsState:
             yield index, self.layout.storage[index][0], value
 
     @property
+    def leaf_count(self) -> int:
+        return len(self.layout.storage)
+
+    @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))
@@ -137,6 +140,10 @@ class UnpackedParameters(UnpackedMasters):
     """
 
     def has_value(self, index: int) -> bool:
+        return True
+
+    @property
+    def has_all_parameters(self) -> bool:
         return True
 
 
@@ -201,7 +208,7 @@ def master_params(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> PyTree:
-        check_parameters(params)
+        _overwritten.check_is_absent(params)
         layout = _make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
@@ -283,23 +290,6 @@ def add_update(param: Array | None, update: Array) -> Any:
     return param + update.astype(param.dtype)
 
 
-def check_parameters(params: PyTree) -> None:
-    """Checks that the parameters contain no FP8 state, which an optimizer must not change.
-
-    Raises:
-      CompositionError: with the call that passes only parameters.
-    """
-    name = _overwritten.OVERWRITE
-    if _overwritten.split(params)[1] is not None:
-        raise CompositionError(
-            f"The parameters contain the collection {name!r}, the state of FP8 scaling. It is not "
-            "a parameter: its gradient is its next value. Use "
-            "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it. In your own loop, "
-            "call tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
-            f"variables['params']), and take the next {name!r} from grads[{name!r}]."
-        )
-
-
 def _make_master(param: Array, master: str) -> jax.Array:
     full = jnp.array(param, dtype=FLOAT32, copy=True)
     return _storage.pack(full)[1] if master == "packed" else full
@@ -317,7 +307,7 @@ def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Lay
     storage: list[tuple[str, str]] = []
     seen: set[str] = set()
     for names, leaf in _trees.leaves_with_path(params):
-        path = _path_of(names, collections)
+        path = path_of(names, collections)
         if path in seen:
             raise CompositionError(
                 f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
@@ -372,7 +362,7 @@ def _first_index(flags: dict[int, jax.Array]) -> jax.Array:
     return first
 
 
-def _path_of(names: _trees.Path, collections: bool) -> str:
+def path_of(names: _trees.Path, collections: bool) -> str:
     return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
 
 
@@ -398,168 +388,3 @@ def master_states(state: PyTree) -> list[MasterParamsState]:
     """Returns every MasterParamsState in `state`, in flattening order."""
     leaves = jax.tree.leaves(state, is_leaf=_is_master_state)
     return [leaf for leaf in leaves if _is_master_state(leaf)]
-
-
-def can_overflow(state: PyTree) -> bool:
-    """Returns True if a step can fail because a float16 parameter cannot hold its new value."""
-    return any(node.can_overflow for node in master_states(state))
-
-
-def all_fit(state: PyTree) -> jax.Array:
-    """Returns True if every float16 parameter can represent its new master."""
-    return functools.reduce(lax.bitwise_and, (node.fits for node in master_states(state)))
-
-
-def overflow_leaf(state: PyTree) -> jax.Array:
-    """Returns the index of the first overflowing master among all masters; -1 if there is none."""
-    first, offset = jnp.array(-1, jnp.int32), 0
-    for node in master_states(state):
-        index = jnp.where(node.overflow >= 0, node.overflow + offset, -1)
-        first = lax.select(first >= 0, first, index)
-        offset += len(node.layout.storage)
-    return first
-
-
-def agree_on_overflow(state: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
-    """Combines the overflow flags over devices, which may have different parts of parameters."""
-    if not axes:
-        return state
-
-    def agree(node: MasterParamsState) -> MasterParamsState:
-        return dataclasses.replace(
-            node,
-            overflow=_compat.largest(node.overflow, axes),
-            fits=_compat.agree(node.fits, axes),
-        )
-
-    return map_master_states(agree, state)
-
-
-# ---------------------------------------------------------------------------
-# Assignment: params = cast(master)
-# ---------------------------------------------------------------------------
-
-
-def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
-    """Replaces each `MasterParamsState` by `UnpackedMasters`; `assign` undoes this.
-
-    Args:
-      state: an optimizer state.
-      params: the parameters.
-    """
-    collections = _trees.has_collections(params)
-    stored = {_path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
-
-    def unpack(node: MasterParamsState) -> MasterParamsState:
-        full = [read_master(stored[path], value) for _, path, value in node.values()]
-        masters = jax.tree.structure(node.masters).unflatten(full)
-        return UnpackedMasters(masters, node.overflow, node.fits, node.inner_state, node.layout)
-
-    return map_master_states(unpack, state)
-
-
-def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
-    """Replaces each `MasterParamsState` by `UnpackedParameters`; `assign` undoes this.
-
-    Args:
-      state: an optimizer state, whose masters are those of `params` themselves.
-      params: the parameters.
-    """
-
-    def unpack(node: MasterParamsState) -> MasterParamsState:
-        leaves, treedef = jax.tree.flatten(params)
-        stored = treedef.flatten_up_to(node.masters)
-        full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
-        masters = treedef.unflatten(full)
-        return UnpackedParameters(masters, node.overflow, node.fits, node.inner_state, node.layout)
-
-    return map_master_states(unpack, state)
-
-
-def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Casts parameters from unpacked masters after an update, and packs the masters again.
-
-    Args:
-      params: the parameters; those without a value in `state` are returned unchanged.
-      state: an optimizer state that `unpack_masters` or `unpack_parameters` returned, updated.
-
-    Returns:
-      The new parameters, and the optimizer state with `MasterParamsState`.
-    """
-    written: dict[str, Any] = {}
-
-    def pack(node: MasterParamsState) -> MasterParamsState:
-        masters = []
-        for index, path, full in node.values():
-            dtype = node.layout.dtype(index)
-            if not node.layout.has_master(index):
-                written[path] = full if dtype is None else _trees.cast(full, dtype)
-                masters.append(optax.MaskedNode())
-            elif node.layout.master == "packed":
-                written[path], remainder = _storage.pack(full)
-                masters.append(remainder)
-            else:
-                written[path] = _trees.cast(full, dtype)
-                masters.append(full)
-        tree = jax.tree.structure(node.masters).unflatten(masters)
-        return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
-
-    state = map_master_states(pack, state)
-    collections = _trees.has_collections(params)
-    write = lambda names, leaf: written.get(_path_of(names, collections), leaf)
-    return _trees.map_with_path(write, params), state
-
-
-def store(params: PyTree, state: PyTree) -> PyTree:
-    """Casts newly initialized parameters to the storage dtypes that `state` records."""
-    storage = {
-        path: (node.layout.dtype(i), node.layout.master)
-        for node in master_states(state)
-        for i, (path, name) in enumerate(node.layout.storage)
-        if name
-    }
-    collections = _trees.has_collections(params)
-
-    def cast_leaf(
-        names: _trees.Path, leaf: Array | jax.ShapeDtypeStruct
-    ) -> Array | jax.ShapeDtypeStruct:
-        dtype, master = storage.get(_path_of(names, collections), (None, "fp32"))
-        return leaf if dtype is None else _storage.to_storage(leaf, dtype, master)
-
-    return _trees.map_with_path(cast_leaf, params)
-
-
-def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> None:
-    """Warns of parameters that the optimizer's policies store in fewer bits than they have.
-
-    An optimizer casts the parameters that it trains; those that it does not train, such as the
-    frozen ones of a model with LoRA, keep their dtype.
-
-    Args:
-      params: a tree of parameters.
-      state: the optimizer state.
-      fix: code that casts them.
-      stacklevel: that of the caller's caller, as in `warnings.warn`.
-    """
-    maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
-    collections = _trees.has_collections(params)
-    wide = []
-    for names, leaf in _trees.leaves_with_path(params) if maps else ():
-        is_param = not collections or names[0] == _trees.PARAMS
-        if is_param and _trees.is_castable(leaf):
-            rule_names = _trees.rule_names(params, names)
-            dtypes = [np.dtype(storage_dtype(policies, rule_names)) for policies in maps]
-            if all(bits(dtype) < bits(leaf.dtype) for dtype in dtypes):
-                wide.append((_trees.parameter_path(rule_names), leaf, dtypes[0]))
-    if not wide:
-        return
-    path, leaf, dtype = wide[0]
-    size = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf, _ in wide)
-    others = f" and {len(wide) - 1} other parameters are" if len(wide) > 1 else " is"
-    warnings.warn(
-        f"{path!r}{others} stored in {leaf.dtype} ({size / 1e6:,.1f} MB), and the recipe stores "
-        f"them in {dtype}. The optimizer casts only the parameters that it trains. If the others "
-        f"are frozen, cast them once before training: {fix}",
-        RecipeWarning,
-        stacklevel=stacklevel + 1,
-    )

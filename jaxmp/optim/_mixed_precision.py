@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import optax
 
 from jaxmp._core._typing import AxisNames
 from jaxmp._loss_scale import LossScaleLike
-from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
+from jaxmp.errors import CompositionError
 from jaxmp.optim._master import master_params
 from jaxmp.optim._skip import skip_nonfinite
 
@@ -15,7 +18,7 @@ def mixed_precision(
     inner: optax.GradientTransformation,
     *,
     policies: RecipeLike,
-    loss_scale: LossScaleLike = None,
+    loss_scale: LossScaleLike | Literal["auto"] = "auto",
     master: str = "auto",
     skip: str = "auto",
     axis_name: AxisNames = None,
@@ -26,15 +29,17 @@ def mixed_precision(
     `optax.MultiSteps`. `update` receives unscaled gradients, as `jaxmp.value_and_grad` returns
     them.
 
-    Each of the two transformations also works alone. Together, `skip_nonfinite` also skips a step
-    after which, according to the state of `master_params`, a float16 parameter could not represent
-    its master.
+    Each of the two transformations also works alone. The state of `master_params` reports if a
+    float16 parameter could not represent its new master. `skip_nonfinite` skips a step for which
+    any state inside of it reports that.
 
     Args:
       inner: any optax transformation.
       policies: policies or a recipe, whose `param_dtype` determines which parameters are stored in
         16 bits and therefore have a master.
-      loss_scale: the loss scale to keep in the state and adjust. None: no scaling.
+      loss_scale: the loss scale to keep in the state and adjust. "auto": that of the recipe; for
+        policies that are not a recipe, `DynamicLossScale()` if any of their dtypes is float16,
+        otherwise none. None: no scaling.
       master: see `master_params`.
       skip: see `skip_nonfinite`.
       axis_name: see `skip_nonfinite`.
@@ -48,11 +53,18 @@ def mixed_precision(
       PolicyError: for an unknown policy or dtype.
 
     Example:
-      >>> tx = mixed_precision(
-      ...     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)),
-      ...     policies="fp16",
-      ...     loss_scale=jaxmp.DynamicLossScale(),
-      ... )
+      >>> inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+      >>> tx = mixed_precision(inner, policies="fp16")
+      >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
+      65536.0
     """
-    masters = master_params(inner, policies=policies, master=master)
+    data = as_recipe_data(policies)
+    if isinstance(loss_scale, str):
+        if loss_scale != "auto":
+            raise CompositionError(
+                f"Unknown loss_scale={loss_scale!r}. Allowed: 'auto', None, a number or a loss "
+                "scale; for example loss_scale=jaxmp.DynamicLossScale()."
+            )
+        loss_scale = data.loss_scale.build()
+    masters = master_params(inner, policies=data.policies, master=master)
     return skip_nonfinite(masters, loss_scale=loss_scale, skip=skip, axis_name=axis_name)

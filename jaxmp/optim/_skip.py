@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import (
-    UnpackedParameters,
+from jaxmp.optim._overflow import (
+    OverflowState,
     agree_on_overflow,
     all_fit,
     can_overflow,
-    check_parameters,
     overflow_leaf,
 )
 
@@ -172,7 +172,7 @@ def skip_nonfinite(
     settings = SkipSettings(skip != "none", axes)
 
     def init_fn(params: PyTree) -> PyTree:
-        check_parameters(params)
+        _overwritten.check_is_absent(params)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         return SkipNonfiniteState(
             initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
@@ -183,8 +183,9 @@ def skip_nonfinite(
     ) -> tuple[PyTree, PyTree]:
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
-        # If the state itself contains all new parameters, the emitted updates are not used.
-        updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
+        inner_state = state.inner_state
+        has_all = isinstance(inner_state, OverflowState) and inner_state.has_all_parameters
+        updates_are_read = not has_all
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
         def do_update() -> tuple[PyTree, PyTree]:
@@ -237,7 +238,7 @@ def _check_mode(skip: str, loss_scale: LossScale) -> None:
     if skip == "none" and isinstance(loss_scale, DynamicLossScale):
         raise CompositionError(
             "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
-            "the scale. Use skip='auto', or a StaticLossScale."
+            "the scale. Use skip='auto', a StaticLossScale, or loss_scale=None."
         )
 
 
