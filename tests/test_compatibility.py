@@ -1,6 +1,5 @@
 """Unedited models of other packages."""
 
-import copy
 import functools
 import itertools
 import json
@@ -106,30 +105,30 @@ def test_the_authors_own_dtype_reaches_what_he_casts_himself():
     assert wide_products(typed, "bf16") == []
 
 
-@functools.cache
-def new_gpt2():
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
-    return transformers.FlaxGPT2LMHeadModel(config)
-
-
 def hugging_face_gpt2():
-    return copy.copy(new_gpt2())
+    """Returns a model without parameters, and the shapes of its parameters."""
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
+    return model, jax.eval_shape(lambda: model.init_weights(jax.random.key(0), (1, 1)))
 
 
 def test_wrapping_a_model_of_transformers_names_the_line_that_works():
-    model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16")
+    model, params = hugging_face_gpt2()
+    recipe = jaxmp.load_recipe("bf16")
     with pytest.raises(jaxmp.JaxmpError, match="FlaxGPT2LMHeadModel, which is not a Flax") as error:
         recipe.wrap(model)
     fix = str(error.value).partition("Wrap that module: ")[2].removesuffix(".")
     assert fix
     exec(fix)
     ids = jnp.ones((2, 12), jnp.int32)
-    assert jax.eval_shape(lambda: model(ids).logits).dtype == jnp.float32
+    logits = jax.eval_shape(lambda params: model(ids, params=params).logits, params)
+    assert logits.dtype == jnp.float32
     assert recipe.wrap(model.module).clone() == model.module  # it is wrapped already
 
 
 def test_layers_that_ignore_the_recipe_are_reported_once_with_the_remedy():
-    model, recipe = hugging_face_gpt2(), jaxmp.load_recipe("bf16").replace(name="another")
+    model, shapes = hugging_face_gpt2()
+    recipe = jaxmp.load_recipe("bf16").replace(name="another")
     rules = (jaxmp.Rule("nothing", "c=f32", required=False), *recipe.policies.rules)
     policies = jaxmp.PolicyMap(recipe.policies.default, rules)
     model._module = jaxmp.load_recipe(policies).wrap(model.module)
@@ -139,13 +138,13 @@ def test_layers_that_ignore_the_recipe_are_reported_once_with_the_remedy():
         return model(ids, params=params).logits.mean()
 
     with pytest.warns(jaxmp.RecipeWarning, match=r"^14% of the matmul FLOPs.*FlaxConv1D") as warned:
-        alone = jaxmp.audit(jax.grad(loss_fn), model.params, ids)
-        jax.eval_shape(jax.grad(loss_fn), model.params, ids)
+        alone = jaxmp.audit(jax.grad(loss_fn), shapes, ids)
+        jax.eval_shape(jax.grad(loss_fn), shapes, ids)
     assert len(warned) == 1
     assert round(alone.low_precision_share, 2) == 0.14
     names = {"jaxmp": jaxmp, "recipe": recipe, "loss_fn": loss_fn}
     exec(str(warned[0].message).partition("operation: ")[2].removesuffix("."), names)
-    both = jaxmp.audit(jax.grad(names["loss_fn"]), model.params, ids)
+    both = jaxmp.audit(jax.grad(names["loss_fn"]), shapes, ids)
     assert both.low_precision_share == 1
 
 

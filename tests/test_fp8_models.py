@@ -17,7 +17,7 @@ from jax import lax
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import REST
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
@@ -543,8 +543,8 @@ def compiled_gradients(framework, recipe, target):
     [
         ("linen", fp8.CurrentScaling),
         ("nnx", fp8.DelayedScaling),
-        pytest.param("linen", fp8.DelayedScaling, marks=EXPENSIVE),
-        pytest.param("nnx", fp8.CurrentScaling, marks=EXPENSIVE),
+        pytest.param("linen", fp8.DelayedScaling, marks=REST),
+        pytest.param("nnx", fp8.CurrentScaling, marks=REST),
     ],
 )
 def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework, scaling):
