@@ -390,3 +390,7 @@ BUILDS = [
     for build, network in ((linen_build, case.linen), (NNXBuild, case.nnx))
     if network is not None
 ]
+
+TWINS = [case for case in CASES if case.is_twin]
+# One build of each pair of twins, alternately in Linen and in NNX.
+SECOND = {f"{case}-{('linen', 'nnx')[i % 2]}" for i, case in enumerate(TWINS)}

@@ -10,8 +10,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
+from grids import REST
 from jaxmp import OpError, PolicyError, PolicyMap, Rule, RuleError, autocast, full_precision
-from models import BUILDS, MIXED, NNXBuild, fill
+from models import BUILDS, MIXED, SECOND, NNXBuild, fill
 from programs import dtypes, equations, module_path, named, products, relative_error, trace
 
 BF16, F32 = "bfloat16", "float32"
@@ -719,7 +720,11 @@ def is_outer(equation):
 NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=str)
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, marks=REST if str(build) in SECOND else ()) for build in BUILDS],
+    ids=str,
+)
 def test_models(build):
     """Checks the operand dtypes of all matmuls, norms and softmaxes."""
     _, program, forward = under_autocast(build)

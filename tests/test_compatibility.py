@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.RecipeWarning")
 # These models resemble faster ones among the others.
 SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
 # The fast tests check the matmuls of these in the traced program.
-LARGE = ("Mamba", "NanoMoE")
+LARGE = ("Mamba", "NanoMoE", "ResNet")
 
 MODELS = {model.name: model for model in INSTALLED}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in MODELS]
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_stay_near_those_of_fp32(name, recipe):
     assert 0 < measured["gradients_together"] < rounding * JUMPS.get(name, 1)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp16", marks=REST)])
 @pytest.mark.parametrize("name", NAMES)
 def test_matmuls_have_16_bit_operands_but_where_the_author_says_otherwise(name, recipe):
     paths = [path for path, *_ in wide_products(build(name), recipe)]
@@ -170,6 +170,7 @@ def test_fp32_gives_what_the_author_gives(name):
     jax.tree.map(np.testing.assert_array_equal, ours, reference(name))
 
 
+@EXPENSIVE
 def test_an_nnx_model_trains():
     model = jaxmp.load_recipe("bf16_params").wrap(build("Mamba-2, language model").module)
     tx = jaxmp.load_recipe("bf16_params").optimizer(optax.adam(1e-2))

@@ -36,6 +36,7 @@ import plan_llama
 import train_lm
 import train_sharded
 import vision_digits
+from grids import EXPENSIVE
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +135,10 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize(
     ("framework", "other"),
-    [pytest.param("linen", "nnx", marks=pytest.mark.slow), ("nnx", "linen")],
+    [
+        pytest.param("linen", "nnx", marks=pytest.mark.slow),
+        pytest.param("nnx", "linen", marks=EXPENSIVE),
+    ],
 )
 def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, capsys):
     straight = tiny_run("fp16_params", framework)
@@ -179,7 +183,12 @@ def test_killed_runs_end_as_whole_ones(processes, capsys):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp32", "fp16_params", pytest.param("fp8_delayed", marks=pytest.mark.slow)]
+    "recipe",
+    [
+        pytest.param("fp32", marks=EXPENSIVE),
+        "fp16_params",
+        pytest.param("fp8_delayed", marks=pytest.mark.slow),
+    ],
 )
 def test_both_frameworks_learn_alike(recipe):
     linen, in_nnx = tiny_run(recipe), tiny_run(recipe, "nnx")
@@ -264,7 +273,10 @@ def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
 
 
 def test_demo_prints_a_table_and_draws(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "train", lambda recipe, **sizes: sizes == TINY and tiny_run(recipe))
+    # Two recipes suffice for the table and the figure.
+    trained = lambda recipe: tiny_run(recipe if recipe == "bf16_params" else "fp32")
+    run = lambda recipe, **sizes: sizes == TINY and trained(recipe)
+    monkeypatch.setattr(demo, "train", run)
     demo.main(out=tmp_path, **TINY)
     printed = capsys.readouterr().out
     cells = {line.split()[0]: line.split() for line in printed.splitlines() if "%" in line}
@@ -340,7 +352,7 @@ def test_an_epoch_moves_each_image_by_a_pixel_at_most():
     assert {move for _, move in pairs} == set(moves)
 
 
-@pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp16_params", pytest.param("bf16", marks=EXPENSIVE)])
 def test_vision_learns_and_skips_what_overflows(recipe):
     run = tiny_vision_run(recipe)
     assert len(run.losses) == len(run.scales) == len(run.skipped) == 8
@@ -427,7 +439,7 @@ def arrays_of(*nodes):
     return nnx.as_pure(nnx.state(nodes if len(nodes) > 1 else nodes[0]))
 
 
-@pytest.mark.parametrize("wild", [0, 1])
+@pytest.mark.parametrize("wild", [0, pytest.param(1, marks=EXPENSIVE)])
 def test_an_overflow_of_one_player_leaves_the_other_untouched(wild):
     scales = [WILD if player == wild else CALM for player in (0, 1)]
     both, calm, start = one_gan_step(*scales), one_gan_step(CALM, CALM), first_players()

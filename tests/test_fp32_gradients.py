@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations
@@ -413,7 +414,7 @@ def test_no_gradient_of_a_model_is_summed_in_16_bits(framework, recipe):
     assert not rounded_sums(jax.make_jaxpr(run)(*placed(mesh_of(), state, TOKENS)))
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", [pytest.param("linen", marks=EXPENSIVE), "nnx"])
 def test_losses_and_gradients_equal_those_of_one_device(framework):
     run, state = MODELS[framework]("bf16")
     one, several = run(state, TOKENS), run(*placed(mesh_of(), state, TOKENS))

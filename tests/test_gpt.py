@@ -16,6 +16,7 @@ import gpt
 import jaxmp
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp._core._hlo import Program
 
 # The table of tokens has 6 rows of padding.
@@ -242,7 +243,10 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("framework", "recipe"), [("linen", "bf16_params"), ("nnx", "fp16")])
+@pytest.mark.parametrize(
+    ("framework", "recipe"),
+    [("linen", "bf16_params"), pytest.param("nnx", "fp16", marks=EXPENSIVE)],
+)
 def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
     # Repeated tokens 1 to 8.
     file = tmp_path / "tokens.bin"

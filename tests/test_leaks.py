@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import EXPENSIVE
 from relaxed import relaxed
 
 pytestmark = pytest.mark.usefixtures("check_leaks")
@@ -29,7 +30,7 @@ def test_a_tracer_that_outlives_its_trace_is_an_error():
     LEAKED.clear()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
+@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=EXPENSIVE), "fp16_params"])
 def test_a_linen_step_with_microbatches(recipe):
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(Net())

@@ -18,7 +18,7 @@ from flax import nnx
 import jaxmp.linen
 import jaxmp.nnx
 from grids import EXPENSIVE, REST
-from models import BUILDS, CASES, MIXED, LinenBuild, NNXBuild, tokens
+from models import BUILDS, MIXED, SECOND, TWINS, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
 FLOAT16 = "p=f32,c=f16,o=f32"
@@ -36,7 +36,6 @@ every_linen_build, every_nnx_build = (
     for kind in (LinenBuild, NNXBuild)
 )
 BY_NAME = {str(build): build for build in BUILDS}
-TWINS = [case for case in CASES if case.is_twin]
 every_twin = pytest.mark.parametrize(
     "twins",
     [(BY_NAME[f"{case}-linen"], BY_NAME[f"{case}-nnx"]) for case in TWINS],
@@ -48,8 +47,7 @@ def slow(case):
     return pytest.param(case, marks=REST)
 
 
-# Builds for which expensive tests are slow: one of each pair of twins.
-SECOND = {f"{case}-{('linen', 'nnx')[i % 2]}" for i, case in enumerate(TWINS)}
+# For tests that take long.
 one_build_of_twins = pytest.mark.parametrize(
     "build", [slow(build) if str(build) in SECOND else build for build in BUILDS], ids=str
 )
@@ -96,7 +94,7 @@ def test_the_original_is_untouched_and_its_variables_are_shared(build):
     assert all(a is b for (_, a), (_, b) in zip(after[1], before[1], strict=True))
 
 
-@every_build
+@one_build_of_twins
 def test_fp32_policies_change_nothing(build):
     """The program has the same equations as that of the unwrapped model."""
     plain, wrapped = build.program(None), build.program("f32")
@@ -220,7 +218,7 @@ def test_twins_have_the_same_parameters(twins):
 
 
 @every_twin
-@pytest.mark.parametrize("policies", [MIXED, slow(FLOAT16), "f32"])
+@pytest.mark.parametrize("policies", [MIXED, slow(FLOAT16), slow("f32")])
 def test_twins_trace_to_the_same_products(twins, policies):
     first, second = (collections.Counter(map(kind, products(b.program(policies)))) for b in twins)
     assert first == second

@@ -15,6 +15,7 @@ import pytest
 import compatibility
 import script_ports
 from compatibility_scripts import PORTS
+from grids import EXPENSIVE
 from script_ports import Edit, Losses, Port
 
 ROOT = Path(__file__).parent.parent
@@ -260,7 +261,9 @@ def port(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EXPENSIVE if name != "linen" else ()) for name in SCRIPTS]
+)
 def test_ported_scripts_train_as_the_originals_do(port, tmp_path, name):
     ported = port(name)
     plain = script_ports.measure(ported, tmp_path, "plain", SEEDS)

@@ -12,7 +12,7 @@ import pytest
 from flax.training import train_state as flax_train_state
 
 import jaxmp
-from grids import each_value
+from grids import REST, each_value
 from relaxed import relaxed
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
@@ -104,12 +104,14 @@ BAD = {
 
 
 PACKED = jaxmp.load_recipe("bf16_params").replace(master="packed")
-RUNS = [(recipe, True) for recipe in (*RECIPES, "packed")] + [("fp16", False), ("packed", False)]
+RUNS = [(recipe, True) for recipe in (*RECIPES, "packed")] + [("fp16", False)]
+# Each eager case compiles hundreds of operations.
+EAGER = [pytest.param(("packed", False), kind, marks=REST) for kind in BAD]
 
 
 @pytest.mark.parametrize(
     ("run", "kind"),
-    each_value(RUNS, BAD),
+    [*each_value(RUNS, BAD), *EAGER],
     ids=lambda x: x if type(x) is str else f"{x[0]}-{'jit' if x[1] else 'eager'}",
 )
 def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
