@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from jaxmp import checkpoint as checkpoint
     from jaxmp import linen as linen
     from jaxmp import nnx as nnx
+    from jaxmp import testing as testing
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -89,6 +90,7 @@ _LAZY = {
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
+    "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
     "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),

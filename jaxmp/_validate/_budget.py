@@ -60,7 +60,7 @@ DEFAULTS: Mapping[str, Budget] = {
     "fp32": Budget(loss=0.005, gradient=0.01),
 }
 
-BudgetsLike: TypeAlias = "float | Budget | Mapping[str, float | Budget] | None"
+BudgetsLike: TypeAlias = float | Budget | Mapping[str, float | Budget] | None
 
 
 def format_of(recipe: Recipe) -> str:

@@ -61,7 +61,7 @@ def compare_metrics(
         )
     scale = metric.scale
     finals = [
-        _difference(_final_loss(r), _final_loss(c), scale)
+        loss_difference(_final_loss(r), _final_loss(c), scale)
         for r, c in zip(reference, candidate, strict=True)
     ]
     loss_limit = _limit(MetricChoice(name=LOSS, scale=scale), budget, reference)
@@ -75,12 +75,12 @@ def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> 
     pairs = []
     for first, second in zip(reference, candidate, strict=True):
         x, y = (record.evaluations[metric.name][-1] for record in (first, second))
-        difference = sign * _difference(x, y, metric.scale)
+        difference = sign * loss_difference(x, y, metric.scale)
         pairs.append(SeedPair(seed=first.seed, reference=x, candidate=y, difference=difference))
     return pairs
 
 
-def _difference(reference: float, candidate: float, scale: str) -> float:
+def loss_difference(reference: float, candidate: float, scale: str) -> float:
     """Returns log(candidate / reference), or the difference if the scale is absolute."""
     if not math.isfinite(candidate):
         return math.nan

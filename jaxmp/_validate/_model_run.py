@@ -19,7 +19,7 @@ from jaxmp._train_state import TrainState
 from jaxmp._validate._run import MakeRun, TrainingRun
 from jaxmp.errors import ValidationError
 
-ModelLike: TypeAlias = "nn.Module | Callable[[int], nn.Module | nnx.Module]"
+ModelLike: TypeAlias = nn.Module | Callable[[int], nn.Module | nnx.Module]
 # loss_fn(model, batch) -> scalar loss. A Linen model is bound to its variables.
 LossFn: TypeAlias = Callable[[Any, Any], ArrayLike]
 

@@ -37,9 +37,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+from pathlib import Path
 
 from jaxmp._audit._render import WIDTH, plain_text
 from jaxmp._core._typing import RichRenderable
+from jaxmp._validate._baseline import find_regressions
 from jaxmp._validate._page import render_page
 from jaxmp._validate._rows import (
     FAIL,
@@ -107,13 +110,22 @@ class ValidationReport:
         names = ", ".join(repr(candidate.name) for candidate in self.candidates)
         raise ValidationError(f"The report has no candidate {name!r}; it has {names}.")
 
-    def check(self) -> None:
+    def check(self, *, baseline: ValidationReport | str | os.PathLike[str] | None = None) -> None:
         """Raises an exception if a candidate fails; for the tests of a project.
 
+        Args:
+          baseline: an earlier report of the same seeds and steps, its JSON text, or a path that
+            ends in `.json`. A larger held-out loss, gradient error, temporary memory or number of
+            kernels than there fails, too.
+
         Raises:
-          ValidationFailedError: with the headline of each candidate that fails.
+          ValidationFailedError: with the headline of each candidate that fails, and each figure
+            that is worse than in the baseline.
+          ValidationError: if the baseline cannot be read, or has other seeds or steps.
         """
         failed = [each.headline for each in self.candidates if each.verdict == FAIL]
+        if baseline is not None:
+            failed += find_regressions(self, read_report(baseline))
         if failed:
             raise ValidationFailedError("\n".join(failed))
 
@@ -194,3 +206,22 @@ class ValidationReport:
                 f"{text[:80]!r} is not the JSON text of a validation ({error}). Write one with:\n"
                 "    pathlib.Path('validation.json').write_text(report.to_json())"
             ) from None
+
+
+def read_report(source: ValidationReport | str | os.PathLike[str]) -> ValidationReport:
+    """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
+
+    Raises:
+      ValidationError: if it cannot be read.
+    """
+    if isinstance(source, ValidationReport):
+        return source
+    if isinstance(source, str) and not source.endswith(".json"):
+        return ValidationReport.from_json(source)
+    try:
+        return ValidationReport.from_json(Path(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValidationError(
+            f"The baseline {str(source)!r} cannot be read ({error}). Write it with:\n"
+            f"    jaxmp validate run.py:make_run --baseline {source} --write-baseline"
+        ) from None

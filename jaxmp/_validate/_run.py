@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from jaxmp._core._typing import ArrayLike, PyTree
-
-if TYPE_CHECKING:
-    from jaxmp._recipe import Recipe
+from jaxmp._recipe import Recipe
 
 Metrics: TypeAlias = ArrayLike | Mapping[str, PyTree]
 
@@ -64,4 +62,4 @@ class TrainingRun:
 
 
 # (recipe, seed) -> run.
-MakeRun: TypeAlias = "Callable[[Recipe, int], TrainingRun]"
+MakeRun: TypeAlias = Callable[[Recipe, int], TrainingRun]

@@ -17,7 +17,8 @@ from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
-from jaxmp.errors import AuditFailedError, JaxmpError
+from jaxmp.cli._validate import validate
+from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
     help="Mixed precision for JAX and Flax: recipes, and reports on models and training steps.",
@@ -30,6 +31,7 @@ app.command()(recipes)
 app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
+app.command()(validate)
 app.add_typer(checkpoint, name="checkpoint")
 
 
@@ -50,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: command-line arguments after `jaxmp`. None: those of the process.
 
     Raises:
-      SystemExit: always. 0: success. 1: a required rule matched nothing, or an audit failed. 2: any
-        other error.
+      SystemExit: always. 0: success. 1: a required rule matched nothing, or an audit or validation
+        failed. 2: any other error.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
     except JaxmpError as error:
         Console(stderr=True, soft_wrap=True).print(escape(f"Error: {error}", "red"))
-        is_failure = isinstance(error, (UnmatchedRuleError, AuditFailedError))
+        is_failure = isinstance(
+            error, (UnmatchedRuleError, AuditFailedError, ValidationFailedError)
+        )
         raise SystemExit(1 if is_failure else 2) from None

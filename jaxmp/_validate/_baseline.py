@@ -1,0 +1,92 @@
+"""Comparison of a validation with an earlier one of the same runs, for continuous integration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxmp._validate._budget import is_higher_better
+from jaxmp._validate._compare import loss_difference
+from jaxmp._validate._rows import CandidateResult
+from jaxmp._validate._sections import figure_text
+from jaxmp._validate._statistics import paired_interval
+from jaxmp.errors import ValidationError
+
+if TYPE_CHECKING:
+    from jaxmp._validate._report import ValidationReport
+
+# A deciding metric is worse if its mean increase over the same seeds exceeds this share of the
+# budget, and the lower bound of its interval exceeds zero.
+LOSS_SHARE = 0.2
+# Increases that other versions and machines may cause.
+GRADIENT_FACTOR, MEMORY_FACTOR, KERNEL_FACTOR = 1.2, 1.02, 1.02
+
+
+def find_regressions(report: ValidationReport, baseline: ValidationReport) -> list[str]:
+    """Returns a sentence for each figure that is worse than in the baseline.
+
+    Args:
+      report: the new report.
+      baseline: the earlier report. Candidates of only one of them are not compared.
+
+    Raises:
+      ValidationError: if the runs differ in seeds, steps or metric.
+    """
+    for name in ("reference", "seeds", "steps"):
+        new, old = getattr(report, name), getattr(baseline, name)
+        if new != old:
+            raise ValidationError(
+                f"The baseline was made with {name}={old!r}, and this report with {new!r}. Use "
+                "the same arguments, or write a new baseline: "
+                "jaxmp validate run.py:make_run --baseline baseline.json --write-baseline"
+            )
+    earlier = {candidate.name: candidate for candidate in baseline.candidates}
+    return [
+        f"{candidate.name}: {text}"
+        for candidate in report.candidates
+        if candidate.name in earlier
+        for text in _worse(report, candidate, earlier[candidate.name])
+    ]
+
+
+def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult) -> Iterator[str]:
+    yield from _worse_metric(report, new, old)
+    before, after = (
+        float(np.median([row.error for row in each.gradients] or [math.nan])) for each in (old, new)
+    )
+    # Below this error, FP32 programs of two versions differ as much.
+    if after > GRADIENT_FACTOR * before and after > 1e-4:
+        yield f"the gradient error rose from {100 * before:.3g} % to {100 * after:.3g} %."
+    if new.program.target != old.program.target:
+        return
+    sizes = [
+        ("temporary memory", "temporary_bytes", "bytes", MEMORY_FACTOR),
+        ("the compiled program", "kernels", "kernels", KERNEL_FACTOR),
+    ]
+    for label, field, unit, factor in sizes:
+        first, second = getattr(old.program, field), getattr(new.program, field)
+        if second > factor * first:
+            yield f"{label} rose from {first:,} to {second:,} {unit}."
+
+
+def _worse_metric(
+    report: ValidationReport, new: CandidateResult, old: CandidateResult
+) -> Iterator[str]:
+    sign = -1.0 if is_higher_better(report.metric.name) else 1.0
+    scale = report.metric.scale
+    differences = [
+        sign * loss_difference(before.candidate, after.candidate, scale)
+        for before, after in zip(old.pairs, new.pairs, strict=True)
+    ]
+    interval = paired_interval(differences)
+    low = interval.mean if interval.low is None else interval.low
+    limit = LOSS_SHARE * new.checks[0].budget
+    if math.isnan(interval.mean) or (low > 0 and interval.mean > limit):
+        value = math.expm1(interval.mean) if scale == "relative" else interval.mean
+        yield (
+            f"the held-out {report.metric.name} is worse by {figure_text(value, scale)} than in "
+            "the baseline."
+        )

@@ -1,0 +1,91 @@
+"""`jaxmp validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import jaxmp
+from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
+from jaxmp.cli._output import console, write_file, write_json
+from jaxmp.errors import JaxmpError
+
+_EXAMPLE = "jaxmp validate run.py:make_run --candidates bf16,fp16 --steps 500"
+
+
+def validate(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION",
+            help=f"{FUNCTION_HELP} It takes a recipe and a seed, and returns a jaxmp.TrainingRun.",
+        ),
+    ],
+    candidates: Annotated[
+        str, typer.Option(help="Recipes to compare, separated by commas.")
+    ] = "bf16,fp16,fp8",
+    reference: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 200,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Largest relative increase of the loss, such as 0.005."),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Earlier JSON result; fail if loss, gradient error, memory or kernels are worse.",
+        ),
+    ] = None,
+    write_baseline: Annotated[
+        bool, typer.Option("--write-baseline", help="Write the result to the file of --baseline.")
+    ] = False,
+    directory: Annotated[
+        str | None,
+        typer.Option(help="Directory for the results of finished runs; a later call resumes."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="GPU for which memory and kernels are counted: a100, h100, h200, b200."),
+    ] = None,
+    json: JsonOption = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
+    ] = None,
+) -> None:
+    """Train candidate precisions and the reference, and print which are good enough."""
+    if write_baseline and baseline is None:
+        raise JaxmpError("--write-baseline requires --baseline FILE, such as baseline.json.")
+    if baseline is not None and not write_baseline and not baseline.exists():
+        raise JaxmpError(
+            f"The baseline {str(baseline)!r} does not exist. Write it with:\n"
+            f"    jaxmp validate {function} --baseline {baseline} --write-baseline"
+        )
+    make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)")
+    report = call(
+        f"validating {function}",
+        lambda: jaxmp.validate(
+            make_run,
+            [name for name in candidates.split(",") if name],
+            reference=reference,
+            seeds=seeds,
+            steps=steps,
+            budgets=budget,
+            directory=directory,
+            target=target,
+        ),
+    )
+    if not write_json(json, report.to_json()):
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html())
+    if write_baseline:
+        write_file(str(baseline), report.to_json())
+        baseline = None
+    if baseline is None:
+        raise typer.Exit(0 if report.ok else 1)  # the printed report begins with the verdicts
+    report.check(baseline=str(baseline))
