@@ -610,7 +610,7 @@ def test_readme_before_and_after_both_train():
 
 
 PAGES = ["index", "recipes", "how-it-works", "nnx", "audit", "checkpoints"]
-SLOW_PAGES = ["autocast", "attention", "losses", "fp8", "sharding"]
+SLOW_PAGES = ["autocast", "attention", "losses", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(
