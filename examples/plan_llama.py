@@ -3,6 +3,7 @@
     python examples/plan_llama.py
     python examples/plan_llama.py --size llama-3-70b --gpus 64 --model 8
     python examples/plan_llama.py --size llama-3-8b --gpus 8 --recipe fp8 --out plan.json
+    jaxmp audit examples/plan_llama.py:make_step --recipe bf16_params --target h200
 
 Each row is the training step of examples/llama.py, compiled for as many H200: the layers are one
 scanned block, which the backward pass computes again as a whole; arrays of the state are split over
@@ -66,8 +67,8 @@ def parameter_sharding(mesh: AbstractMesh, path: tuple[Any, ...], leaf: Any) -> 
 
 
 def make_step(
-    size: str = "llama-3-8b",
     recipe: str = "bf16_params",
+    size: str = "llama-3-8b",
     gpus: int = 8,
     model: int = 1,
     sequences: int = 1,
@@ -120,7 +121,7 @@ def bytes_per_device(tree: Any) -> int:
 def plan(size: str, recipe: str, gpus: int, model: int, sequences: int) -> dict[str, Any]:
     """Compiles a step, and returns its row."""
     start = time.process_time()
-    step, state, tokens_BS = make_step(size, recipe, gpus, model, sequences)
+    step, state, tokens_BS = make_step(recipe, size, gpus, model, sequences)
     report = jaxmp.audit(step, state, tokens_BS, policies=recipe, target="h200")
     assert report.memory is not None
     sent: dict[str, Counter[str]] = {"sums": Counter(), "gathers": Counter(), "other": Counter()}

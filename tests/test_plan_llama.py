@@ -18,7 +18,7 @@ def standard_promotion():
 
 @pytest.mark.parametrize(("size", "gpus", "model"), [("llama-3-8b", 8, 1), ("llama-3-70b", 64, 8)])
 def test_the_state_is_split_over_all_devices(size, gpus, model):
-    _, state, tokens_BS = plan_llama.make_step(size, gpus=gpus, model=model)
+    _, state, tokens_BS = plan_llama.make_step("bf16_params", size, gpus, model)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     # Scales of norms are whole.
     assert plan_llama.bytes_per_device(state.params) * gpus == pytest.approx(2 * count, rel=2e-3)
@@ -39,7 +39,7 @@ def test_gradients_of_all_weights_are_summed_once_in_fp32(monkeypatch):
     row = plan_llama.plan("small", "bf16_params", 4, 1, 2)
     batch = 4 * 2 * (shape.max_length + 1)
     assert row["arguments"] - row["parameters"] - row["optimizer"] == pytest.approx(batch, abs=64)
-    _, state, _ = plan_llama.make_step("small", "bf16_params", 4)
+    _, state, _ = plan_llama.make_step("bf16_params", "small", 4)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     blocks = sum(leaf.size for leaf in jax.tree.leaves(state.params["params"]["blocks"]))
     assert row["sums"]["float32"] == pytest.approx(4 * count, rel=0.1)

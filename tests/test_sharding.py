@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+import plan_llama
 import sharded_programs
 from jaxmp.errors import JaxmpError
 from jaxmp.sharding import state_shardings
@@ -141,6 +142,40 @@ def test_a_step_keeps_the_shardings_and_is_traced_once():
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
 
+def test_masters_and_moments_in_host_memory_train_alike():
+    mesh = mesh_of()
+    batch = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P("data")))
+
+    def step(state, batch):
+        # Copies masters and moments to the device, if they are not there.
+        state = state.replace(opt_state=jax.device_put(state.opt_state, shardings.opt_state))
+        loss_fn = lambda p, x: jnp.mean(jnp.square(state.apply_fn(p, x) - x))
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads=grads), loss
+
+    def on_host(sharding):
+        return sharding.with_memory_kind("pinned_host") if sharding.spec != P() else sharding
+
+    runs = []
+    for offload in (False, True):
+        state = linen_state("bf16_params", optax.sgd(1e-2, momentum=0.9))
+        shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+        placed = shardings
+        if offload:
+            placed = shardings.replace(opt_state=jax.tree.map(on_host, shardings.opt_state))
+        state = jax.device_put(state, placed)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
+        for _ in range(4):
+            state, loss = jitted(state, batch)
+        assert jitted._cache_size() == 1
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
+        runs.append((state, loss))
+    masters = jax.tree.leaves(jaxmp.get_master_params(runs[1][0]))
+    assert {leaf.sharding.memory_kind for leaf in masters} == {"pinned_host"}
+    for alone, offloaded in zip(*map(jax.tree.leaves, runs), strict=True):
+        assert np.asarray(alone).tobytes() == np.asarray(offloaded).tobytes()
+
+
 def test_shapes_are_enough():
     state = linen_state("bf16", optax.sgd(0.1))
     mesh = mesh_of()
@@ -178,3 +213,12 @@ def test_the_page_shows_the_programs_as_measured():
     assert "\n".join(table) in (root / "docs/sharding.md").read_text()
     for row in results["rows"]:
         assert bool(row["sums_16_bit"]) == (row["gradients"] == "jax.grad")
+
+
+def test_the_page_shows_the_plan_as_compiled():
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks/results/plan_llama_h200.json").read_text())
+    table = [plan_llama.HEADER, *map(plan_llama.markdown, results["rows"])]
+    page = (root / "docs/sharding.md").read_text()
+    assert "\n".join(table) in page and f"JAX {results['jax']}" in page
+    assert [(row["size"], row["gpus"], row["model"]) for row in results["rows"]] == plan_llama.PLANS
