@@ -296,7 +296,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         for index in range(2):
-            x = nn.remat(Perceptron)(name=f"block_{index}")(x) @ jnp.ones((4, 8))
+            x = jnp.tile(nn.remat(Perceptron)(name=f"block_{index}")(x), 2) * jnp.arange(8.0)
         return nn.LayerNorm(name="norm")(x)
 
 
@@ -305,7 +305,8 @@ def test_captured_outputs_are_those_that_flax_captures():
     variables = model.init(jax.random.key(0), x)
     loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, x)))
     grads, outputs = jax.jit(with_outputs(jax.grad(loss)))(variables)
-    jax.tree.map(np.testing.assert_allclose, grads, jax.grad(loss)(variables))
+    check = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    jax.tree.map(check, grads, jax.grad(loss)(variables))
     _, captured = model.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
     expected = {
         tuple(key.key for key in path[:-2]): leaf
