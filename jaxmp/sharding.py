@@ -11,7 +11,7 @@ from jaxmp.errors import JaxmpError
 
 __all__ = ["state_shardings"]
 
-# Names inside of variables of Flax NNX, which hold the array.
+# Names of the attribute in which a Variable of Flax NNX stores its array.
 _CONTENTS = frozenset({"value", "raw_value"})
 
 

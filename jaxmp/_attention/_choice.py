@@ -105,7 +105,7 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     if size > _WHOLE_LOGITS:
         reason = f"the logits of all pairs would take {_mebibytes(size)}"
         return _explain("blockwise", reason, blockers)
-    reason = f"the logits of all pairs take {_mebibytes(size)} only"
+    reason = f"the logits of all pairs take only {_mebibytes(size)}"
     return _explain("xla", reason, blockers)
 
 
@@ -158,7 +158,11 @@ def cudnn_blockers(args: Arguments) -> list[Blocker]:
 def _device_blockers() -> list[Blocker]:
     device = target()
     if device != "gpu":
-        return [Blocker("device", f"the program is compiled for {device}", "Run it on a GPU.")]
+        return [
+            Blocker(
+                "device", f"the program is compiled for {device}", "Compile the program for a GPU."
+            )
+        ]
     if cudnn_version() is None:
         change = 'Install it: pip install "jaxmp[cuda12]" or "jaxmp[cuda13]".'
         return [Blocker("device", "JAX finds no cuDNN", change)]

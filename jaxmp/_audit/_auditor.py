@@ -75,7 +75,7 @@ class Auditor:
         self.aligned: Counter[int] = Counter()
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
-        # What checks collect during the walk, by type.
+        # Values that checks collect during the walk, by type.
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
@@ -219,7 +219,7 @@ class Auditor:
             self.float16_backward = op
 
     def _count_integers(self, op: OpOccurrence, matmul: Matmul) -> None:
-        """Counts a matmul of integers or bools, which has no floating-point operations."""
+        """Counts a matmul of integers or bools, which does not count as FLOPs."""
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
         self.matmuls.setdefault(key, [0, 0])[1] += 1
         pair = f"{matmul.lhs.name} x {matmul.rhs.name}"

@@ -22,7 +22,7 @@ UNFUSED_ATTENTION = Check(
     fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
 )
 
-# What each implementation of jaxmp's attention does with the logits.
+# Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
     "blockwise": "computes one block of keys after another in a loop",
@@ -110,7 +110,7 @@ def _explain_choice(
         fix = "jaxmp.explain_attention(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
-    why = f"; cuDNN's kernel cannot run, {'; '.join(blockers)}" if blockers else ""
+    why = f". cuDNN's kernel cannot run ({'; '.join(blockers)})" if blockers else ""
     # The call cannot change the device, so other reasons come first.
     others = [blocker for blocker in choice.rows if blocker.argument != "device"]
     changes = [blocker.change for blocker in others or choice.rows]
@@ -118,4 +118,4 @@ def _explain_choice(
         changes.insert(0, f"Remove {implementation!r}, so that attention is 'auto'.")
     if choice.rows and not others:
         changes.append("audit(..., target='h200') reports the choice for a GPU.")
-    return f"{message}: {choice.reason}{why}.", " ".join(changes)
+    return f"{message} ({choice.reason}){why}.", " ".join(changes)

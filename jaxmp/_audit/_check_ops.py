@@ -225,10 +225,12 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     terms = _terms(op.equation)
     if terms < _FEW_TERMS or _counts_largest(op):
         return
-    limit = "256 in bfloat16" if dtype.name == "bfloat16" else "2048 in float16"
-    message = f"{op.name} of {terms:,} terms in {dtype.name}: a sum of ones stops at {limit}."
+    limit = 256 if dtype.name == "bfloat16" else 2048
+    message = (
+        f"{op.name} adds {terms:,} terms in {dtype.name}, where a sum of ones stops at {limit}."
+    )
     if op.location.phase == BACKWARD:
-        message = f"gradient of a broadcast or of indexing: {message}"
+        message = f"in the gradient of a broadcast or of indexing, {message}"
         audit.add(REDUCTION_16BIT, op, message, _FIX_GRADIENT, severity=WARNING)
     elif op.name == "reduce_window_sum":
         audit.add(REDUCTION_16BIT, op, message, severity=WARNING)
@@ -356,7 +358,8 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
     if op.name in _REDUCTIONS or op.name == "rsqrt" or op.location.phase == BACKWARD:
         return None
     if op.name in _POWERS:
-        message = f"{op.name} in {dtype.name}, which overflows beyond 65504 in float16"
+        suffix = "" if dtype.name == "float16" else " in float16"
+        message = f"{op.name} in {dtype.name}: values above 65504 overflow{suffix}"
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
     if _role_of_exponential(op) or is_rounded(op, audit):
         return None

@@ -144,7 +144,7 @@ _BREAKS = named(
 _PLAIN = named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
-# Labels with rules of their own.
+# Labels that special rules propagate.
 _SPECIAL = (ConditionalFinding, Reduction16Bit, Stream)
 
 
@@ -256,7 +256,7 @@ class Flow:
             self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))
 
     def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
-        """Removes FP8 labels if an operand that is no scalar lacks them."""
+        """Removes FP8 labels unless all operands other than scalars have them."""
         fp8 = {label for label in labels if isinstance(label, WasFp8)}
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
         if fp8 and not all(fp8 & self.of(var) for var in arrays):

@@ -30,12 +30,18 @@ from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
 class ModulePolicy:
     """Resolved policy of a Flax module, with the traits of its class.
 
+    `resolve_module` makes it once for each module; calls only read the attributes.
+
     Attributes:
       resolved: the resolved policy of the module.
       traits: traits of its class.
       cls: its class.
       policies: the policies that were resolved.
       ancestors: classes of the modules above it.
+      policy: the policy of the module.
+      upcast_dtype: FP32 if the policy computes in 16 bits, otherwise the compute dtype.
+      input_dtype: dtype of the inputs. Norms compute their statistics in FP32.
+      field_dtype: value of the `dtype` field or attribute that Flax defined for the class.
     """
 
     resolved: ResolvedPolicy
@@ -43,26 +49,10 @@ class ModulePolicy:
     cls: type
     policies: PolicyMap
     ancestors: tuple[type, ...]
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the module."""
-        return self.resolved.policy
-
-    @functools.cached_property
-    def upcast_dtype(self) -> np.dtype:
-        """FP32 if the policy computes in 16 bits, otherwise the compute dtype."""
-        return wide_dtype(self.policy.compute_dtype)
-
-    @property
-    def input_dtype(self) -> np.dtype:
-        """Dtype of the inputs. Norms compute their statistics in FP32."""
-        return self.upcast_dtype if self.traits.is_norm else self.policy.compute_dtype
-
-    @property
-    def field_dtype(self) -> np.dtype:
-        """Value of the `dtype` field or attribute that Flax defined for the class."""
-        return self.upcast_dtype if self.traits.upcasts_params else self.policy.compute_dtype
+    policy: Policy
+    upcast_dtype: np.dtype
+    input_dtype: np.dtype
+    field_dtype: np.dtype
 
     def param_dtype(self, name: str) -> np.dtype:
         """Returns the dtype in which the module reads a parameter."""
@@ -99,7 +89,19 @@ def resolve_module(
       traits: traits of `cls`.
     """
     resolved = resolve_policy(policies, path, cls, ancestors)
-    return ModulePolicy(resolved, traits, cls, policies, ancestors)
+    compute_dtype = resolved.policy.compute_dtype
+    upcast_dtype = wide_dtype(compute_dtype)
+    return ModulePolicy(
+        resolved=resolved,
+        traits=traits,
+        cls=cls,
+        policies=policies,
+        ancestors=ancestors,
+        policy=resolved.policy,
+        upcast_dtype=upcast_dtype,
+        input_dtype=upcast_dtype if traits.is_norm else compute_dtype,
+        field_dtype=upcast_dtype if traits.upcasts_params else compute_dtype,
+    )
 
 
 @functools.cache
@@ -227,7 +229,7 @@ def ignores_dtype(module_policy: ModulePolicy) -> bool:
     """
     traits = module_policy.traits
     has_wide_output = module_policy.resolved.wide_output is not None
-    expected = traits.is_norm or traits.takes_dtype or has_wide_output
+    expected = traits.is_norm or bool(traits.dtype) or has_wide_output
     return is_16bit(module_policy.policy.compute_dtype) and not expected
 
 

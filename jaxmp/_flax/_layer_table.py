@@ -85,14 +85,6 @@ class LayerTraits:
     # The parameter whose rows `__call__` looks up. The rows are cast, and not the whole table.
     embedding: str = ""
 
-    @property
-    def takes_dtype(self) -> bool:
-        return bool(self.dtype)
-
-    @property
-    def is_attention(self) -> bool:
-        return bool(self.attention_fn)
-
 
 # ---------------------------------------------------------------------------
 # Tables

@@ -216,7 +216,7 @@ def method_under_policy(
     is_overridden: bool,
     keeps_dtype: bool,
 ) -> Callable[..., Any]:
-    """Returns the function that is called in place of a method of a Flax layer.
+    """Returns the function that replaces a method of a Flax layer.
 
     A method that a user overrides in a subclass is called as it is.
 
@@ -247,7 +247,7 @@ def method_under_policy(
 
 
 def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `Embed.attend` with a wide result. The layer has no field for its dot."""
+    """Returns `Embed.attend` with a wide result. The dot of the layer is not a field."""
 
     def attend(query: jax.Array) -> jax.Array:
         query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)

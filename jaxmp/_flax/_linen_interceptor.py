@@ -315,7 +315,7 @@ class PolicyInterceptor:
         """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
         if self.frames and (self.frames[-1].keeps_dtype or self.frames[-1].module is module):
             return self.frames[-1].keeps_dtype
-        if not module_policy.traits.takes_dtype:
+        if not module_policy.traits.dtype:
             return False
         wide = module_policy.policy.cast_float64
         if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):

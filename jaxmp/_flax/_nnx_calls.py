@@ -226,7 +226,7 @@ def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -
 
 
 def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `Embed.attend` with a wide result. The layer has no attribute for its dot."""
+    """Returns `Embed.attend` with a wide result. The dot of the layer is not an attribute."""
 
     def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
         arrays = query, module.embedding[...]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -133,7 +134,7 @@ def boundary_of(
         return None
     before = jax.tree.leaves(incoming, is_leaf=is_leaf)
     after, structure = jax.tree.flatten(cast, is_leaf=is_leaf)
-    if all(map(_is_same, before, after)):
+    if all(map(operator.is_, before, after)):
         return None
     arrays = [i for i, leaf in enumerate(after) if isinstance(leaf, (jax.Array, np.ndarray))]
     return Boundary(
@@ -141,10 +142,6 @@ def boundary_of(
         [after[i] for i in arrays],
         lambda: rerun(after, arrays, structure),
     )
-
-
-def _is_same(before: object, after: object) -> bool:
-    return before is after
 
 
 # ---------------------------------------------------------------------------

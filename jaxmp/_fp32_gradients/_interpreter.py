@@ -204,7 +204,7 @@ _COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
 
 
 # ---------------------------------------------------------------------------
-# Operations with rules of their own
+# Operations with a special rule
 # ---------------------------------------------------------------------------
 
 
@@ -264,7 +264,7 @@ def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]
 
 
 def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs the jaxpr of a jitted function in place of the call."""
+    """Inlines the jaxpr of a jitted function."""
     jaxpr, consts = jaxpr_body(equation.params["jaxpr"])
     return _run(jaxpr, consts, operands)
 
@@ -282,7 +282,7 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs a scan. Carried arrays are no weights in its body."""
+    """Runs a scan. Its body does not treat carried arrays as weights."""
     params = equation.params
     num_consts, num_carry = scan_counts(params)
     jaxpr, closed_consts = jaxpr_body(params["jaxpr"])

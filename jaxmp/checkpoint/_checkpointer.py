@@ -198,7 +198,9 @@ class Checkpointer:
         flat = flatten_state(state)
         _check_recipe(flat.description, recipe, "The state")
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in flat.values):
-            raise CheckpointError("save was given an abstract state, which has no values.")
+            raise CheckpointError(
+                "save received an abstract state, whose leaves have shapes but no values."
+            )
         self._save(_as_step(step), flat, recipe, _as_metrics(metrics), _as_json(extra))
 
     def _save(

@@ -219,7 +219,7 @@ def _cast(leaf: Leaf, source: jax.Array) -> Any:
 
 
 def _finish(leaf: Leaf, stored: Any, value: Any) -> Any:
-    """Converts a leaf from its stored form to that of the given state, and places it."""
+    """Converts a leaf from its stored form to that of the given state, with its sharding."""
     if leaf.dtype in PYTHON_NUMBERS:
         return PYTHON_NUMBERS[leaf.dtype](np.asarray(stored).item())
     if isinstance(value, (np.ndarray, np.generic)):

@@ -26,7 +26,7 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.errors import CheckpointError
 
-# What a new counter starts at; others start at 0.
+# First values of new counters; all others start at 0.
 _FIRST_VALUES = {"last_finite": True, "fits": True}
 _INDICES = ("overflow", "overflow_leaf", "nonfinite_leaf")
 
