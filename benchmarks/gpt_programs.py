@@ -168,10 +168,11 @@ def main() -> None:
     parser.add_argument("--size", choices=gpt.SIZES, default="gpt2")
     parser.add_argument("--layers", type=int, help="number of layers, instead of that of the size")
     parser.add_argument("--remat", action="store_true", help="recompute each block")
+    parser.add_argument("--unroll", action="store_true", help="no loop over the layers")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    model = gpt.SIZES[options.size].clone(remat=options.remat)
+    model = gpt.SIZES[options.size].clone(remat=options.remat, unroll=options.unroll)
     model = model.clone(layers=options.layers or model.layers)
     print(f"{model.layers} layers, batch {options.batch_size} x {model.max_length}, {TARGET}")
     print(
@@ -198,7 +199,10 @@ def main() -> None:
                 "jaxmp": jaxmp.__version__,
                 "python": platform.python_version(),
             },
-            "model": {name: getattr(model, name) for name in ("layers", "width", "heads", "remat")},
+            "model": {
+                name: getattr(model, name)
+                for name in ("layers", "width", "heads", "remat", "unroll")
+            },
             "batch": [options.batch_size, model.max_length],
             "rows": rows,
         }

@@ -83,6 +83,7 @@ class GPT(nn.Module):
     vocabulary: int = 50257
     max_length: int = 1024
     remat: bool = False  # whether the backward pass recomputes each block as a whole
+    unroll: bool = False  # whether the layers run without a loop: faster, but compiles longer
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
@@ -94,11 +95,13 @@ class GPT(nn.Module):
         )
         x_BTD = token(tokens_BT) + position(jnp.arange(tokens_BT.shape[1])[None])
         blocks = nn.scan(
-            nn.remat(Block, prevent_cse=False, policy=saved(self.remat)),
+            # Outside of a loop, XLA would replace what is recomputed by what is already known.
+            nn.remat(Block, prevent_cse=self.unroll, policy=saved(self.remat)),
             # FP8 with delayed scaling keeps its state in the second collection.
             variable_axes={"params": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
             length=self.layers,
+            unroll=self.layers if self.unroll else 1,
         )
         x_BTD, _ = blocks(self.heads, self.layers, name="blocks")(x_BTD, None)
         x_BTD = nn.LayerNorm(EPSILON, name="final_norm")(x_BTD)
@@ -138,6 +141,7 @@ class NnxGPT(nnx.Module):
         """Makes layers with the sizes of `gpt`."""
         rows, width = padded(gpt.vocabulary), gpt.width
         self.vocabulary, self.remat = gpt.vocabulary, gpt.remat
+        self.unroll = gpt.layers if gpt.unroll else 1
         self.token_embedding = nnx.Embed(rows, width, embedding_init=NORMAL, rngs=rngs)
         self.position_embedding = nnx.Embed(gpt.max_length, width, embedding_init=NORMAL, rngs=rngs)
         stacked = nnx.split_rngs(splits=gpt.layers)(nnx.vmap(lambda r: NnxBlock(gpt, rngs=r)))
@@ -152,13 +156,15 @@ class NnxGPT(nnx.Module):
         # them, and XLA would keep that copy for the backward pass.
         run = nnx.remat(
             lambda x_BTD, block: block(x_BTD),
-            prevent_cse=False,
+            prevent_cse=self.unroll > 1,
             policy=saved(self.remat),
             graph_updates=False,
         )
-        x_BTD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
+        axes = (nnx.Carry, 0)
+        scan = nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, unroll=self.unroll)
+        x_BTD = self.final_norm(scan(x_BTD, self.blocks))
         table_VD = self.token_embedding.embedding[...]
-        return logits_or_loss(self.final_norm(x_BTD), table_VD, self.vocabulary, labels_BT)
+        return logits_or_loss(x_BTD, table_VD, self.vocabulary, labels_BT)
 
 
 # ---------------------------------------------------------------------------
@@ -400,13 +406,14 @@ def main(
     batch_size: int = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[bool, typer.Option(help="Recompute each block: less memory.")] = False,
+    unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
     seed: int = 0,
 ) -> list[float]:
     """Trains GPT-2 and returns the loss of each step."""
-    gpt = SIZES[size].clone(remat=remat)
+    gpt = SIZES[size].clone(remat=remat, unroll=unroll)
     text = read_tokens(tokens, gpt) if tokens else read_standard_library()
     training = linen_training if framework == Framework.linen else nnx_training
     init, train_step = training(recipe, gpt, make_optimizer(lr, steps), seed)

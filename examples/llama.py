@@ -76,6 +76,7 @@ class Shape:
     tied: bool = False  # whether one table serves for tokens in and out
     rope_base: float = 500000.0
     remat: str = "none"  # a key of SAVED
+    unroll: bool = False  # whether the layers run without a loop: faster, but compiles longer
     # For several devices: set the sharding of x_BTD, and that of the last table, which is used in
     # the dtype of x_BTD.
     constrain: Callable[[jax.Array], jax.Array] = unchanged
@@ -134,11 +135,12 @@ class Llama(nn.Module):
         token = table(name="token_embedding")
         output = token if shape.tied else table(name="output_embedding")
         blocks = nn.scan(
-            nn.remat(Block, prevent_cse=False, policy=saved(shape.remat)),
+            nn.remat(Block, prevent_cse=shape.unroll, policy=saved(shape.remat)),
             # FP8 with delayed scaling keeps its state in the second collection.
             variable_axes={"params": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
             length=shape.layers,
+            unroll=shape.layers if shape.unroll else 1,
         )
         x_BTD, _ = blocks(shape, name="blocks")(shape.constrain(token(tokens_BT)), None)
         x_BTD = nn.RMSNorm(EPSILON, name="final_norm")(x_BTD)
@@ -195,18 +197,20 @@ class NnxLlama(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
         """Returns FP32 logits of the next tokens; with labels_BT, their mean loss."""
+        shape = self.shape
         run = nnx.remat(
             lambda x_BTD, block: block(x_BTD),
-            prevent_cse=False,
-            policy=saved(self.shape.remat),
+            prevent_cse=shape.unroll,
+            policy=saved(shape.remat),
             graph_updates=False,  # see NnxGPT in gpt.py
         )
-        x_BTD = self.shape.constrain(self.token_embedding(tokens_BT))
-        x_BTD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
-        output = self.token_embedding if self.shape.tied else self.output_embedding
-        x_BTD = self.final_norm(x_BTD)
-        table_VD = self.shape.gather(output.embedding[...], x_BTD.dtype)
-        return gpt.logits_or_loss(x_BTD, table_VD, self.shape.vocabulary, labels_BT)
+        unroll, axes = shape.layers if shape.unroll else 1, (nnx.Carry, 0)
+        scan = nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, unroll=unroll)
+        x_BTD = shape.constrain(self.token_embedding(tokens_BT))
+        x_BTD = self.final_norm(scan(x_BTD, self.blocks))
+        output = self.token_embedding if shape.tied else self.output_embedding
+        table_VD = shape.gather(output.embedding[...], x_BTD.dtype)
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT)
 
 
 # ---------------------------------------------------------------------------
@@ -311,13 +315,14 @@ def main(
     batch_size: int = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[Remat, typer.Option(help="Results to compute again.")] = Remat["none"],
+    unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
     seed: int = 0,
 ) -> list[float]:
     """Trains Llama and returns the loss of each step."""
-    shape = dataclasses.replace(SIZES[size], remat=str(remat))
+    shape = dataclasses.replace(SIZES[size], remat=str(remat), unroll=unroll)
     text = gpt.read_tokens(tokens, shape) if tokens else gpt.read_standard_library()
     training = linen_training if framework == gpt.Framework.linen else nnx_training
     init, train_step = training(recipe, shape, gpt.make_optimizer(lr, steps), seed)

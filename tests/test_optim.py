@@ -838,10 +838,10 @@ def test_a_stored_value_that_never_fit_is_named_at_once():
 
 
 def test_bfloat16_masters_saturate_and_check_names_them():
-    tx = optim.mixed_precision(optax.sgd(1.0), policies=BF16)
+    tx = optim.mixed_precision(optax.sgd(1e20), policies=BF16)
     params = {"a": {"w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    state = state.apply_gradients(grads={"a": {"w": jnp.full(2, -3e38)}})
+    state = state.apply_gradients(grads={"a": {"w": jnp.full(2, -3e18)}})
     assert bool(jaxmp.all_finite(state.params)) and int(state.step) == 1
     with pytest.raises(jaxmp.MasterOverflowError, match=r"'a:w'.*saturated"):
         jaxmp.check(state)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
+from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
 from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
 
 Path = tuple[str, ...]
@@ -206,20 +206,33 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def first_nonfinite(tree: PyTree) -> jax.Array:
-    """Returns the index of the first leaf of `tree` that has a non-finite element.
+    """Returns the index of the first leaf of `tree` whose sum of squares is not finite.
+
+    A leaf with infinities or NaN has such a sum. So does one whose squares overflow, as FP32 does
+    above 1.8e19, where gradient norms and second moments are infinite too. These sums are those of
+    `optax.clip_by_global_norm`, and XLA computes equal sums once.
 
     Returns:
-      An int32 scalar; the number of leaves if all are finite. This takes a few operations more than
-      `all_finite`, independent of the number of leaves.
+      An int32 scalar; the number of leaves if all sums are finite.
     """
     leaves = jax.tree.leaves(tree)
-    flags = {index: _is_finite(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
+    sums = {index: _sum_of_squares(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
     none = jnp.int32(len(leaves))
-    if not flags:
+    if not sums:
         return none
-    stacked = lax.concatenate([lax.reshape(flag, (1,)) for flag in flags.values()], 0)
-    indices = jnp.array(list(flags), jnp.int32)
-    return lax.reduce_min(lax.select(stacked, lax.full_like(indices, len(leaves)), indices), (0,))
+    stacked = lax.concatenate([lax.reshape(total, (1,)) for total in sums.values()], 0)
+    indices = jnp.array(list(sums), jnp.int32)
+    masked = lax.select(lax.is_finite(stacked), lax.full_like(indices, len(leaves)), indices)
+    return lax.reduce_min(masked, (0,))
+
+
+def _sum_of_squares(leaf: ArrayLike) -> jax.Array:
+    """Returns the sum of the squares of an array, at least in FP32."""
+    parts = [
+        lax.reduce_sum(lax.square(part), axes=tuple(range(part.ndim)))
+        for part in (cast(part, wide_dtype(part.dtype)) for part in _real_parts(jnp.asarray(leaf)))
+    ]
+    return functools.reduce(lax.add, parts)
 
 
 def _is_finite(leaf: ArrayLike) -> jax.Array:

@@ -87,11 +87,11 @@ def linear_cross_entropy(
         logits.
       bias: `[V]`, floating; added in FP32.
       transposed: the kernel is `[V, D]`.
-      chunk: number of rows per chunk. None: D, rounded down to a power of two, between 256 and
-        1024. For D >= 256, the logits of a chunk then take no more memory than the FP32 gradient of
-        the kernel, which is stored anyway. Above about 750 rows, the matmuls on an H200 take longer
-        than reading and writing that gradient (8 bytes and 2 C operations per element, at 4.3 TB/s
-        and 790 TFLOP/s).
+      chunk: number of rows per chunk. None: D, rounded up to a power of two, between 256 and 1024.
+        For D >= 256, the logits of a chunk then take less than twice the memory of the FP32
+        gradient of the kernel, which is stored anyway. Above about 750 rows, the matmuls on an H200
+        take longer than reading and writing that gradient (8 bytes and 2 C operations per element,
+        at 4.3 TB/s and 790 TFLOP/s).
       label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
       precision: precision of the three matmuls, as in `jax.lax.dot_general`.
 
@@ -129,14 +129,23 @@ def linear_cross_entropy(
     factors = row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    layer = _Layer(
-        terms, _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]), transposed, precision
-    )
     per_row = reduction == "none"
+    layer = _Layer(
+        terms,
+        _chunk_rows(chunk, math.prod(rows), hidden.shape[-1]),
+        transposed,
+        precision,
+        weighted=per_row or factors is not None,
+    )
     compute = functools.partial(_each_loss if per_row else _total_loss, layer)
     compute = _automatic(compute, hidden, kernel, like=labels if per_row else None)
+    weight = total_weight(factors, rows, wide)
+    if reduction == "mean" and factors is None and math.prod(rows):
+        # With the factor 1 / N in each row, the gradients of the sum are those of the mean: the
+        # backward pass does not read and write them again to divide them.
+        factors, reduction = jnp.full(rows, 1 / math.prod(rows), wide), "sum"
     result = compute(hidden, kernel, bias, labels, valid, factors)
-    return result if per_row else reduce_sum(result, total_weight(factors, rows, wide), reduction)
+    return result if per_row else reduce_sum(result, weight, reduction)
 
 
 class _Layer(NamedTuple):
@@ -146,6 +155,8 @@ class _Layer(NamedTuple):
     chunk: int
     transposed: bool
     precision: Any
+    # Whether rows may have the factor 0 although their label is valid.
+    weighted: bool
 
 
 class _Arrays(NamedTuple):
@@ -225,7 +236,7 @@ def _no_cotangents(arrays: _Arrays) -> tuple[Any, Any]:
 def _chunk_rows(chunk: int | None, rows: int, features: int) -> int:
     """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
     if chunk is None:
-        chunk = min(max(1 << max(features.bit_length() - 1, 0), 256), 1024)
+        chunk = min(max(1 << max(features - 1, 0).bit_length(), 256), 1024)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
         raise JaxmpError(
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
@@ -284,8 +295,9 @@ def _over_chunks(
         slope = slope_of(layer.terms, rows, logits, labels, factors)
         rounded = (slope * stretch).astype(dtype)
         d_hidden = multiply(rounded, kernel, 1, 1 - inner) / stretch
-        # Rows with factor 0 may contain inf, and 0 * inf is NaN.
-        hidden = jnp.where(factors[:, None] == 0, jnp.zeros_like(hidden), hidden)
+        if layer.weighted:
+            # Rows with factor 0 may contain inf, and 0 * inf is NaN.
+            hidden = jnp.where(factors[:, None] == 0, jnp.zeros_like(hidden), hidden)
         pair = (rounded, hidden) if layer.transposed else (hidden, rounded)
         d_kernel, d_bias = sums
         d_kernel += multiply(*pair, 0, 0)

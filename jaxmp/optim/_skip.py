@@ -47,7 +47,8 @@ class SkipStats:
       overflow_leaf: int32, index of the first parameter whose master was too large for its storage
         dtype in the last step, in the layout of the masters; -1 if there is none.
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
-        step, in the gradients; -1 if there is none, or if it is unknown.
+        step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
+        is unknown.
     """
 
     total: jax.Array
@@ -137,6 +138,10 @@ def skip_nonfinite(
     moment, schedule count or average. Only the loss scale and the counters change. A step after
     which a float16 parameter cannot represent its master also counts as such a step; see
     `master_params`, whose state records it.
+
+    The check sums the squares of each array, as `optax.clip_by_global_norm` does, and XLA computes
+    equal sums once. A gradient whose squares overflow FP32, above 1.8e19, therefore also counts as
+    non-finite; its second moment and its norm would be infinite.
 
     Args:
       inner: any optax transformation.

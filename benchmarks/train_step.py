@@ -1,0 +1,148 @@
+"""Times training steps of GPT-2 and Llama on one GPU: recipes, hand-written JAX, plain JAX.
+
+    python benchmarks/train_step.py w1                           # all programs
+    python benchmarks/train_step.py w5 --arms jaxmp-bf16 jaxmp-fp8 --rounds 3
+    python benchmarks/train_step.py w1 --toy                     # small, on any machine
+
+Workloads (benchmarks/workloads.py):
+
+    w1, w2, w2b    GPT-2 with 124M and 1.5B parameters, 65,536, 16,384 and 32,768 tokens
+    w3, w3b, w4    Llama with 1.2B parameters and lengths 4,096 and 8,192; with 1.3B and 2,048
+    w5, w5b        8 of 32 layers of Llama 3 8B, lengths 4,096 and 8,192
+
+A step is the forward and backward pass, clipping by global norm, AdamW on FP32 parameters and,
+except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
+the same with JAX's default attention and all logits stored. All programs begin with the same
+parameters and see the same random tokens. They run in turn in each round; ratios are those of one
+round.
+benchmarks/torch_step.py times PyTorch with the same workloads.
+
+--out FILE is written after each round, and a later run adds its rounds to it.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if "--toy" in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import by_hand
+import gpt
+import jaxmp
+import llama
+from rounds import Rounds
+from workloads import TOY, WORKLOADS, Workload
+
+
+class Arm(NamedTuple):
+    """A program to time: `init()` and `step(state, tokens)`, which returns `(state, loss)`."""
+
+    init: Callable[[], Any]
+    step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
+
+
+def jaxmp_arm(recipe: str, workload: Workload) -> Arm:
+    """Returns the step of examples/gpt.py or examples/llama.py under a recipe."""
+    training = llama.linen_training if workload.is_llama else gpt.linen_training
+    init, step = training(recipe, workload.model, gpt.make_optimizer())
+    return Arm(jax.jit(init), step)
+
+
+def hand_arm(implementation: str | None, chunked: bool, guard: bool, workload: Workload) -> Arm:
+    """Returns the hand-written step, which begins with the parameters of the examples."""
+    loss = by_hand.llama_loss if workload.is_llama else by_hand.gpt_loss
+    if workload.is_llama:
+        model: Any = llama.Llama(workload.model)
+    else:
+        model = workload.model
+    init, step = by_hand.make_training(
+        loss(workload.model, implementation, chunked), gpt.make_optimizer(), guard
+    )
+    start = lambda: model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    return Arm(jax.jit(lambda: init(start())), step)
+
+
+def arms() -> dict[str, Callable[[Workload], Arm]]:
+    """Returns name -> function that makes the program."""
+    on_gpu = jax.default_backend() == "gpu"
+    made: dict[str, Callable[[Workload], Arm]] = {
+        "jaxmp-bf16": functools.partial(jaxmp_arm, "bf16"),
+        "hand": functools.partial(hand_arm, "cudnn" if on_gpu else "xla", True, True),
+        "plain": functools.partial(hand_arm, "xla", False, False),
+    }
+    names = ("bf16_params", "fp8", "fp8_delayed", "fp8_rowwise", "tf32", "fp32")
+    return made | {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
+
+
+def time_arm(arm: Arm, tokens: list[jax.Array], steps: int) -> dict[str, Any]:
+    """Returns the seconds of a step, those of the first, and the losses of the first steps."""
+    start = time.perf_counter()
+    state, losses = jax.block_until_ready(arm.init()), []
+    for index in range(3):
+        state, loss = arm.step(state, tokens[index % len(tokens)])
+        losses.append(float(loss))
+        if not index:
+            first = time.perf_counter() - start
+    start = time.perf_counter()
+    for index in range(steps):
+        state, loss = arm.step(state, tokens[index % len(tokens)])
+    jax.block_until_ready(state)
+    seconds = (time.perf_counter() - start) / steps
+    return {"seconds": seconds, "first_seconds": first, "losses": losses}
+
+
+def main() -> None:
+    """Runs the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
+    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--out", type=Path, help="a JSON file to write, or to add rounds to")
+    options = parser.parse_args()
+    if not options.toy and jax.default_backend() != "gpu":
+        sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
+    workload = (TOY if options.toy else WORKLOADS)[options.workload]
+    draw = functools.partial(jax.random.randint, minval=0, maxval=workload.model.vocabulary)
+    shape = (workload.batch, workload.length + 1)
+    tokens = [draw(jax.random.key(seed), shape, dtype=jnp.int32) for seed in range(4)]
+    versions = {"jax": jax.__version__, "jaxmp": jaxmp.__version__, "optax": optax.__version__}
+    rounds = Rounds(options.out, options.workload, workload)
+    rounds.describe(
+        device=jax.devices()[0].device_kind, python=platform.python_version(), **versions
+    )
+    made, failed = {}, set()
+    for _ in range(options.rounds):
+        for name in options.arms:
+            if name in failed:
+                continue
+            try:
+                made.setdefault(name, arms()[name](workload))
+                row = time_arm(made[name], tokens, options.steps)
+            except (jax.errors.JaxRuntimeError, jaxmp.JaxmpError) as error:
+                # Too little memory is a result too, and so is a recipe that the device refuses.
+                failed.add(name)
+                row = {"failed": str(error).splitlines()[0]}
+            gc.collect()
+            rounds.add(name, row)
+        rounds.write()
+    print(json.dumps(rounds.summary("hand"), indent=2))
+
+
+if __name__ == "__main__":
+    main()
