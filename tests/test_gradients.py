@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._core import _compat
 
 
 def loss_fn(params, batch):
@@ -99,16 +100,18 @@ def test_jmp_loss_scales_are_accepted(getkey):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad):
+def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad, target):
     fn = lambda p, x: jnp.sum(p["w"] * 2.0) + p["b"] + jax.lax.stop_gradient(x)
     params = {"w": jnp.ones((3, 2)), "b": jnp.float32(0.0)}
     for run in (
         jaxmp.value_and_grad(fn, loss_scale=loss_scale),
         jax.jit(jaxmp.value_and_grad(fn, loss_scale=loss_scale)),
     ):
-        loss, grads = run(params, jnp.float32(bad))
+        with _compat.context(target=target):
+            loss, grads = run(params, jnp.float32(bad))
         assert not np.isfinite(loss)
         assert all(np.all(np.isnan(g)) for g in jax.tree.leaves(grads))
 

@@ -56,25 +56,34 @@ def evaluate(
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
-    if isinstance(options.loss_scale, NoLossScale):
-        # A constant, by which XLA does not multiply.
-        seed = jnp.ones_like(loss)
+    nan = jnp.full_like(loss, jnp.nan)
+    scale = options.loss_scale.scale_value
+    poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
+    if not isinstance(options.loss_scale, NoLossScale):
+        unscale = options.loss_scale.with_leaves(scale_value=poisoned).unscale
+    elif _compat.target() == "cpu":
         unscale = functools.partial(_poison_one, finite)
     else:
-        nan = jnp.full_like(loss, jnp.nan)
-        scale = options.loss_scale.scale_value
-        seed = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
-        unscale = options.loss_scale.with_leaves(scale_value=seed).unscale
-    grads = backward(_compat.vary(seed, _compat.varying_axes(loss)))
+        # XLA drops products with a constant 1, and fuses the selection with the reads of gradients.
+        poisoned = jnp.ones_like(loss)
+        unscale = functools.partial(_poison_all, finite)
+    grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
     return Sums(loss, weight, tuple(_overwritten.map_params(unscale, g) for g in grads)), aux
+
+
+def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
+    """Casts gradients to FP32, and sets all of them to NaN if the loss is not finite."""
+    select = lambda leaf: lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
+    grads = _trees.cast_floating(grads, FLOAT32)
+    return jax.tree.map(lambda leaf: select(leaf) if _trees.is_inexact(leaf) else leaf, grads)
 
 
 def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
     """Casts gradients to FP32, and sets the smallest leaf to NaN if the loss is not finite.
 
-    A non-finite loss can have finite gradients, for example after a `where`. One NaN leaf is
-    sufficient, whereas a factor on every leaf would cost a pass over all gradients. (A loss scale
-    divides by NaN, which sets all leaves to NaN.)
+    The cotangent of the loss is already NaN, but a `where` inside the model can block it. One NaN
+    leaf is sufficient, whereas a factor on every leaf would cost a pass over all gradients. (A loss
+    scale divides by NaN, which sets all leaves to NaN.)
     """
     leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
     sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]

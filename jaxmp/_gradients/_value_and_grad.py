@@ -41,8 +41,8 @@ def value_and_grad(
 
     The loss is cast to FP32, and the loss scale is the initial cotangent of the backward pass.
     `loss * scale` is therefore never computed and cannot overflow. Gradients are divided by the
-    scale in FP32. A loss that is not finite makes the gradients NaN (without a loss scale, at
-    least one array of them), so that the optimizer skips the step without reading the loss.
+    scale in FP32. A loss that is not finite makes the gradients NaN, so that the optimizer skips
+    the step without reading the loss.
 
     Args:
       fn: function that returns a scalar loss, or `(loss, aux)` with `has_aux`. With `weighted`, it
