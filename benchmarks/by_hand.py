@@ -135,7 +135,7 @@ def gpt_loss(
         tokens_BT, labels_BT = tokens_BS[:, :-1], tokens_BS[:, 1:]
         table_VD = params["token_embedding"]["embedding"]
         positions = params["position_embedding"]["embedding"][: tokens_BT.shape[1]]
-        x_BTD = table_VD.astype(BF16)[tokens_BT] + positions.astype(BF16)
+        x_BTD = table_VD.astype(BF16)[tokens_BT] + positions.astype(BF16)[None]
         x_BTD, _ = jax.lax.scan(block, x_BTD, params["blocks"], unroll=unroll)
         x_BTD = layer_norm(x_BTD, params["final_norm"])
         bias_V = jnp.where(jnp.arange(len(table_VD)) < gpt.vocabulary, 0.0, -jnp.inf)

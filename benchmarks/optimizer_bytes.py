@@ -6,7 +6,7 @@
 No GPU is required: XLA's GPU compiler runs on any machine with its packages (Python >= 3.12): pip
 install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-nvrtc The
 program is not run. The bytes are those of the operands and results of every kernel, without the
-effect of caches. The step is AdamW with FP32 gradients and donated state.
+effect of caches. The step is AdamW with donated state, and with gradients in FP32 or bfloat16.
 """
 
 import argparse
@@ -54,8 +54,10 @@ device_description_str: "NVIDIA H200 141GB HBM3e"
 SHAPES = [(4096, 1024 + i) for i in range(4)]  # four leaves, identified by their shapes
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES)
 
-# Minimum: read the gradient, and read and write everything else (AdamW: two FP32 moments).
+# Minimum with FP32 gradients: read the gradient, and read and write everything else (AdamW: two
+# FP32 moments). FP32 masters make the 16-bit parameters write-only.
 FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 30, "bf16, packed": 28}
+GRADIENTS = {"FP32": jnp.float32, "bf16": jnp.bfloat16}
 RECIPES = {
     "fp32 parameters": jaxmp.load_recipe("bf16"),
     "bf16 + FP32 masters": jaxmp.load_recipe("bf16_params"),
@@ -63,14 +65,15 @@ RECIPES = {
 }
 
 
-def compile_for_h200(tx):
+def compile_for_h200(tx, dtype):
     """Compiles one `apply_gradients`."""
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
     placed = SingleDeviceSharding(topology.devices[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
     params = {f"w{i}": jax.ShapeDtypeStruct(s, jnp.float32) for i, s in enumerate(SHAPES)}
     create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
-    state, grads = jax.tree.map(place, (jax.eval_shape(create, params), params))
+    grads = {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in params.items()}
+    state, grads = jax.tree.map(place, (jax.eval_shape(create, params), grads))
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
     with _compat.context(target="gpu"):
         return step.trace(state, grads).lower(lowering_platforms=("cuda",)).compile()
@@ -97,9 +100,9 @@ def _bytes(dtype, dims):
     return width * math.prod(int(d) for d in dims.split(",") if d)
 
 
-def count(tx):
+def count(tx, dtype):
     """Returns bytes per parameter, passes over the gradients, and temporary bytes per parameter."""
-    program = compile_for_h200(tx)
+    program = compile_for_h200(tx, dtype)
     found, sizes = kernels(program.as_text())
     moved = sum(result + sum(sizes[name] for name in names) for result, names in found)
     reads = sum(name.startswith("grads_") for _, names in found for name in names)
@@ -112,17 +115,21 @@ def count(tx):
     }
 
 
-COMBINATIONS = list(itertools.product(RECIPES, (False, True), ("none", "auto")))
+COMBINATIONS = list(itertools.product(RECIPES, (False, True), ("none", "auto"), GRADIENTS))
 
 
 def measure(combinations=COMBINATIONS):
-    """Returns [(storage, clipping, guard, counts)] of these combinations."""
+    """Returns a row of settings, floor and counts for each of these combinations."""
     rows = []
-    for storage, clip, skip in combinations:
+    for storage, clip, skip, gradients in combinations:
         inner = optax.adamw(1e-3)
         inner = optax.chain(optax.clip_by_global_norm(1.0), inner) if clip else inner
-        counts = count(RECIPES[storage].replace(skip=skip).optimizer(inner))
-        rows.append({"storage": storage, "clip": clip, "skip": skip, **counts})
+        dtype = GRADIENTS[gradients]
+        size = jnp.dtype(dtype).itemsize
+        counts = count(RECIPES[storage].replace(skip=skip).optimizer(inner), dtype)
+        settings = {"storage": storage, "clip": clip, "skip": skip, "gradients": gradients}
+        floor = {"gradient_bytes": size, "floor": FLOORS[storage] - 4 + size}
+        rows.append({**settings, **floor, **counts})
     return rows
 
 
@@ -133,12 +140,13 @@ def main():
     rows = measure()
     print(f"cross-compiled for an H200 on {platform.machine()}; jax {jax.__version__}")
     print(
-        f"{'stored as':22}{'clip':6}{'guard':7}{'B/param':>8}{'floor':>7}{'passes':>8}{'temp':>6}"
+        f"{'stored as':22}{'gradients':11}{'clip':6}{'guard':7}{'B/param':>8}{'floor':>7}"
+        f"{'passes':>8}{'temp':>6}"
     )
     for row in rows:
         print(
-            f"{row['storage']:22}{'yes' if row['clip'] else 'no':6}{row['skip']:7}"
-            f"{row['bytes_per_parameter']:8.2f}{FLOORS[row['storage']]:7}"
+            f"{row['storage']:22}{row['gradients']:11}{'yes' if row['clip'] else 'no':6}"
+            f"{row['skip']:7}{row['bytes_per_parameter']:8.2f}{row['floor']:7}"
             f"{row['passes_over_gradients']:8.2f}{row['temp_bytes_per_parameter']:6.2f}"
         )
     if options.out:

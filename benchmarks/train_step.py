@@ -4,7 +4,7 @@
     python benchmarks/train_step.py w5 --arms jaxmp-bf16 jaxmp-fp8 --rounds 3
     python benchmarks/train_step.py w1 --toy                     # small, on any machine
 
-Workloads (benchmarks/workloads.py):
+Sizes (benchmarks/workload_sizes.py):
 
     w1, w2, w2b    GPT-2 with 124M and 1.5B parameters, 65,536, 16,384 and 32,768 tokens
     w3, w3b, w4    Llama with 1.2B parameters and lengths 4,096 and 8,192; with 1.3B and 2,048
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 if "--toy" in sys.argv:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ import gpt
 import jaxmp
 import llama
 from rounds import Rounds
-from workloads import TOY, WORKLOADS, Workload
+from workload_sizes import TOY, WORKLOADS, Sizes
 
 
 class Arm(NamedTuple):
@@ -55,31 +56,41 @@ class Arm(NamedTuple):
     step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 
-def jaxmp_arm(recipe: str, workload: Workload) -> Arm:
+def model_of(size: Sizes) -> Any:
+    """Returns the model of examples/gpt.py, or the shape of that of examples/llama.py."""
+    changes: dict[str, Any] = {
+        name: getattr(size, name) for name in ("layers", "width", "heads", "vocabulary", "unroll")
+    }
+    changes["max_length"] = size.length
+    if not size.is_llama:
+        return gpt.GPT(**changes)
+    for name in ("key_heads", "hidden", "tied", "rope_base"):
+        changes[name] = getattr(size, name)
+    return llama.Shape(**changes)
+
+
+def jaxmp_arm(recipe: str, size: Sizes) -> Arm:
     """Returns the step of examples/gpt.py or examples/llama.py under a recipe."""
-    training = llama.linen_training if workload.is_llama else gpt.linen_training
-    init, step = training(recipe, workload.model, gpt.make_optimizer())
+    training = llama.linen_training if size.is_llama else gpt.linen_training
+    init, step = training(recipe, model_of(size), gpt.make_optimizer())
     return Arm(jax.jit(init), step)
 
 
-def hand_arm(implementation: str | None, chunked: bool, guard: bool, workload: Workload) -> Arm:
+def hand_arm(implementation: str | None, chunked: bool, guard: bool, size: Sizes) -> Arm:
     """Returns the hand-written step, which begins with the parameters of the examples."""
-    loss = by_hand.llama_loss if workload.is_llama else by_hand.gpt_loss
-    if workload.is_llama:
-        model: Any = llama.Llama(workload.model)
-    else:
-        model = workload.model
-    init, step = by_hand.make_training(
-        loss(workload.model, implementation, chunked), gpt.make_optimizer(), guard
-    )
-    start = lambda: model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    model = model_of(size)
+    loss = by_hand.llama_loss if size.is_llama else by_hand.gpt_loss
+    loss_fn = loss(model, implementation, chunked)
+    init, step = by_hand.make_training(loss_fn, gpt.make_optimizer(), guard)
+    module = llama.Llama(model) if size.is_llama else model
+    start = lambda: module.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     return Arm(jax.jit(lambda: init(start())), step)
 
 
-def arms() -> dict[str, Callable[[Workload], Arm]]:
+def arms() -> dict[str, Callable[[Sizes], Arm]]:
     """Returns name -> function that makes the program."""
     on_gpu = jax.default_backend() == "gpu"
-    made: dict[str, Callable[[Workload], Arm]] = {
+    made: dict[str, Callable[[Sizes], Arm]] = {
         "jaxmp-bf16": functools.partial(jaxmp_arm, "bf16"),
         "hand": functools.partial(hand_arm, "cudnn" if on_gpu else "xla", True, True),
         "plain": functools.partial(hand_arm, "xla", False, False),
@@ -118,7 +129,7 @@ def main() -> None:
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     workload = (TOY if options.toy else WORKLOADS)[options.workload]
-    draw = functools.partial(jax.random.randint, minval=0, maxval=workload.model.vocabulary)
+    draw = functools.partial(jax.random.randint, minval=0, maxval=workload.vocabulary)
     shape = (workload.batch, workload.length + 1)
     tokens = [draw(jax.random.key(seed), shape, dtype=jnp.int32) for seed in range(4)]
     versions = {"jax": jax.__version__, "jaxmp": jaxmp.__version__, "optax": optax.__version__}

@@ -1,0 +1,92 @@
+"""Finds the longest sequence that GPT-2 trains on one GPU, with fused and with plain attention.
+
+    python benchmarks/longest_sequence.py --out longest_sequence.json
+    python benchmarks/longest_sequence.py --toy      # small, on any machine
+
+The length of a batch of one doubles until a step fails for lack of memory. Each length runs in a
+process of its own, because memory that a failed step has allocated is not returned.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if "--toy" in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import jax
+
+import by_hand
+import gpt
+import jaxmp
+from train_step import model_of
+from workload_sizes import TOY, WORKLOADS
+
+
+def run_step(length: int, attention: str, remat: bool, toy: bool) -> None:
+    """Trains two steps; raises an error if the memory is too small."""
+    size = dataclasses.replace((TOY if toy else WORKLOADS)["w1"], batch=1, length=length)
+    size = dataclasses.replace(size, unroll=False)
+    tokens = jax.random.randint(jax.random.key(0), (1, length + 1), 0, size.vocabulary)
+    if attention == "plain":
+        model = model_of(size).clone(remat=remat)
+        loss_fn = by_hand.gpt_loss(model, "xla")
+        init, step = by_hand.make_training(loss_fn, gpt.make_optimizer())
+        start = lambda: model.init(jax.random.key(0), tokens[:, :8])["params"]
+        state = jax.jit(lambda: init(start()))()
+    else:
+        make_init, step = gpt.linen_training(
+            "bf16", model_of(size).clone(remat=remat), gpt.make_optimizer()
+        )
+        state = jax.jit(make_init)()
+    for _ in range(2):
+        state, loss = step(state, tokens)
+    print(json.dumps({"length": length, "loss": float(loss)}))
+
+
+def longest(attention: str, remat: bool, toy: bool) -> dict[str, object]:
+    """Returns the longest length that trains, and the error of the next one."""
+    length, limit, trained = (16, 64, 0) if toy else (4096, 2**20, 0)
+    error = ""
+    while length <= limit and not error:
+        command = [sys.executable, __file__, "--run", str(length), attention, str(int(remat))]
+        done = subprocess.run(
+            [*command, *(["--toy"] if toy else [])], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            error = next((line for line in reversed(lines) if "RESOURCE" in line), lines[-1])[:200]
+        else:
+            trained, length = length, 2 * length
+    return {"attention": attention, "remat": remat, "longest": trained, "next_failed": error}
+
+
+def main() -> None:
+    """Prints and writes the longest length of each program."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    if options.run:
+        length, attention, remat = options.run
+        run_step(int(length), attention, bool(int(remat)), options.toy)
+        return
+    rows = []
+    for remat in (False, True):
+        for attention in ("plain", "fused"):
+            rows.append(longest(attention, remat, options.toy))
+            print(json.dumps(rows[-1]), flush=True)
+            if options.out:
+                report = {"jax": jax.__version__, "jaxmp": jaxmp.__version__, "rows": rows}
+                options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Times training steps of GPT-2 and Llama in PyTorch on one GPU; see benchmarks/train_step.py.
+
+    python benchmarks/torch_step.py w1 --out FILE       # adds its rounds to those of train_step.py
+    python benchmarks/torch_step.py w1 --toy            # small, on a CPU, without torch.compile
+
+The models have the sizes of the workloads, FP32 parameters, autocast to bfloat16, `torch.compile`,
+clipping by global norm and fused AdamW. Programs:
+
+    torch-cudnn      scaled_dot_product_attention with cuDNN's kernel only
+    torch            with the kernel that PyTorch chooses
+    torch-fp8        linear layers in FP8 by torchao, if it is installed, and cuDNN's attention
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.util
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rounds import Rounds
+from workload_sizes import TOY, WORKLOADS, Sizes
+
+EPSILON = 1e-5
+
+
+class LlamaBlock(nn.Module):
+    """The block of examples/llama.py."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        linear = functools.partial(nn.Linear, bias=False)
+        self.size, head = size, size.width // size.heads
+        self.attention_norm = nn.RMSNorm(size.width, EPSILON)
+        self.qkv = linear(size.width, (size.heads + 2 * size.key_heads) * head)
+        self.attention_out = linear(size.width, size.width)
+        self.mlp_norm = nn.RMSNorm(size.width, EPSILON)
+        self.mlp_gate = linear(size.width, size.hidden)
+        self.mlp_up = linear(size.width, size.hidden)
+        self.mlp_down = linear(size.hidden, size.width)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        size, (batch, length, _) = self.size, x.shape
+        heads = (size.heads, size.key_heads, size.key_heads)
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, sum(heads), -1).transpose(1, 2)
+        q, k, v = qkv.split(heads, dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        grouped = size.heads != size.key_heads
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        x = x + self.attention_out(a.transpose(1, 2).reshape(batch, length, -1))
+        h = self.mlp_norm(x)
+        return x + self.mlp_down(F.silu(self.mlp_gate(h)) * self.mlp_up(h))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+class GPTBlock(nn.Module):
+    """The block of examples/gpt.py."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.size = size
+        self.attention_norm = nn.LayerNorm(size.width, EPSILON)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.mlp_norm = nn.LayerNorm(size.width, EPSILON)
+        self.mlp_up = nn.Linear(size.width, 4 * size.width)
+        self.mlp_down = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.size.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(a.transpose(1, 2).reshape(batch, length, -1))
+        h = F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh")
+        return x + self.mlp_down(h)
+
+
+class Model(nn.Module):
+    """GPT-2 or Llama, which returns the mean loss."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.size = size
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        block = LlamaBlock if size.is_llama else GPTBlock
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.layers))
+        norm = nn.RMSNorm if size.is_llama else nn.LayerNorm
+        self.final_norm = norm(size.width, EPSILON)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        if size.tied:
+            self.head.weight = self.token.weight
+        if not size.is_llama:
+            self.position = nn.Embedding(size.length, size.width)
+            nn.init.normal_(self.position.weight, std=0.02)
+        head = size.width // size.heads
+        rates = size.rope_base ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
+        angles = torch.arange(size.length, dtype=torch.float64)[:, None] * rates
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        if not self.size.is_llama:
+            x = x + self.position.weight
+        x = x.to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        logits = self.head(self.final_norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def make_step(size: Sizes, arm: str, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that trains on one batch and returns the loss."""
+    torch.manual_seed(0)
+    model = Model(size).to(device)
+    if arm == "torch-fp8":
+        importlib.import_module("torchao.float8").convert_to_float8_training(model.blocks)
+    forward: Any = torch.compile(model) if device == "cuda" else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda"
+    )
+    is_default = arm == "torch" or device != "cuda"
+    attention = contextlib.nullcontext if is_default else cudnn_only
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16), attention():
+            loss = forward(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def cudnn_only() -> Any:
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
+
+
+def refusal(arm: str) -> str | None:
+    """Returns the reason why a program cannot run here; None if it can."""
+    if arm == "torch-fp8" and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    return None
+
+
+def time_arm(arm: str, size: Sizes, batches: list[torch.Tensor], steps: int) -> dict[str, Any]:
+    """Returns the seconds of a step, those of the first, and the losses of the first steps."""
+    device, start, losses, first = batches[0].device.type, time.perf_counter(), [], 0.0
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    step = make_step(size, arm, device)
+    for index in range(3):
+        losses.append(float(step(batches[index % len(batches)])))
+        first = first or time.perf_counter() - start
+    wait()
+    start = time.perf_counter()
+    for index in range(steps):
+        step(batches[index % len(batches)])
+    wait()
+    seconds = (time.perf_counter() - start) / steps
+    return {"seconds": seconds, "first_seconds": first, "losses": losses}
+
+
+ARMS = ("torch-cudnn", "torch", "torch-fp8")
+
+
+def main() -> None:
+    """Runs the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
+    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--out", type=Path, help="a JSON file to write, or to add rounds to")
+    options = parser.parse_args()
+    if not options.toy and not torch.cuda.is_available():
+        sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
+    size = (TOY if options.toy else WORKLOADS)[options.workload]
+    device = "cpu" if options.toy else "cuda"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    shape = (size.batch, size.length + 1)
+    batches = [torch.randint(size.vocabulary, shape, device=device) for _ in range(4)]
+    name = "cpu" if options.toy else torch.cuda.get_device_name()
+    rounds = Rounds(options.out, options.workload, size)
+    rounds.describe(device=name, python=platform.python_version(), torch=torch.__version__)
+    reasons = {arm: refusal(arm) for arm in options.arms}
+    for _ in range(options.rounds):
+        for arm in options.arms:
+            row: dict[str, Any] = {"failed": reasons[arm]}
+            if reasons[arm] is None:
+                try:
+                    row = time_arm(arm, size, batches, options.steps)
+                except RuntimeError as error:  # too little memory, or no such kernel
+                    reasons[arm] = str(error).splitlines()[0]
+                    row = {"failed": reasons[arm]}
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            rounds.add(arm, row)
+        rounds.write()
+    print(json.dumps(rounds.summary("hand"), indent=2))
+
+
+if __name__ == "__main__":
+    main()

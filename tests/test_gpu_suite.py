@@ -1,0 +1,192 @@
+"""The GPU benchmarks: hand-written steps, the rounds of a comparison, and a rehearsal on a CPU."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import by_hand
+import gpt
+import llama
+import run_gpu
+from rounds import Rounds
+from train_step import model_of
+from workload_sizes import TOY, WORKLOADS
+
+BENCHMARKS = Path(run_gpu.__file__).parent
+ROUNDING = 2e-2  # of bfloat16, relative to the loss and to the largest gradient of an array
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Enables standard promotion: optax mixes dtypes, and code by hand broadcasts ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# ---------------------------------------------------------------------------
+# Workloads
+# ---------------------------------------------------------------------------
+
+
+def test_workloads_have_the_sizes_of_the_examples():
+    for size in WORKLOADS.values():
+        model = model_of(size)
+        if size.is_llama:
+            layers = {"layers": size.layers, "max_length": size.length, "unroll": size.unroll}
+            assert model == dataclasses.replace(llama.SIZES[size.size], **layers)
+        else:
+            named = gpt.SIZES[size.size]
+            for name in ("layers", "width", "heads", "max_length"):
+                assert getattr(model, name) == getattr(named, name)
+            assert model.vocabulary == gpt.padded(named.vocabulary)
+            assert size.hidden == 4 * size.width
+
+
+def test_flops_of_a_workload_count_each_matrix_six_times_per_token():
+    size = WORKLOADS["w5"]
+    shapes = jax.eval_shape(
+        llama.Llama(model_of(size)).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32)
+    )["params"]
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]) if leaf.ndim == 3)
+    matrices += shapes["output_embedding"]["embedding"].size
+    pairs = size.length * size.length / 2 * size.batch * size.layers
+    # Per pair and layer: two matmuls of `width`, each with two operations, three times.
+    assert size.flops == 6 * size.tokens * matrices + 12 * pairs * size.width
+
+
+# ---------------------------------------------------------------------------
+# Hand-written steps
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("name", ["w1", "w5"])
+def test_the_hand_written_model_is_that_of_the_example(name, chunked):
+    size = dataclasses.replace(TOY[name], unroll=False)
+    model = model_of(size)
+    module = llama.Llama(model) if size.is_llama else model
+    params = module.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    tokens = jax.random.randint(jax.random.key(1), (size.batch, size.length + 1), 0, 250)
+    loss = by_hand.llama_loss if size.is_llama else by_hand.gpt_loss
+    own = jax.jit(jax.value_and_grad(loss(model, "xla", chunked)))(params, tokens)
+    apply = lambda params: module.apply({"params": params}, tokens[:, :-1], tokens[:, 1:])
+    exact = jax.jit(jax.value_and_grad(apply))(params)
+    assert float(own[0]) == pytest.approx(float(exact[0]), rel=1e-3)
+    for got, want in zip(*map(jax.tree.leaves, (own[1], exact[1])), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=ROUNDING * np.abs(want).max())
+
+
+def test_the_hand_written_step_skips_a_gradient_that_is_not_finite():
+    loss_fn = lambda params, x: jnp.sum(params["w"] * x)
+    init, step = by_hand.make_training(loss_fn, gpt.make_optimizer(steps=10))
+    state = init({"w": jnp.ones(4)})
+    before = jax.tree.map(np.asarray, state)
+    state, _ = step(state, jnp.float32([1, jnp.inf, 1, 1]))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, state))
+
+
+# ---------------------------------------------------------------------------
+# Rounds
+# ---------------------------------------------------------------------------
+
+
+def test_ratios_are_those_of_a_round(tmp_path):
+    file = tmp_path / "step.json"
+    for speeds in ([(2.0, 1.0), (4.0, 2.2)], [(1.0, 0.5)]):
+        rounds = Rounds(file, "w1", WORKLOADS["w1"])
+        for hand, own in speeds:
+            rounds.add("hand", {"seconds": hand, "losses": [1.0]})
+            rounds.add("jaxmp-bf16", {"seconds": own, "losses": [1.0]})
+        rounds.write()
+    rounds = Rounds(file, "w1", WORKLOADS["w1"])
+    rounds.add("torch", {"seconds": 4.0, "losses": [1.0]})
+    rounds.add("torch-fp8", {"failed": "torchao is not installed"})
+    rounds.write()
+    summary = json.loads(file.read_text())["summary"]
+    assert summary["jaxmp-bf16"]["rate_over_hand"] == 2.0
+    assert summary["jaxmp-bf16"]["rounds"] == 3
+    assert summary["torch"]["rate_over_hand"] == 0.5  # medians: 2 and 4 seconds
+    assert summary["torch-fp8"] == {"failed": "torchao is not installed"}
+
+
+# ---------------------------------------------------------------------------
+# The suite
+# ---------------------------------------------------------------------------
+
+
+def run_suite(*options):
+    command = [sys.executable, str(BENCHMARKS / "run_gpu.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_each_job_names_a_script_and_options_that_it_has():
+    for job in run_gpu.JOBS:
+        script = job.command.split()[0]
+        text = (BENCHMARKS / script).read_text("utf-8")
+        options = [option for option in job.command.split() if option.startswith("--")]
+        for option in [*options, "--toy"]:
+            assert f'"{option}"' in text or f" {option.removeprefix('--')}: Annotated" in text
+    names = [job.name for job in run_gpu.JOBS]
+    assert len(set(names)) == len(names)
+    first = 0.0
+    for job in run_gpu.JOBS[:4]:
+        first += job.minutes
+    assert first <= 10  # the first slice answers the three questions
+
+
+def test_a_job_is_resumed_or_skipped_with_the_reason(tmp_path, monkeypatch):
+    jobs = (
+        run_gpu.Job("missing", "none.py --out {out}", 1, "no_such_package"),
+        run_gpu.Job("ceilings", "ceilings.py --out {out}", 0.01),
+    )
+    monkeypatch.setattr(run_gpu, "JOBS", jobs)
+    ran = []
+    monkeypatch.setattr(
+        run_gpu.subprocess, "Popen", lambda command, **_: ran.append(command) or _Process()
+    )
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["run_gpu.py", "--toy", "--out", str(tmp_path)])
+        assert run_gpu.main() == 0
+    assert len(ran) == 1 and ran[0][-1] == "--toy"
+    state = json.loads((tmp_path / "run_gpu.json").read_text())
+    assert state["missing"] == {"skipped": "no_such_package is not installed"}
+    assert state["ceilings"]["status"] == 0
+
+
+class _Process:
+    def wait(self, timeout=None):
+        return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["ceilings", "w5 jaxmp-bf16 jaxmp-fp8_delayed"])
+def test_the_suite_rehearses(job, tmp_path):
+    done = run_suite("--toy", "--out", str(tmp_path), "--only", job)
+    logs = [log.read_text() for log in (tmp_path / "logs").glob("*")]
+    assert done.returncode == 0, (done.stdout, done.stderr, logs)
+    (file,) = set(tmp_path.glob("*.json")) - {tmp_path / "run_gpu.json"}
+    report = json.loads(file.read_text())
+    if job.startswith("w5"):
+        for arm in ("jaxmp-bf16", "jaxmp-fp8", "jaxmp-fp8_delayed", "hand"):
+            assert report["summary"][arm]["rounds"] == 2
+        losses = [report["summary"][arm]["first_loss"] for arm in ("jaxmp-bf16", "hand")]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("name", ["w1", "w5"])
+def test_the_step_in_pytorch_rehearses(name, tmp_path):
+    out = tmp_path / "step.json"
+    script = str(BENCHMARKS / "torch_step.py")
+    options = ["--toy", "--rounds", "1", "--steps", "1", "--out", str(out)]
+    subprocess.run([sys.executable, script, name, *options], check=True)
+    assert json.loads(out.read_text())["summary"]["torch"]["first_loss"] > 1

@@ -1,0 +1,45 @@
+"""Limits of compiled steps over hand-written ones, at sizes that compile fast."""
+
+import pytest
+
+import gpt
+import llama
+import program
+from gpu_compiler import needs_compiler
+
+# The hidden states have as many features as there are rows in a chunk of the loss, and the steps
+# have as many layers as the scan does not unroll by itself.
+GPT = gpt.GPT(layers=6, width=512, heads=8, vocabulary=16000, max_length=512)
+LLAMA = llama.Shape(4, 512, 8, 4, 1024, 16384, 512)
+
+
+def beyond(checks):
+    return [check for check in checks if not check.is_ok]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_step_of_llama_stays_within_the_limits():
+    checks = list(program.check_llama(LLAMA, 2))
+    assert len(checks) == 16 and not beyond(checks)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_step_of_gpt_2_stays_within_the_limits():
+    checks = list(program.check_gpt(GPT, 4))
+    assert len(checks) == 16 and not beyond(checks)
+
+
+def test_a_figure_beyond_its_limit_is_reported(monkeypatch, capsys):
+    checks = [
+        program.Check("gpt", "scanned", "bytes / hand", 1.01, 1.0),
+        program.Check("gpt", "scanned", "NNX", "2 kernels", "2 kernels"),
+        program.Check("gpt", "scanned", "bytes", 10, None),
+    ]
+    monkeypatch.setitem(program.SECTIONS, "gpt", lambda: iter(checks))
+    monkeypatch.setattr("sys.argv", ["program.py", "--only", "gpt"])
+    assert program.main() == 1
+    assert capsys.readouterr().out.count("BEYOND") == 1
+    monkeypatch.setitem(program.SECTIONS, "gpt", lambda: iter(checks[1:]))
+    assert program.main() == 0
