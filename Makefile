@@ -6,7 +6,8 @@
 #   make test-versions        the fast tests that depend on the versions of JAX and Flax
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
-#   make lint                 ruff and pyright
+#   make bench                the benchmarks that require only a CPU, and docs/benchmarks.md
+#   make bench lint                 ruff and pyright
 
 VENV   ?= .venv
 PYTHON ?= python3
@@ -30,7 +31,7 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-.PHONY: env demo test test-versions test-slow test-all test-lowest lint format clean
+.PHONY: env demo test test-versions test-slow test-all test-lowest bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -59,6 +60,10 @@ test-lowest: | $(BIN)/python
 	$(BIN)/jaxmp show bf16 >/dev/null
 	$(BIN)/jaxmp audit examples/train_lm.py:make_step --recipe bf16 >/dev/null
 	$(BIN)/python examples/five_lines.py
+
+bench: $(STAMP)/dev
+	$(BIN)/python benchmarks/overhead.py --out benchmarks/results/overhead_cpu.json
+	$(BIN)/python benchmarks/tables.py
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
     python benchmarks/fp8_linear.py                        # cross-compiled for an H200
     python benchmarks/fp8_linear.py --out fp8_linear.json  # also writes the figures
     python benchmarks/fp8_linear.py --time                 # timed on the GPU of this machine
+    python benchmarks/fp8_linear.py --time --toy           # small, on any machine
 
 Compiling requires XLA's GPU compiler: pip install "jaxmp[aot]". The benchmark counts the bytes that
 kernels other than matmuls read and write, without the effect of caches, and includes the FP8 op of
@@ -19,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-if "--time" not in sys.argv:
+if "--time" not in sys.argv or "--toy" in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import flax
@@ -155,12 +156,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--time", action="store_true", help="time it on the GPU of this machine")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--toy", action="store_true", help="time a small layer on the CPU")
     options = parser.parse_args()
     if options.time:
-        if jax.default_backend() != "gpu":
+        if jax.default_backend() != "gpu" and not options.toy:
             sys.exit("--time requires a GPU. Without --time, the program is compiled for an H200.")
         device = jax.devices()[0].device_kind
-        rows = [row for shape in SHAPES for row in timed(shape)]
+        shapes = [(64, 64, 64)] if options.toy else SHAPES
+        rows = [row for shape in shapes for row in timed(shape)]
     else:
         device = "NVIDIA H200 (compiled without one, nothing was run)"
         rows = [

@@ -81,7 +81,7 @@ def command_of(job: Job, directory: Path, toy: bool) -> list[str]:
     file = directory / f"{(job.file or job.name).replace(' ', '_')}.json"
     script, *options = job.command.format(out=file).split()
     if toy:
-        options = [option for option in options if option != "--time"] + ["--toy"]
+        options = [*options, "--toy"]
         for name, value in (("--rounds", "2"), ("--steps", "2")):
             if name in options:
                 options[options.index(name) + 1] = value

@@ -1,0 +1,143 @@
+"""Writes docs/benchmarks.md from the files in benchmarks/results/.
+
+python benchmarks/tables.py
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+INTRODUCTION = """# Benchmarks
+
+`python benchmarks/tables.py` writes this page from the files in `benchmarks/results/`. `make bench`
+repeats the measurements that require only a CPU.
+"""
+
+PROGRAM = """
+## Compiled steps over hand-written ones
+
+`python benchmarks/program.py` compiles the training steps of `examples/gpt.py` and
+`examples/llama.py`, and hand-written steps of the same models (`benchmarks/by_hand.py`), for an
+H200 that is not present. Nothing is run. *Bytes* are those that all kernels read and write, without
+the effect of caches. The hand-written steps clip by the global norm and skip non-finite gradients,
+as the recipe does.
+"""
+
+OVERHEAD = """
+## What a recipe adds on a CPU
+
+`python benchmarks/overhead.py` compares steps in bfloat16 with a dynamic loss scale with a
+hand-written step without one, for a byte-level GPT with 12 layers of width 256. All columns are
+ratios.
+"""
+
+GPU = """
+## Times on a GPU
+
+`python benchmarks/run_gpu.py` measures them: training steps with 124 million to 8 billion
+parameters' widths, attention, FP8 matmuls, the optimizer and the longest sequence. Repeat the
+command until nothing is left; each run takes ten minutes.
+"""
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Returns a table in Markdown, with numbers aligned to the right."""
+    names = list(header)
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' + '---:|' * (len(names) - 1)}"]
+    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Returns a report; None if it was not measured."""
+    file = RESULTS / name
+    return json.loads(file.read_text("utf-8")) if file.exists() else None
+
+
+def program_section(report: dict[str, Any]) -> str:
+    """Returns the tables of program.py."""
+    values: dict[tuple[str, str], dict[str, Any]] = {}
+    for check in report["checks"]:
+        values.setdefault((check["section"], check["program"]), {})[check["quantity"]] = check
+    cell = lambda row, name: row[name]["value"]
+    steps, fp8, optimizer = [], [], []
+    for (section, name), row in values.items():
+        if section in ("gpt", "llama"):
+            model = "GPT-2 124M" if section == "gpt" else "Llama 1B widths, 4 layers"
+            figures = (
+                f"{cell(row, 'bytes') / 1e9:.2f} GB",
+                f"{cell(row, 'bytes / hand'):.4f}",
+                f"{cell(row, 'kernels'):,}",
+                f"{cell(row, 'kernels / hand'):.3f}",
+                f"{cell(row, 'temporary memory / hand'):.3f}",
+            )
+            steps.append((f"{model}, {name}", *figures))
+        elif section == "fp8":
+            figures = ("FLOPs in FP8", "bytes / bf16", "kernels / bf16")
+            fp8.append((f"`{name}`", *(f"{cell(row, figure):.3f}" for figure in figures)))
+        else:
+            bound = row["bytes"]
+            optimizer.append((name, f"{bound['value']:.2f}", f"{bound['limit'] - 0.02:.0f}"))
+    parts = [PROGRAM, f"\nJAX {report['versions']['jax']}, bf16 recipe:\n"]
+    header = ("step", "bytes", "over hand", "kernels", "over hand", "temporary memory over hand")
+    parts.append("\n" + table(header, steps))
+    parts.append("\nThe Llama step in FP8:\n\n")
+    parts.append(table(("recipe", "FLOPs in FP8", "bytes over bf16", "kernels over bf16"), fp8))
+    parts.append("\nBytes per parameter of AdamW, and the least that the layout allows:\n\n")
+    parts.append(table(("layout", "bytes", "least"), optimizer))
+    return "".join(parts)
+
+
+def overhead_section(report: dict[str, Any]) -> str:
+    """Returns the table of overhead.py."""
+    keys = ("stablehlo_ops", "hlo_ops", "flops", "bytes", "temp_bytes", "step_time")
+    names = ("traced ops", "compiled ops", "FLOPs", "bytes", "temporary memory", "time")
+    rows = []
+    for name, row in report["rows"].items():
+        if "skipped" in row:
+            rows.append((name, row["skipped"], *[""] * (len(keys) - 1)))
+        else:
+            rows.append((name, *(f"{row[key]:.3f}" if key in row else "" for key in keys)))
+    head = f"{OVERHEAD}\nJAX {report['versions']['jax']}:\n\n"
+    return head + table(("step", *names), rows)
+
+
+def gpu_section() -> str:
+    """Returns the tables of the training steps that were timed."""
+    parts = [GPU]
+    for file in sorted((RESULTS / "gpu").glob("step_*.json")):
+        report = json.loads(file.read_text("utf-8"))
+        rows = []
+        for arm, row in report["summary"].items():
+            if "failed" in row:
+                rows.append((arm, row["failed"], "", "", ""))
+                continue
+            speed = f"{row['tokens_per_second']:,}"
+            ratios = [row.get(f"rate_over_{other}", "") for other in ("hand", "jaxmp-bf16")]
+            rows.append((arm, f"{row['milliseconds']:.2f}", speed, *ratios))
+        device = report["runs"][0].get("device", "")
+        header = ("program", "ms", "tokens/s", "rate over hand-written", "rate over bf16")
+        parts.append(f"\n{report['workload']} on {device}:\n\n{table(header, rows)}")
+    if len(parts) == 1:
+        parts.append("\nNo GPU was available so far, so nothing was timed.\n")
+    return "".join(parts)
+
+
+def page() -> str:
+    """Returns the page."""
+    parts = [INTRODUCTION]
+    program, overhead = read("program_h200.json"), read("overhead_cpu.json")
+    if program:
+        parts.append(program_section(program))
+    if overhead:
+        parts.append(overhead_section(overhead))
+    return "".join([*parts, gpu_section()])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
