@@ -21,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -90,7 +91,8 @@ def command_of(job: Job, directory: Path, toy: bool) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Returns the environment of the jobs, which share compiled programs."""
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/run_gpu_cache")
+    default = str(Path(tempfile.gettempdir()) / "run_gpu_cache")
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     shared = {"JAX_COMPILATION_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
     return {**os.environ, **shared, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
