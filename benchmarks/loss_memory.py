@@ -73,11 +73,11 @@ def compiled(way, dtype, target, *, tokens, features, classes):
         place((features, classes), jnp.float32),
         place((tokens,), jnp.int32),
     )
-    traced = jax.jit(jax.value_and_grad(way, (0, 1))).trace(*args)
+    run = jax.jit(jax.value_and_grad(way, (0, 1)))
     if target == "cpu":
-        return traced.lower().compile()
+        return run.trace(*args).lower().compile()
     with _compat.context(target="gpu"):
-        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered = run.trace(*args).lower(lowering_platforms=("cuda",))
     # XLA cannot run candidates on a GPU that is not present.
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
