@@ -416,7 +416,10 @@ def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
 # ---------------------------------------------------------------------------
 
 
-NAMESPACES = ("checkpoint", "errors", "fp8", "functional", "linen", "losses", "nnx", "optim")
+NAMESPACES = (
+    *("checkpoint", "errors", "fp8", "functional", "linen", "losses", "nnx", "optim", "sharding"),
+    "testing",
+)
 
 
 def public_callables() -> dict[str, object]:
