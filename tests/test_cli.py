@@ -252,17 +252,49 @@ def make_step(recipe):
 """
 
 
+TRAINING = """
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+
+
+def make_run(recipe, seed):
+    apply = jaxmp.autocast(lambda params, x: x @ params["w"], recipe)
+    params = {"w": jax.random.normal(jax.random.key(seed), (4, 4))}
+    tx = recipe.optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(apply(params, x) - x))
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+
+    x = jax.random.normal(jax.random.key(seed), (3, 8, 4))
+    evaluate = lambda state: loss_fn(state.params, x[2])
+    return jaxmp.TrainingRun(state=state, step=step, batches=x[:2], evaluate=evaluate)
+"""
+
+
 @pytest.fixture
 def commands(folder):
     """Returns name -> arguments of every command."""
     (folder / "my_step.py").write_text(STEP)
+    (folder / "my_training.py").write_text(TRAINING)
+    # The results that the first call saves include the duration.
+    short = ["--candidates", "bf16", "--seeds", "1", "--steps", "2", "--directory", "results"]
     yield {
         "recipes": ["recipes"],
         "show": ["show", "fp16"],
         "explain": ["explain", "my_model:make", "--recipe", "bf16"],
         "audit": ["audit", "my_step.py:make_step", "--recipe", "fp32"],
+        "validate": ["validate", "my_training.py:make_run", *short],
     }
     sys.modules.pop("my_step", None)
+    sys.modules.pop("my_training", None)
 
 
 def test_every_command_writes_json(run, folder, commands):
