@@ -69,7 +69,7 @@ EXPERIMENTS = {
     "digits": Experiment(digits, {k: HEALTHY[k] for k in ("bf16", "fp16")}, 210, 3),
     "small": Experiment(functools.partial(byte_gpt, **SMALL), HEALTHY | UNHEALTHY, 200, 3),
     "large": Experiment(functools.partial(byte_gpt, **LARGE), HEALTHY | UNHEALTHY, 200, 3),
-    "adam": Experiment(adam_in_fp16, ADAM, 200, 3),
+    "adam": Experiment(adam_in_fp16, ADAM, 100, 3),
 }
 
 

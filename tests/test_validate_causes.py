@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state as flax_train_state
 
 import jaxmp
 
@@ -207,3 +208,41 @@ def test_float16_overflow():
         optax.adam(1e-3),
     )
     assert "is not finite" in first_line(report, "fp16")
+
+
+def test_moments_in_float16_underflow():
+    """Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16."""
+    tx, stream = optax.adam(1e-3), batches((64, 8), 4)
+
+    def make_run(recipe, seed):
+        model = Perceptron()
+        params = model.init(jax.random.key(seed), stream(seed)[0])
+
+        def loss_fn(params, x):
+            return squared_error(lambda x: recipe.wrap(model).apply(params, x), x)
+
+        def evaluate(state):
+            return {"loss": loss_fn(state.params, stream(99)[0])}
+
+        create = jaxmp.TrainState.create
+        if recipe.master == "none":  # a loop written by hand
+            params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+            state = flax_train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+        else:
+            state = create(apply_fn=None, params=params, tx=recipe.optimizer(tx))
+
+        def step(state, x):
+            if isinstance(state, flax_train_state.TrainState):
+                loss, grads = jax.value_and_grad(loss_fn)(state.params, x)
+            else:
+                loss, grads = state.value_and_grad(loss_fn)(x)
+            return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+
+        return jaxmp.TrainingRun(state=state, step=step, batches=stream(seed), evaluate=evaluate)
+
+    by_hand = jaxmp.load_recipe("fp16_params").replace(master="none", loss_scale="none")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = jaxmp.validate(make_run, {"hand": by_hand, "fp16": FP16}, steps=4, seeds=1)
+    assert verdicts(report) == {"hand": "fail", "fp16": "pass"}
+    line = first_line(report, "hand")
+    assert line.startswith("hand FAILS: the optimizer's moments in 16 bits underflow")

@@ -129,6 +129,23 @@ def _masters(evidence: Evidence) -> Diagnosis:
     )
 
 
+def _moments(evidence: Evidence) -> Diagnosis:
+    """Finds moments in 16 bits, if updates are not finite although the gradients are."""
+    findings = evidence.findings("optimizer_state_16bit")
+    gradients = evidence.measurements.gradients
+    if not findings or evidence.is_finite or any(row.nonfinite for row in gradients):
+        return None
+    return 1.8, Cause(
+        id="optimizer_state_16bit",
+        summary="the optimizer's moments in 16 bits underflow, and updates are not finite",
+        evidence=(
+            "On the reference's parameters the gradients are finite, and the losses of the "
+            f"training are not. {findings[0].message}"
+        ),
+        fix=findings[0].fix,
+    )
+
+
 def _accumulator(evidence: Evidence) -> Diagnosis:
     findings = evidence.findings("accumulator_16bit")
     if not findings:
@@ -296,6 +313,7 @@ def _skipped(evidence: Evidence) -> Diagnosis:
 _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _underflow,
     _masters,
+    _moments,
     _accumulator,
     _softmax,
     _loss,
