@@ -11,6 +11,7 @@ All handling of this collection is here; `jaxmp.fp8` defines the state of a sing
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,16 +24,20 @@ from jax.core import Tracer
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import CompositionError, JaxmpError, MissingDependencyError
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._state import (
     NAMES,
     PREFIX,
     USES,
     State,
+    is_active,
     is_in_unchecked_shard_map,
     to_float32,
     to_fm32,
 )
+from jaxmp.fp8._step_state import PARTIALS, can_begin
+from jaxmp.fp8._step_state import begin_step as begin_states
+from jaxmp.fp8._step_state import finish_step as finish_states
 
 # Flax's name of the collection.
 OVERWRITE = "_overwrite_with_gradient"
@@ -104,6 +109,66 @@ def check_is_absent(params: PyTree) -> None:
 # ---------------------------------------------------------------------------
 
 
+def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
+    """Replaces the states of FP8 layers by their active states, which `finish_step` reads.
+
+    Args:
+      tree: a differentiated argument.
+      is_on_several_devices: tensors have one maximum per device, which XLA combines by all-reduce.
+
+    Returns:
+      A tree of the same structure. States remain as they are where JAX would sum their gradients.
+    """
+    params, collection = split(tree)
+    leaves, structure = jax.tree.flatten(collection)
+    states = [indices for indices in _find_layer_states(collection) if _can_begin(indices, leaves)]
+    arrays = [leaves[index] for state in states for index in state.values()]
+    if not _max_accumulates(arrays):
+        return tree
+    partials = 1 if is_on_several_devices else PARTIALS
+    active = begin_states(
+        [{name: leaves[index] for name, index in state.items()} for state in states], partials
+    )
+    for indices, state in zip(states, active, strict=True):
+        for name, index in indices.items():
+            leaves[index] = state[name]
+    return join(params, structure.unflatten(leaves), tree)
+
+
+def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:
+    """Replaces active states in auxiliary data, as of `apply(..., mutable=True)`, by the states.
+
+    Args:
+      aux: auxiliary data of a loss function.
+      before: the differentiated arguments, before `begin_step`.
+    """
+    collections = [state for _, state in map(split, before) if state is not None]
+    if not collections:
+        return aux
+    is_collections = lambda node: isinstance(node, Mapping) and OVERWRITE in node
+
+    def restore(node: PyTree) -> PyTree:
+        if not is_collections(node):
+            return node
+        structure = jax.tree.structure(node[OVERWRITE])
+        states = (state for state in collections if jax.tree.structure(state) == structure)
+        return type(node)({**node, OVERWRITE: next(states, node[OVERWRITE])})
+
+    return jax.tree.map(restore, aux, is_leaf=is_collections)
+
+
+def _can_begin(indices: dict[str, int], leaves: list[Any]) -> bool:
+    return can_begin({name: leaves[index] for name, index in indices.items()})
+
+
+def _max_accumulates(arrays: list[Any]) -> bool:
+    """Returns True if JAX can combine the gradients of these leaves of states by max."""
+    traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
+    if not arrays or not traced or is_in_unchecked_shard_map():
+        return False
+    return importlib.util.find_spec("flax") is not None
+
+
 def to_max_accumulated(tree: PyTree) -> PyTree:
     """Converts the states of FP8 layers to `fm32`, in which JAX combines cotangents by max.
 
@@ -118,14 +183,9 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(collection)
     indices = [index for state in _find_layer_states(collection) for index in state.values()]
     arrays = [leaves[index] for index in indices]
-    traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
-    if not arrays or not traced or is_in_unchecked_shard_map():
+    if not _max_accumulates(arrays):
         return tree
-    try:
-        converted = to_fm32(arrays)
-    except MissingDependencyError:
-        return tree
-    for index, leaf in zip(indices, converted, strict=True):
+    for index, leaf in zip(indices, to_fm32(arrays), strict=True):
         leaves[index] = leaf
     return join(params, structure.unflatten(leaves), tree)
 
@@ -165,23 +225,31 @@ def combine_over_axes(leaf: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 # ---------------------------------------------------------------------------
 
 
-def keep_unused(grads: PyTree, before: PyTree) -> PyTree:
-    """Replaces the gradients of layers that did not run by their states before the step.
+def finish_step(grads: PyTree, before: PyTree) -> PyTree:
+    """Returns gradients with the states of FP8 layers after the step.
 
     Args:
-      grads: gradients, with states in float32 or `fm32`. A layer whose `uses` is not positive did
-        not run; its gradient is JAX's zero, which is -inf in `fm32`.
-      before: the differentiated argument.
+      grads: gradients, with the gradients of states or active states, in float32 or `fm32`. A layer
+        whose `uses` is not positive did not run and keeps its state; its gradient is JAX's zero,
+        which is -inf in `fm32`.
+      before: the differentiated argument, before `begin_step`.
     """
     params, new = split(grads)
     if new is None:
         return grads
     leaves, structure = jax.tree.flatten(new)
     old_leaves = jax.tree.leaves(split(before)[1])
-    for indices in _find_layer_states(new):
-        new_state = {name: leaves[index] for name, index in indices.items()}
-        old_state = {name: old_leaves[index] for name, index in indices.items()}
-        for name, leaf in _keep_unused(new_state, old_state).items():
+    locations = _find_layer_states(new)
+    of_tree = lambda tree, indices: {name: tree[index] for name, index in indices.items()}
+    states = [of_tree(leaves, indices) for indices in locations]
+    olds = [of_tree(old_leaves, indices) for indices in locations]
+    active = [number for number, state in enumerate(states) if is_active(state)]
+    finished = finish_states([states[n] for n in active], [olds[n] for n in active])
+    after = dict(zip(active, finished, strict=True))
+    for number, indices in enumerate(locations):
+        if number not in after:
+            after[number] = _keep_unused(states[number], olds[number])
+        for name, leaf in after[number].items():
             leaves[indices[name]] = leaf
     return join(params, structure.unflatten(leaves), grads)
 

@@ -80,7 +80,8 @@ def test_every_linear_layer_multiplies_in_fp8_three_times(loss_of):
     # Six layers in each of two blocks.
     bf16 = "bfloat16"
     assert found.count((E4M3, E4M3, bf16)) == 12
-    assert found.count((E5M2, E4M3, bf16)) == found.count((E4M3, E5M2, bf16)) == 12
+    # The gradients of FP32 kernels are results of the matmuls.
+    assert found.count((E5M2, E4M3, bf16)) == found.count((E4M3, E5M2, "float32")) == 12
     # The matmul of the head, which returns its FP32 sums, and two of attention in each block.
     assert len(found) - len(in_fp8(found)) == 3 + 2 * 6
     assert (bf16, bf16, "float32") in found and "float32" not in {row[0] for row in found}

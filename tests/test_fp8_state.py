@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxmp
 from jaxmp import fp8
 from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
 
 LINEAR = (((1,), (0,)), ((), ()))
@@ -45,6 +46,65 @@ def run(recipe, sizes, state=None):
         state, y = step(recipe, state, of_size(x, 8, 16), of_size(w, 16, 8), of_size(g, 8, 8))
         found.append((jax.tree.map(np.asarray, state), np.asarray(y)))
     return found
+
+
+# ---------------------------------------------------------------------------
+# All layers together
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPE,
+        fp8.DelayedScaling(amax_history_len=3, calibrate=False, amax_compute="most_recent"),
+        fp8.DelayedScaling(amax_history_len=3, interval=2, margin=1),
+    ],
+    ids=["max", "most_recent", "interval"],
+)
+def test_states_of_a_model_are_updated_as_each_layer_updates_its_own(recipe):
+    product = fp8.dot_general(recipe)
+    states = {"a": fp8.init_state(recipe), "b": fp8.init_state(recipe)}
+    states["unused"] = fp8.init_state(recipe)
+    params = {"a": of_size(0.5, 16, 48), "b": of_size(2, 48, 16)}
+
+    def loss(variables, x):
+        params, states = variables["params"], variables["_overwrite_with_gradient"]
+        hidden = product(x, params["a"], LINEAR, state=states["a"])
+        return jnp.sum(product(hidden, params["b"], LINEAR, state=states["b"]) ** 2)
+
+    together = jax.jit(jaxmp.grad(loss))
+    # Without value_and_grad of jaxmp, each layer reads and updates its own state.
+    alone = jax.jit(jax.grad(loss))
+    found, expected = states, states
+    for size in (1.0, 8.0, 2.0, float("inf"), 4.0):
+        x = of_size(1, 24, 16).at[0, 0].set(size)
+        found = together({"params": params, "_overwrite_with_gradient": found}, x)
+        expected = alone({"params": params, "_overwrite_with_gradient": expected}, x)
+        jax.tree.map(np.testing.assert_array_equal, found["params"], expected["params"])
+        found, expected = (tree["_overwrite_with_gradient"] for tree in (found, expected))
+        expected["unused"] = states["unused"]
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found["a"]["input_amax_history"][0] == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((24, 16), 8), ((24, 16), 4096), ((7, 5), 16), ((3, 4, 6), 1), ((0, 4), 4)]
+)
+def test_the_largest_of_partial_maxima_is_the_amax(shape, count):
+    x = jax.random.normal(jax.random.key(0), shape)
+    maxima = partial_maxima(x, 0, count)
+    assert maxima.shape == (count,)
+    assert maxima.max() == np.abs(np.asarray(x)).max(initial=0)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), RECIPE, fp8.RowwiseScaling()])
+def test_a_non_finite_element_reaches_the_result(recipe, value):
+    x = jnp.ones((48, 32)).at[3, 5].set(value)
+    state = fp8.init_state(recipe) if recipe.is_stateful else None
+    y = jax.jit(lambda x: fp8.dot_general(recipe)(x, jnp.ones((32, 16)), LINEAR, state=state))(x)
+    assert np.isnan(y[3]).all()
 
 
 # ---------------------------------------------------------------------------

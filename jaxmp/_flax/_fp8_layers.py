@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +16,7 @@ from flax.linen import merge_param
 from jax import lax
 
 from jaxmp._core._compat import einsum_bias_shape
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._overwritten import OVERWRITE
@@ -24,7 +25,7 @@ from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide
-from jaxmp.fp8._scaling import Scaling
+from jaxmp.fp8._scaling import GEMMS, Scaling
 from jaxmp.fp8._state import AGE as AGE
 from jaxmp.fp8._state import NAMES as NAMES
 from jaxmp.fp8._state import PREFIX as PREFIX
@@ -62,7 +63,7 @@ class LayerDot(_LayerFunction):
         dims = make_dims(lhs, rhs, dimension_numbers)
         sizes = lambda axes: math.prod(rhs.shape[axis] for axis in axes)
         if decide(self.scaling, self.path, sizes(dims.contract[1]), sizes(dims.free(1))):
-            wide = preferred_element_type if self.wide is None else self.wide
+            wide = _result_dtype(lhs, rhs, preferred_element_type, self.wide)
             if self.state is not None:
                 options["state"] = self.state()
             return dot_general(self.scaling)(
@@ -96,7 +97,7 @@ class LayerEinsum(_LayerFunction):
             k = math.prod(rhs.shape[axis] for axis in contract)
             n = rhs.size // max(k * math.prod(rhs.shape[axis] for axis in batch), 1)
         if decide(self.scaling, self.path, k, n, exclusion):
-            wide = preferred_element_type if self.wide is None else self.wide
+            wide = _result_dtype(lhs, rhs, preferred_element_type, self.wide)
             if self.state is not None:
                 options["state"] = self.state()
             return einsum(self.scaling)(equation, lhs, rhs, precision, wide, **options)
@@ -137,9 +138,57 @@ def _plain(
     preferred: DTypeLike | None,
 ) -> jax.Array:
     """Computes the dot without FP8."""
+    if _keeps_kernel(lhs.dtype, rhs.dtype):
+        rhs = lax.convert_element_type(rhs, lhs.dtype)
     if wide is not None and lhs.dtype == rhs.dtype != wide:
         return wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
+
+
+def _result_dtype(
+    lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None, wide: DTypeLike | None
+) -> DTypeLike | None:
+    """Returns the dtype of the result of an FP8 dot; None: that of the operands."""
+    own = lhs.dtype if _keeps_kernel(lhs.dtype, rhs.dtype) else None
+    return next((dtype for dtype in (wide, preferred) if dtype is not None), own)
+
+
+# ---------------------------------------------------------------------------
+# Promotion of operands
+# ---------------------------------------------------------------------------
+
+
+def quantizes_float32_kernels(scaling: Scaling | None) -> bool:
+    """Returns True if the FP8 dots of a layer read its kernel in FP32, without a 16-bit copy.
+
+    The kernel is rounded once, and its gradient is a result of the matmul in FP32. A dot without
+    FP8, and an MX dot on a CPU, would multiply an FP32 kernel in FP32.
+    """
+    if scaling is None or scaling.kind == "mx":
+        return False
+    return all(scaling.formats(gemm) is not None for gemm in GEMMS)
+
+
+def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
+    return is_16bit(compute_dtype) and kernel_dtype == FLOAT32
+
+
+def promote_around_kernel(
+    promote: Callable[..., Any], arrays: Sequence[Any], dtype: DTypeLike | None, inexact: bool
+) -> list[Any]:
+    """Promotes input, kernel and biases as Flax does, but keeps an FP32 kernel in 16-bit layers.
+
+    Args:
+      promote: Flax's function of a list of arrays, `dtype` and `inexact`.
+      arrays: input, kernel, and any number of biases or None.
+      dtype: compute dtype of the layer.
+      inexact: as in Flax.
+    """
+    inputs, kernel, *biases = arrays
+    if dtype is None or not _keeps_kernel(dtype, jnp.asarray(kernel).dtype):
+        return list(promote(arrays, dtype=dtype, inexact=inexact))
+    inputs, *biases = promote([inputs, *biases], dtype=dtype, inexact=inexact)
+    return [inputs, kernel, *biases]
 
 
 # ---------------------------------------------------------------------------
@@ -192,7 +241,12 @@ def einsum_call(module: Any, dot: LayerEinsum) -> Callable[..., jax.Array]:
         if module.use_bias:
             shape, bias_shape = einsum_bias_shape(module, equation, inputs, kernel)
             bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-        inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+        promote = lambda arrays, **options: module.promote_dtype(*arrays, **options)
+        arrays = inputs, kernel, bias
+        if quantizes_float32_kernels(dot.scaling):
+            inputs, kernel, bias = promote_around_kernel(promote, arrays, module.dtype, True)
+        else:
+            inputs, kernel, bias = promote(arrays, dtype=module.dtype)
         preferred = module.preferred_element_type
         out = dot(equation, inputs, kernel, module.precision, preferred)
         return out if bias is None else out + jnp.reshape(bias, bias_shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,13 @@ from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import attention_function
 from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
-from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, linen_dot
+from jaxmp._flax._fp8_layers import (
+    LayerDot,
+    LayerEinsum,
+    linen_dot,
+    promote_around_kernel,
+    quantizes_float32_kernels,
+)
 from jaxmp._flax._linen_attention import AttentionFunction
 
 _UNSET = object()
@@ -166,7 +171,9 @@ def _replace_dot(module: nn.Module, module_policy: ModulePolicy, set_field: SetF
     assert dot is not None
     wide = resolved.wide_output
     # An author who replaced Flax's promotion of the operands has chosen their dtypes.
-    promotes = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+    promote = getattr(module, "promote_dtype", promote_dtype)
+    # A clone, such as `nn.remat` makes, has the promotion of its original.
+    promotes = promote is promote_dtype or isinstance(promote, Promotion)
     if not promotes or not dot.name or not _has_default_dot(module, dot.name):
         return
     if resolved.scaling is not None and dot.fp8 is not None:
@@ -176,8 +183,10 @@ def _replace_dot(module: nn.Module, module_policy: ModulePolicy, set_field: SetF
     else:
         function = wide if dot.function is None else wide_operator(dot.function, wide)
     set_field(dot.name, function)
-    if wide is not None and hasattr(module, "promote_dtype"):
-        set_field("promote_dtype", _wide_promote(wide))
+    keeps_kernel = resolved.scaling is not None and quantizes_float32_kernels(resolved.scaling)
+    keeps_kernel = keeps_kernel and dot.fp8 is not None
+    if (wide is not None or keeps_kernel) and hasattr(module, "promote_dtype"):
+        set_field("promote_dtype", Promotion(wide, keeps_kernel))
 
 
 def _has_default_dot(module: nn.Module, name: str) -> bool:
@@ -188,17 +197,27 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
     return is_default and getattr(module, f"{name}_cls", None) is None
 
 
-@functools.cache
-def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
-    """Returns Flax's `promote_dtype` that casts the bias to the dtype of the result."""
+@dataclasses.dataclass(frozen=True)
+class Promotion:
+    """Flax's `promote_dtype` for a layer with another dot."""
 
-    def promote(
-        *arrays: Array | None, dtype: DTypeLike | None = None, inexact: bool = True
+    # Dtype of the result, to which biases are cast; None: the compute dtype.
+    wide: np.dtype | None
+    # An FP32 kernel is not cast.
+    keeps_kernel: bool
+
+    def __call__(
+        self, *arrays: Array | None, dtype: DTypeLike | None = None, inexact: bool = True
     ) -> list[Array | None]:
-        operands = promote_dtype(*arrays[:2], dtype=dtype, inexact=inexact)
-        return operands + [None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:]]
-
-    return promote
+        count = len(arrays) if self.wide is None else 2
+        operands, biases = arrays[:count], arrays[count:]
+        if self.keeps_kernel:
+            flax_promote = lambda arrays, **options: promote_dtype(*arrays, **options)
+            promoted = promote_around_kernel(flax_promote, operands, dtype, inexact)
+        else:
+            promoted = promote_dtype(*operands, dtype=dtype, inexact=inexact)
+        wide_biases = [None if bias is None else jnp.asarray(bias, self.wide) for bias in biases]
+        return promoted + wide_biases
 
 
 # ---------------------------------------------------------------------------

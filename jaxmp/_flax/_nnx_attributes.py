@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._attention import attention_function
 from jaxmp._flax._casts import ModulePolicy, wide_operator
+from jaxmp._flax._fp8_layers import promote_around_kernel, quantizes_float32_kernels
 from jaxmp._flax._layer_table import EINSUM_OP, PREFERRED, DotAttribute, LayerTraits
 from jaxmp._flax._nnx_attention import AttentionFunction
 from jaxmp._flax._nnx_bound import ATTRIBUTE, AUTHOR_KEPT, Bound, Path, bound_of
@@ -116,6 +118,9 @@ def _dot_changes(attributes: dict[str, Any], module_policy: ModulePolicy) -> dic
     is_default = attributes.get(dot.name) in (None, dot.function)
     if resolved.scaling is not None and dot.fp8 is not None and is_default:
         changes[dot.name] = dot.fp8(resolved.scaling, wide, resolved.path)
+        if quantizes_float32_kernels(resolved.scaling) and "promote_dtype" in attributes:
+            has_wide_bias = "promote_dtype" in changes
+            changes["promote_dtype"] = Promotion(wide if has_wide_bias else None, True)
     return changes
 
 
@@ -133,22 +138,36 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
         return {}
     changes = {dot.name: function}
     if "promote_dtype" in attributes:
-        changes["promote_dtype"] = _wide_promote(wide)
+        changes["promote_dtype"] = Promotion(wide, False)
     return changes
 
 
-@functools.cache
-def _wide_promote(wide: np.dtype) -> Callable[..., Any]:
-    """Returns Flax's `promote_dtype` that casts the bias to the dtype of the result."""
+@dataclasses.dataclass(frozen=True)
+class Promotion:
+    """Flax's `promote_dtype` for a layer with another dot."""
 
-    def promote(
-        arrays: tuple[Array | None, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
+    # Dtype of the result, to which biases are cast; None: the compute dtype.
+    wide: np.dtype | None
+    # An FP32 kernel is not cast.
+    keeps_kernel: bool
+
+    def __call__(
+        self,
+        arrays: tuple[Array | None, ...],
+        /,
+        *,
+        dtype: DTypeLike | None = None,
+        inexact: bool = True,
     ) -> tuple[Array | None, ...]:
-        promoted = flax_promote_dtype(arrays[:2], dtype=dtype, inexact=inexact)
-        biases = (None if bias is None else jnp.asarray(bias, wide) for bias in arrays[2:])
-        return (*promoted, *biases)
-
-    return promote
+        count = len(arrays) if self.wide is None else 2
+        operands, biases = arrays[:count], arrays[count:]
+        if self.keeps_kernel:
+            flax_promote = lambda arrays, **options: flax_promote_dtype(tuple(arrays), **options)
+            promoted = promote_around_kernel(flax_promote, operands, dtype, inexact)
+        else:
+            promoted = flax_promote_dtype(operands, dtype=dtype, inexact=inexact)
+        wide_biases = (None if bias is None else jnp.asarray(bias, self.wide) for bias in biases)
+        return (*promoted, *wide_biases)
 
 
 @functools.cache

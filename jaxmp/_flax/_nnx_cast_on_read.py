@@ -15,7 +15,7 @@ from jaxmp._core._trees import cast, cast_floating, is_castable
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import written_back
 from jaxmp._flax._layer_table import LayerTraits
-from jaxmp._flax._nnx_bound import bound_of
+from jaxmp._flax._nnx_bound import Bound, bound_of
 from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
 
 # ---------------------------------------------------------------------------
@@ -77,6 +77,8 @@ class CastOnRead:
         bound = bound_of(module)
         if bound is None or not bound.is_overridden or current_context().policies != bound.policies:
             return value
+        if _keeps_kernel(bound, module, self.name):
+            return value
         dtype = bound.module_policy.param_dtype(self.name)
         cast_float64 = bound.module_policy.policy.cast_float64
 
@@ -95,6 +97,17 @@ class CastOnRead:
 
     def __delete__(self, module: nnx.Module) -> None:
         del vars(module)[self.name]
+
+
+def _keeps_kernel(bound: Bound, module: nnx.Module, name: str) -> bool:
+    """Returns True for the kernel of a layer of Flax that its FP8 dot reads as it is stored."""
+    traits = bound.module_policy.traits
+    if name != traits.kernel or not getattr(
+        vars(module).get("promote_dtype"), "keeps_kernel", False
+    ):
+        return False
+    method = "__call__"  # of a subclass, it may compute with the kernel itself
+    return getattr(bound.cls, method, None) is getattr(traits.layer, method, bound)
 
 
 # ---------------------------------------------------------------------------

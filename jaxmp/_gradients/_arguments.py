@@ -32,6 +32,8 @@ class Options:
     axes: tuple[Hashable, ...]
     accumulate_dtype: np.dtype
     reduce_dtype: np.dtype
+    # The differentiated arguments of a call, before `begin_step` of their FP8 states.
+    before: tuple[Any, ...] = ()
 
 
 def as_tuple(value: AxisNames) -> tuple[Any, ...]:

@@ -47,7 +47,10 @@ def evaluate(
         replaced = dict(zip(options.argnums, inputs, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
-        return loss, (weight, _overwritten.to_float32(aux))
+        return loss, (
+            weight,
+            _overwritten.without_active(_overwritten.to_float32(aux), options.before),
+        )
 
     run = fn_of_inputs
     if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):

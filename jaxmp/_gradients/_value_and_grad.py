@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import sum_dtype
 from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
+from jaxmp._fp32_gradients import is_on_several_devices
 from jaxmp._gradients._arguments import (
     Options,
     as_tuple,
@@ -109,12 +111,18 @@ def value_and_grad(
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _compat.check_axes(options.axes)
         called = options_of_call(options, args)
-        before = [args[i] for i in called.argnums]
+        before = tuple(args[i] for i in called.argnums)
+        called = dataclasses.replace(called, before=before)
+        spread = is_on_several_devices(args, kwargs)
+        args = tuple(
+            _overwritten.begin_step(arg, spread) if i in called.argnums else arg
+            for i, arg in enumerate(args)
+        )
         args = vary_args(args, called)
         run = evaluate if called.microbatches == 1 else accumulate
         sums, aux = run(fn, args, kwargs, called)
         loss, grads = mean_of_sums(reduce_sums(sums, called))
-        grads = tuple(map(_overwritten.keep_unused, grads, before))
+        grads = tuple(map(_overwritten.finish_step, grads, before))
         grads = grads if isinstance(argnums, (tuple, list)) else grads[0]
         return ((loss, aux) if called.has_aux else loss), grads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._quantize import compute_scale, saturate
+from jaxmp.fp8._quantize import compute_scale, quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
 
-# The active amax, from which the scale is computed, and the measured one; float32 scalars.
+# The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
+# partial maxima if the state is active.
 Seen = tuple[jax.Array, jax.Array]
 
 
@@ -35,9 +38,15 @@ class Operand(NamedTuple):
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns the largest magnitude in float32: of all elements, or over `axes`, kept as size 1."""
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
-    return lax.convert_element_type(largest, FLOAT32)
+    """Returns the largest magnitude in float32: of all elements, or over `axes`, kept as size 1.
+
+    It is NaN if an element is NaN. XLA for CPUs drops NaN from the maximum of matrices (JAX 0.10 to
+    0.12), so that the bits are compared, which order like the magnitudes, with NaN as the largest.
+    """
+    wide = lax.abs(lax.convert_element_type(x, FLOAT32))
+    bits = lax.bitcast_convert_type(wide, jnp.int32)
+    largest = jnp.max(bits, axis=axes, keepdims=axes is not None, initial=0)
+    return lax.bitcast_convert_type(largest, FLOAT32)
 
 
 @functools.cache
@@ -63,6 +72,51 @@ def _state_amax(leading: int) -> Any:
         return _state_amax(leading + 1)(x, age), True
 
     return measure
+
+
+@functools.cache
+def _state_partials(leading: int, count: int) -> Any:
+    """Returns a function like `_state_amax` that computes `count` partial maxima for a state."""
+
+    @custom_vmap
+    def measure(x: jax.Array, age: jax.Array) -> jax.Array:
+        del age
+        return partial_maxima(x, leading, count)
+
+    @measure.def_vmap
+    def _(axis_size: int, in_batched: list[bool], x: jax.Array, age: jax.Array) -> Any:
+        x_batched, has_state = in_batched
+        if not has_state:
+            return _state_partials(leading, count)(jnp.moveaxis(x, 0, leading), age), False
+        if not x_batched:
+            x = jnp.broadcast_to(x, (axis_size, *x.shape))
+        return _state_partials(leading + 1, count)(x, age), True
+
+    return measure
+
+
+def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
+    """Computes magnitudes of which the largest is the amax of `x`.
+
+    Args:
+      x: array of any shape.
+      leading: number of first axes that are not reduced.
+      count: size of the result.
+
+    Returns:
+      float32, the first `leading` axes of `x` and an axis of size `count`. Each element is the
+      largest magnitude of a contiguous part of `x`, or 0.
+    """
+    stack, own = x.shape[:leading], x.shape[leading:]
+    row, size = (own[-1] if own else 1), math.prod(own)
+    if count == 1:
+        return amax(x, tuple(range(leading, x.ndim))).reshape(*stack, 1)
+    if not size:
+        return jnp.zeros((*stack, count), FLOAT32)
+    rows = size // row
+    parts = math.gcd(rows, count) if rows > count else rows * math.gcd(row, count // rows)
+    maxima = amax(x.reshape(*stack, parts, size // parts), (leading + 1,)).reshape(*stack, parts)
+    return lax.pad(maxima, np.float32(0), [*[(0, 0, 0)] * leading, (0, count - parts, 0)])
 
 
 # Prefix of the names of jitted functions that quantize; the operand's role follows.
@@ -103,22 +157,33 @@ def _quantize(
     scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
     # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
     factor = lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
-    # A non-finite amax makes the factor NaN at no cost. Checking each element would require a
-    # separate pass over the tensor where XLA transposes it.
-    poison = lax.full_like(factor, jnp.nan)
-    return saturate(x, scale, dtype), lax.select(lax.is_finite(measured), factor, poison)
+    values = quantize_finite(x, scale, dtype)
+    if _compat.target() == "gpu" and x.dtype == FLOAT32:
+        # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
+        # over FP32, and transpose the copy again for the other matmul.
+        values = with_layout_constraint(values, Layout(major_to_minor=tuple(range(x.ndim))))
+    # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
+    # the barrier, it is the amax, and the copy is made of one byte per element.
+    return lax.optimization_barrier(values) if scaling.is_stateful else values, factor
 
 
 _QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
-    measured = _state_amax(0)(x, state.age)
+    is_active = state.amax_history.ndim > 1
+    count = state.amax_history.shape[0]
+    measure = _state_partials(0, count) if is_active else _state_amax(0)
+
     # Inside `shard_map`, the maximum over the devices that share the state.
-    axes = _compat.varying_axes(measured) - _compat.varying_axes(state)
-    if axes:
-        measured = _compat.largest(measured, tuple(sorted(axes, key=str)))
-    return amax_in_force(scaling, state, measured), measured
+    def over_devices(maxima: jax.Array) -> jax.Array:
+        axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
+        return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
+
+    measured = over_devices(measure(x, state.age))
+    whole = lambda: over_devices(_state_amax(0)(x, state.age))
+    active = amax_in_force(scaling, state, whole if is_active else lambda: measured)
+    return active, measured
 
 
 def _observe_and_quantize(

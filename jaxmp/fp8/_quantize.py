@@ -127,6 +127,11 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
     """
     x = as_floats(x, "x", "fp8.quantize")
     _check_scale(scale, "x", x.shape, "fp8.quantize")
+    return quantize_finite(x, scale, dtype)
+
+
+def quantize_finite(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Quantizes as `quantize` does, without checks of the arguments."""
     q = saturate(x, scale, dtype)
     # Test `x` rather than `x * scale`, which may overflow with a stale scale and should saturate.
     return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,8 @@ def check_state(scaling: DelayedScaling, state: object) -> None:
         raise JaxmpError(
             f"The state of DelayedScaling has the keys {sorted(expected)}, not {keys}. {fix}"
         )
+    if is_active(state):
+        return
     for name, shape in expected.items():
         leaf = state[name]
         if not hasattr(leaf, "dtype"):
@@ -96,6 +98,12 @@ def check_state(scaling: DelayedScaling, state: object) -> None:
                 f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and "
                 f"dtype float32. {fix}"
             )
+
+
+def is_active(state: Mapping[str, Any]) -> bool:
+    """Returns True for the active state of a layer, which `begin_step` creates."""
+    ranks = (getattr(state[name], "ndim", 0) for name in (f"{OPERANDS[0]}_amax_history", AGE))
+    return next(ranks) == next(ranks) + 2
 
 
 @functools.cache
@@ -209,7 +217,7 @@ def before_step(state: Mapping[str, Any]) -> State:
       CompositionError: as in `to_float32`.
     """
     _check_reducible(state[AGE])
-    return settled(state)
+    return to_float32(dict(state)) if is_active(state) else settled(state)
 
 
 @jax.jit
@@ -245,24 +253,37 @@ def of_operand(state: Mapping[str, Any], operand: str) -> OperandState:
     return OperandState(state[AGE], state[f"{operand}_amax"], state[f"{operand}_amax_history"])
 
 
-def amax_in_force(scaling: DelayedScaling, state: OperandState, measured: jax.Array) -> jax.Array:
+def amax_in_force(
+    scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
+) -> jax.Array:
     """Returns the active amax, from which the scale of this step is computed.
 
     Args:
       scaling: the scaling.
-      state: the operand's state before the step.
-      measured: amax of the tensor in this step, which is used if there is no earlier one.
+      state: the operand's state before the step, or its active state.
+      measure: computes the amax of the tensor in this step, which is used if there is no earlier
+        one.
 
     Returns:
       A float32 scalar.
     """
     stored, history = state.amax, state.amax_history
-    recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
+    if history.ndim > 1:  # an active state
+        stored, largest, newest = (state.amax[index] for index in range(3))
+        recent = largest if scaling.amax_compute == "max" else newest
+    else:
+        recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
     due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
     known = lax.select(due, recent, stored)
-    # Select instead of branching: every step measures the amax for the history anyway, and on a GPU
-    # one branch per tensor would cost more than waiting for the amax.
-    return lax.select(known > np.float32(0), known, measured) if scaling.calibrate else known
+    if not scaling.calibrate:
+        return known
+    is_known = known > np.float32(0)
+    if history.ndim == 1 or history.shape[0] == 1:
+        # Every step measures the amax for the history anyway.
+        return lax.select(is_known, known, measure())
+    # With a branch, only the first step reads the tensor once more. The other steps measure it in
+    # the kernel that quantizes it.
+    return lax.cond(is_known, lambda: known, measure)
 
 
 def next_state(
@@ -286,6 +307,11 @@ def next_state(
     return _next_state(scaling, state[AGE], histories, seen, like)
 
 
+def _gradient_of_active(amax: jax.Array, partials: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of an operand's `amax` and `amax_history` in an active state."""
+    return jnp.broadcast_to(amax, (3,)), partials[:, None]
+
+
 @functools.partial(jax.jit, static_argnames="scaling")
 def _next_state(
     scaling: DelayedScaling,
@@ -295,10 +321,18 @@ def _next_state(
     like: jax.Array,
 ) -> State:
     is_due, increased = age >= np.float32(scaling.interval), age + np.float32(1)
+    # With an interval of 1, the age is 1 after every step.
     new = {AGE: lax.select(is_due, lax.full_like(age, 1), increased)}
+    if scaling.interval == 1:
+        new = {AGE: lax.full_like(age, 1)}
     new[USES] = lax.full_like(age, 1)
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], histories[operand]
+        if history.ndim > 1:
+            new[f"{operand}_amax"], new[f"{operand}_amax_history"] = _gradient_of_active(
+                amax, latest
+            )
+            continue
         grown = jnp.concatenate([latest[None], history[:-1]])
         new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
         new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)

@@ -1,0 +1,161 @@
+"""States of all FP8 layers during one training step, which a few kernels read and write.
+
+Each layer has its own state of eight small arrays. If each layer updates its own, a program for a
+GPU starts about eleven small kernels per layer. `begin_step` and `finish_step` process the states
+of all layers together, outside of the differentiated function. Between them, a layer receives its
+*active state*, with the same names and other shapes:
+
+- `X_amax`, `[3]`: the stored amax, the largest and the newest entry of the history. Its gradient
+  contains the active amax.
+- `X_amax_history`, `[partials, 1]`: zeros. Its gradient contains partial maxima of the magnitudes
+  in this step, so that one kernel computes the maxima of all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp.fp8._operands import amax
+from jaxmp.fp8._state import AGE, OPERANDS, USES, State, to_float32
+
+# Number of partial maxima of a tensor: enough thread blocks to read it at full speed.
+PARTIALS = 4096
+
+
+def can_begin(state: State) -> bool:
+    """Returns True if the layers that share the arrays of a state are stacked on first axes."""
+    stack = state[AGE].shape
+    return all(
+        state[f"{x}_amax"].shape == stack
+        and state[f"{x}_amax_history"].shape[:-1] == stack
+        and state[f"{x}_amax_history"].ndim == len(stack) + 1
+        for x in OPERANDS
+    )
+
+
+def _groups(states: Sequence[State]) -> list[list[int]]:
+    """Returns the indices of the states with equal shapes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, state in enumerate(states):
+        groups.setdefault(state[f"{OPERANDS[0]}_amax_history"].shape, []).append(index)
+    return list(groups.values())
+
+
+# Functions of one layer are jitted, so that all layers share one trace and, in StableHLO, one
+# function. XLA inlines them, and runs the same operation of all layers in one kernel.
+
+
+def _settled(state: State) -> State:
+    """Undoes the summation of gradients as `settled` does, for layers that may be stacked."""
+    uses = jnp.maximum(state[USES], np.float32(1))
+    divided = {name: leaf / uses for name, leaf in state.items() if leaf.ndim == uses.ndim}
+    for operand in OPERANDS:
+        name = f"{operand}_amax_history"
+        is_newest = lax.broadcasted_iota(np.int32, state[name].shape, uses.ndim) == 0
+        divided[name] = jnp.where(is_newest, state[name], state[name] / uses[..., None])
+    return divided
+
+
+def _of_operands(state: State, leaf: str) -> jax.Array:
+    """Returns `[3, ...]`, a leaf of each operand of a layer."""
+    return jnp.stack([state[f"{x}_{leaf}"] for x in OPERANDS])
+
+
+@jax.jit
+def _stored(state: State) -> tuple[State, jax.Array, jax.Array]:
+    """Returns a settled state, and the amaxes and histories of its operands."""
+    state = _settled(state)
+    return state, _of_operands(state, "amax"), _of_operands(state, "amax_history")
+
+
+@jax.jit
+def _active(state: State, known: jax.Array, zeros: jax.Array) -> State:
+    """Returns the active state of a layer; `known` is `[3, ..., 3]`."""
+    active = {AGE: state[AGE], USES: state[USES]}
+    for place, operand in enumerate(OPERANDS):
+        active[f"{operand}_amax"] = known[place]
+        active[f"{operand}_amax_history"] = zeros
+    return active
+
+
+def begin_step(states: Sequence[State], partials: int) -> list[State]:
+    """Returns the active states of layers before a step.
+
+    Args:
+      states: states in float32 for which `can_begin` is True.
+      partials: number of partial maxima of each tensor; 1 for tensors on several devices.
+    """
+    active: list[State] = [{} for _ in states]
+    for indices in _groups(states):
+        group, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
+        history = jnp.concatenate(histories)
+        stored = jnp.concatenate(amaxes)
+        known = jnp.stack([stored, jnp.max(history, axis=-1), history[..., 0]], axis=-1)
+        zeros = jnp.zeros((*history.shape[1:-1], partials, 1), FLOAT32)
+        parts = lax.split(known, [3] * len(indices))
+        for index, state, part in zip(indices, group, parts, strict=True):
+            active[index] = _active(state, part, zeros)
+    return active
+
+
+@jax.jit
+def _measured(gradient: State) -> tuple[State, jax.Array, jax.Array]:
+    """Returns the gradient of an active state in float32, its uses, and all partial maxima."""
+    gradient = to_float32(gradient)
+    return gradient, gradient[USES][None], _of_operands(gradient, "amax_history")
+
+
+@jax.jit
+def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> State:
+    """Returns the state of a layer after a step; `latest` has the amaxes of its operands."""
+    is_used, settled_old = is_used[0], _settled(old)
+    state = {leaf: jnp.where(is_used, new[leaf], old[leaf]) for leaf in (AGE, USES)}
+    for place, operand in enumerate(OPERANDS):
+        name = f"{operand}_amax"
+        active = new[name][..., 0]
+        active = jnp.where(lax.is_finite(active), active, np.float32(0))
+        state[name] = jnp.where(is_used, active, old[name])
+        name = f"{operand}_amax_history"
+        is_new = is_used & lax.is_finite(latest[place])
+        state[name] = _grown(settled_old[name], old[name], latest[place], is_new)
+    return state
+
+
+def finish_step(gradients: Sequence[State], before: Sequence[State]) -> list[State]:
+    """Returns the states of layers after a step.
+
+    Args:
+      gradients: the gradients of the active states, in float32 or `fm32`.
+      before: the states before the step, in the same order. A layer that did not run keeps its
+        state; so does the history of a tensor whose amax is not finite.
+    """
+    after: list[State] = [{} for _ in before]
+    for indices in _groups(before):
+        new, uses, partials = zip(*(_measured(gradients[index]) for index in indices), strict=True)
+        # Without the barrier, XLA would copy each constant result in a kernel of its own.
+        used = lax.optimization_barrier(jnp.concatenate(uses)) > np.float32(0)
+        latest = amax(jnp.concatenate(partials), (-2, -1))[..., 0, 0]
+        count = len(indices)
+        parts = zip(lax.split(used, [1] * count), lax.split(latest, [3] * count), strict=True)
+        for index, state, (is_used, maxima) in zip(indices, new, parts, strict=True):
+            after[index] = _finished(state, before[index], is_used, maxima)
+    return after
+
+
+def _grown(history: jax.Array, kept: jax.Array, latest: jax.Array, is_new: jax.Array) -> jax.Array:
+    """Returns a history with a new first entry, or `kept`.
+
+    XLA for GPUs runs all of these in one kernel, but not if they are slices of a stacked array, or
+    concatenations.
+    """
+    last = [(0, 0, 0)] * (history.ndim - 1)
+    older = lax.pad(history, np.float32(0), [*last, (1, -1, 0)])
+    is_first = lax.broadcasted_iota(np.int32, history.shape, history.ndim - 1) == 0
+    grown = jnp.where(is_first, latest[..., None], older)
+    return jnp.where(is_new[..., None], grown, kept)
