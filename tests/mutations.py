@@ -311,8 +311,8 @@ MUTATIONS = [
     Mutation(
         "norms compute in 16 bits",
         "jaxmp/_flax/_casts.py",
-        "        return wide_dtype(self.policy.compute_dtype)\n",
-        "        return self.policy.compute_dtype\n",
+        "    upcast_dtype = wide_dtype(compute_dtype)\n",
+        "    upcast_dtype = compute_dtype\n",
         ("test_linen.py::test_norms_compute_in_fp32_and_hand_on_bf16",),
     ),
     Mutation(
