@@ -33,8 +33,16 @@ def results(processes):
     try:
         outputs = [process.communicate(timeout=900) for process in processes]
     finally:
-        for process in processes:
-            process.kill()
+        stop(processes)
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
     return [printed.splitlines()[-1] for printed, _ in outputs]
+
+
+def stop(processes):
+    """Kills the processes that still run, and closes the pipes of all."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import train_sharded
 from byte_gpt import GPT
-from processes import ROOT, free_port, results, start
+from processes import ROOT, free_port, results, start, stop
 
 SMALL = GPT(layers=1, width=32, heads=4, max_length=16)
 ARGUMENTS = dict(layers=1, width=32, heads=4, seq_len=16, batch_size=8)
@@ -280,8 +280,7 @@ def test_the_death_of_a_process_ends_the_others(victim, tmp_path):
         _, errors = survivor.communicate(timeout=2 * train_sharded.HEARTBEAT_TIMEOUT_SECONDS)
         assert time.monotonic() - killed < train_sharded.HEARTBEAT_TIMEOUT_SECONDS
     finally:
-        for process in processes:
-            process.kill()
+        stop(processes)
     # The second message is that of JAX, which noticed first.
     assert "another process has died" in errors or "another task died" in errors
     assert survivor.returncode != 0
