@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from gpu_compiler import needs_compiler
@@ -16,7 +17,9 @@ import fp8_program
 @pytest.mark.parametrize("name", ["bf16, functional.gelu", "current", "delayed"])
 def test_an_mlp_stays_within_its_limits(name):
     variant = fp8_program.VARIANTS[name]
-    counts = fp8_program.count(variant)
+    # A residual of a layer in FP32 and one in BF16 is FP32 while `init` runs without policies.
+    with jax.numpy_dtype_promotion("standard"):
+        counts = fp8_program.count(variant)
     assert fp8_program.exceeded(counts, variant.limits) == []
     assert counts.fp8 == (0 if name.startswith("bf16") else fp8_program.MATMULS)
 
