@@ -45,7 +45,7 @@ def _mesh_size(leaf: object) -> int:
 
 
 def with_fp32_gradients(
-    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...]
+    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...], *, regather: bool = True
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
 
@@ -53,6 +53,7 @@ def with_fp32_gradients(
       fn: function of the inputs.
       inputs: pytrees of parameters. The leaves that are no floating-point arrays, such as FP8
         state, are differentiated as they are.
+      regather: gather weights again in the backward pass, instead of keeping them.
 
     Returns:
       The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
@@ -74,7 +75,7 @@ def with_fp32_gradients(
         closed = jax.make_jaxpr(flat)(*leaves)
         if not _computes_in_16_bits(closed):
             return fn(*inputs)
-        results = iter(run(closed, jax.tree.leaves(inputs), is_param))
+        results = iter(run(closed, jax.tree.leaves(inputs), is_param, regather=regather))
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [

@@ -13,6 +13,7 @@ from jaxmp._core._jaxprs import consumers
 from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
+from jaxmp._fp32_gradients._layout import CALLS
 from jaxmp._fp32_gradients._values import results_of
 
 # Operations that move the elements of their first operand, and compute nothing.
@@ -37,7 +38,6 @@ MOVES = frozenset(
     }
 )
 MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
-CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
 # Operations that may follow the matmul of a weight gradient, such as the factor of a scale.
 _FACTORS = frozenset({"add", "add_any", "div", "mul", "neg"})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,21 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array
+from jaxmp._fp32_gradients._layout import Layout, gathered
 
 
 class Weight(NamedTuple):
-    """Array in FP32 or wider that depends on parameters and constants alone."""
+    """Array in FP32 or wider that depends on parameters and constants alone.
+
+    array: the array.
+    layout: its sharding, as far as it is known; None: it is unknown.
+    origin: another weight, the equation that moved its elements, and the other operands, if this
+      weight may have been gathered by that equation; else None.
+    """
 
     array: Array
+    layout: Layout | None = None
+    origin: tuple[Weight, JaxprEqn, list[Any]] | None = None
 
 
 class Copy(NamedTuple):
@@ -26,10 +36,17 @@ class Copy(NamedTuple):
     low: the 16-bit array; no gradient passes through it.
     carrier: FP32 array of the same shape. Its value is never used, and the gradient passes through
       it.
+    layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
     """
 
     low: Array
     carrier: Array
+    layout: Layout | None = None
+
+    @property
+    def whole(self) -> Array:
+        """The 16-bit array in the sharding in which matmuls read it."""
+        return gathered(self.low, self.layout)
 
 
 class Constant(NamedTuple):
@@ -38,19 +55,56 @@ class Constant(NamedTuple):
     array: Array
 
 
-Value: TypeAlias = Weight | Copy | Constant | Array
+class Rows(NamedTuple):
+    """Elements of a weight in FP32 at positions that depend on data, such as rows of a table.
+
+    array: the elements.
+    origin: the weight, the equation that selected them, and its other operands.
+    """
+
+    array: Array
+    origin: tuple[Weight, JaxprEqn, list[Any]]
+
+
+Value: TypeAlias = Weight | Copy | Constant | Rows | Array
 
 
 def as_array(value: Value) -> Array:
     """Returns a value as one array. The gradient of a copy passes to its carrier."""
     if isinstance(value, Copy):
-        return attached(value.low, value.carrier)
-    return value.array if isinstance(value, (Weight, Constant)) else value
+        return attached(value.whole, value.carrier)
+    return value.array if isinstance(value, (Weight, Constant, Rows)) else value
 
 
-def copy_of(array: Array, low: Array) -> Copy:
+def copy_of(array: Array, low: Array, layout: Layout | None = None) -> Copy:
     """Returns the copy `low` of an array in FP32."""
-    return Copy(lax.stop_gradient(low), array)
+    return Copy(lax.stop_gradient(low), array, layout)
+
+
+def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = False) -> Value:
+    """Returns a value as an argument of the body of another operation.
+
+    Args:
+      value: the operand of the operation.
+      is_recomputed: the backward pass runs the body again, and gathers its weights.
+      is_scanned: the body receives slices of the value.
+    """
+    if isinstance(value, Rows):
+        return value.array
+    if not isinstance(value, (Weight, Copy)) or value.layout is None:
+        return Weight(value.array) if isinstance(value, Weight) else value
+    layout = value.layout
+    if is_recomputed:
+        layout = dataclasses.replace(layout, again=False)
+    if is_scanned:
+        array = value.array if isinstance(value, Weight) else value.low
+        sliced = layout.of_a_slice(array.ndim)
+        if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
+            return Copy(value.whole, value.carrier, sliced)
+        layout = sliced
+    if isinstance(value, Weight):
+        return Weight(value.array, layout)
+    return Copy(value.low, value.carrier, layout)
 
 
 def computed_weight(array: Array) -> Value:

@@ -1,0 +1,434 @@
+"""Weights that are split over devices, and where they are gathered.
+
+A weight remains split until an operation reads all of it, such as a matmul. Casts, scales and other
+operations on single elements come first, so that the weight is gathered in the dtype of the matmul:
+16 bits, or FP8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import equations, sub_jaxprs
+from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._typing import Array
+
+# Axes over which each dimension of an array is split.
+_Entries: TypeAlias = tuple[Any, ...]
+
+CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+
+# Operations on single elements, which a device can apply to its part of a weight.
+ELEMENTWISE = frozenset(
+    {
+        "abs",
+        "add",
+        "bitcast_convert_type",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "div",
+        "eq",
+        "exp2",
+        "ge",
+        "gt",
+        "is_finite",
+        "le",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "and",
+        "optimization_barrier",
+        "reduce_precision",
+        "round",
+        "select_n",
+        "sign",
+        "sub",
+    }
+)
+REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
+_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sharding of a weight, and the sharding in which operations read it.
+
+    stored: the sharding of the weight; None: unknown.
+    gathered: its sharding in matmuls; None: unknown.
+    batch_axes: mesh axes over which the batch is split, so that weights are gathered over them.
+    again: gather again in the backward pass, instead of keeping the gathered weight.
+    """
+
+    stored: NamedSharding | None = None
+    gathered: NamedSharding | None = None
+    batch_axes: tuple[Any, ...] = ()
+    again: bool = True
+
+    @property
+    def is_split(self) -> bool:
+        """True if matmuls read the weight in another sharding than it has."""
+        return self.stored is not None and self.stored != self.gathered
+
+    @property
+    def is_explicit(self) -> bool:
+        """True if the sharding is part of the type of the array."""
+        return self.stored is not None and AxisType.Explicit in self.stored.mesh.axis_types
+
+    def placed(self, sharding: NamedSharding, ndim: int) -> Layout:
+        """Returns the layout of a weight that has a sharding."""
+        entries = tuple(_without(entry, self.batch_axes) for entry in _entries(sharding, ndim))
+        gathered = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        stored = NamedSharding(sharding.mesh, PartitionSpec(*_entries(sharding, ndim)))
+        return dataclasses.replace(self, stored=stored, gathered=gathered)
+
+    def constrained(self, sharding: NamedSharding, ndim: int) -> Layout:
+        """Returns the layout of a weight after a sharding constraint.
+
+        The first constraint is the sharding of the weight. If a second one leaves out some of its
+        axes, matmuls read that sharding.
+        """
+        new = self.placed(sharding, ndim)
+        if self.stored is None or new.stored == self.stored:
+            return new if self.stored is None else self
+        own = zip(_entries(sharding, ndim), _entries(self.stored, ndim), strict=True)
+        if all(set(_names(entry)) <= set(_names(before)) for entry, before in own):
+            return dataclasses.replace(self, gathered=new.stored)
+        return new
+
+    def moved(self, equation: JaxprEqn) -> Layout | None:
+        """Returns the layout after an operation that moves elements; None: it cannot be applied."""
+        if self.stored is None or self.gathered is None:
+            return self
+        aval: Any = equation.invars[0].aval
+        shardings = []
+        for sharding in (self.stored, self.gathered):
+            entries = _moved(equation, _entries(sharding, len(aval.shape)))
+            if entries is None:
+                return None
+            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+        return dataclasses.replace(self, stored=shardings[0], gathered=shardings[1])
+
+    def unplaced(self) -> Layout:
+        """Returns the layout of an array whose sharding is unknown."""
+        return Layout(batch_axes=self.batch_axes, again=self.again)
+
+    def of_a_slice(self, ndim: int) -> Layout:
+        """Returns the layout of `array[i]`, where the array has `ndim` dimensions."""
+        if self.stored is None or self.gathered is None:
+            return self
+        first, *stored = _entries(self.stored, ndim)
+        _, *gathered = _entries(self.gathered, ndim)
+        if first is not None:
+            return self.unplaced()
+        mesh = self.stored.mesh
+        shardings = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (stored, gathered))
+        stored_sharding, gathered_sharding = shardings
+        return dataclasses.replace(self, stored=stored_sharding, gathered=gathered_sharding)
+
+
+def gathered(array: Array, layout: Layout | None) -> Array:
+    """Returns a weight in the sharding in which matmuls read it."""
+    if layout is None or not layout.is_split:
+        return array
+    assert layout.stored is not None and layout.gathered is not None
+    if layout.is_explicit:
+        return jax.reshard(array, layout.gathered)
+    # Without the first constraint, XLA may gather the array before it was cast.
+    array = lax.with_sharding_constraint(array, layout.stored)
+    return lax.with_sharding_constraint(array, layout.gathered)
+
+
+def split(array: Array, layout: Layout | None) -> Array:
+    """Returns the gradient of a weight in the sharding of the weight."""
+    if layout is None or not layout.is_split or layout.is_explicit:
+        return array
+    assert layout.stored is not None
+    return lax.with_sharding_constraint(array, layout.stored)
+
+
+# ---------------------------------------------------------------------------
+# Axes of the batch
+# ---------------------------------------------------------------------------
+
+
+def batch_axes(closed: ClosedJaxpr, is_param: list[bool]) -> tuple[Any, ...]:
+    """Returns the mesh axes to which the first constrained activation splits its first dimension.
+
+    Args:
+      closed: traced loss function.
+      is_param: for each argument, True for a parameter. Constraints of arrays that depend on
+        parameters and constants alone do not count.
+    """
+    return _batch_axes(jaxpr_body(closed)[0], is_param) or ()
+
+
+def _batch_axes(jaxpr: Jaxpr, is_weight: Sequence[bool]) -> tuple[Any, ...]:
+    weights = {var for var, weight in zip(jaxpr.invars, is_weight, strict=True) if weight}
+    for equation in jaxpr.eqns:
+        flags = [isinstance(var, Literal) or var in weights for var in equation.invars]
+        if all(flags):
+            weights |= set(equation.outvars)
+        elif equation.primitive.name == "sharding_constraint":
+            sharding = equation.params["sharding"]
+            if isinstance(sharding, NamedSharding) and sharding.spec:
+                axes = _names(sharding.spec[0])
+                if axes:
+                    return axes
+        else:
+            for inner in sub_jaxprs(equation):
+                body = jaxpr_body(inner)[0]
+                # The branches of a `cond` lack its first operand.
+                missing = len(flags) - len(body.invars)
+                inside = flags[missing:] if missing >= 0 else [False] * len(body.invars)
+                axes = _batch_axes(body, inside)
+                if axes:
+                    return axes
+    return ()
+
+
+# ---------------------------------------------------------------------------
+# Partition specs
+# ---------------------------------------------------------------------------
+
+
+def _entries(sharding: NamedSharding, ndim: int) -> _Entries:
+    spec = sharding.spec
+    return (*spec, *(None,) * (ndim - len(spec)))
+
+
+def _names(entry: object) -> tuple[Any, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _without(entry: object, axes: Sequence[object]) -> object:
+    rest = tuple(name for name in _names(entry) if name not in axes)
+    return rest if len(rest) > 1 else rest[0] if rest else None
+
+
+def _moved(equation: JaxprEqn, entries: _Entries) -> _Entries | None:
+    """Returns the entries of a partition spec after an operation; None if there are none."""
+    name, params = equation.primitive.name, equation.params
+    operand, result = (
+        tuple(aval.shape) for aval in (equation.invars[0].aval, equation.outvars[0].aval)
+    )
+    if name in ("copy", "rev"):
+        return entries
+    if name == "transpose":
+        return tuple(entries[n] for n in params["permutation"])
+    if name == "squeeze":
+        gone = {n % len(operand) for n in params["dimensions"]}
+        return tuple(entry for n, entry in enumerate(entries) if n not in gone)
+    if name == "broadcast_in_dim":
+        new: list[Any] = [None] * len(result)
+        for n, dimension in enumerate(params["broadcast_dimensions"]):
+            if operand[n] == result[dimension]:
+                new[dimension] = entries[n]
+        return tuple(new)
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshaped(operand, result, entries)
+    if name in ("slice", "dynamic_slice", "split", "unstack") and len(operand) == len(result):
+        cut = (
+            entry is not None and before != after
+            for entry, before, after in zip(entries, operand, result, strict=True)
+        )
+        return None if any(cut) else entries
+    return None
+
+
+def _reshaped(
+    operand: tuple[int, ...], result: tuple[int, ...], entries: _Entries
+) -> _Entries | None:
+    """Returns the entries after a reshape, if only leading dimensions of its groups are split."""
+    before = [(n, size) for n, size in enumerate(operand) if size > 1]
+    after = [(n, size) for n, size in enumerate(result) if size > 1]
+    new: list[Any] = [None] * len(result)
+    while before and after:
+        (first, left), (target, right) = before.pop(0), after.pop(0)
+        sizes = left, right
+        while left != right:
+            if left < right and before:
+                n, size = before.pop(0)
+                if entries[n] is not None:
+                    return None
+                left *= size
+            elif right < left and after:
+                right *= after.pop(0)[1]
+            else:
+                return None
+        if entries[first] is not None and max(sizes) % min(sizes):
+            return None
+        new[target] = entries[first]
+    return tuple(new)
+
+
+# ---------------------------------------------------------------------------
+# Functions of weights
+# ---------------------------------------------------------------------------
+
+# Mark of an array that a device can compute from its part of the weights and from scalars.
+_LOCAL = Layout()
+
+
+def run_gathered(
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[Layout | None]
+) -> tuple[list[Array], list[Layout | None]]:
+    """Runs a jaxpr that has no derivatives, and gathers weights in front of their uses.
+
+    Args:
+      closed: the jaxpr.
+      args: its arguments.
+      layouts: for each argument, its layout if it is a weight that has not been gathered.
+
+    Returns:
+      The results, and a layout for each of them that has not been gathered: weights that are
+      gathered again in the backward pass.
+    """
+    jaxpr, consts = jaxpr_body(closed)
+    values = [(const, None) for const in consts]
+    results = _run(jaxpr, values, list(zip(args, layouts, strict=True)), is_outermost=True)
+    return (
+        [array for array, _ in results],
+        [mark if mark is not None and mark.is_split else None for _, mark in results],
+    )
+
+
+_Marked: TypeAlias = tuple[Any, Layout | None]
+
+
+def _run(
+    jaxpr: Jaxpr,
+    consts: Sequence[_Marked],
+    args: Sequence[_Marked],
+    *,
+    is_outermost: bool = False,
+) -> list[_Marked]:
+    values: dict[Var, _Marked] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+    # Arrays that have been gathered, by the variable of which all others are bitcasts, and dtype.
+    sources: dict[Var, Var] = {}
+    whole: dict[tuple[Var, Any], Array] = {}
+
+    def read(var: Var | Literal) -> _Marked:
+        return (var.val, _LOCAL) if isinstance(var, Literal) else values[var]
+
+    def gather(var: Var | Literal) -> Array:
+        array, layout = read(var)
+        if isinstance(var, Literal) or layout is None or not layout.is_split:
+            return array
+        key = sources.get(var, var), array.dtype
+        if key not in whole:
+            whole[key] = gathered(array, layout)
+        return whole[key]
+
+    for equation in jaxpr.eqns:
+        operands = list(map(read, equation.invars))
+        if equation.primitive.name == "bitcast_convert_type":
+            operand, result = equation.invars[0], equation.outvars[0]
+            if isinstance(operand, Var) and isinstance(result, Var):
+                sources[result] = sources.get(operand, operand)
+        with as_recorded(equation):
+            if equation.primitive.name in CALLS and _has_split(operands):
+                inner, inner_consts = jaxpr_body(equation.params["jaxpr"])
+                results = _run(inner, [(const, None) for const in inner_consts], operands)
+            elif _is_identity(equation):
+                out = bind(equation, [array for array, _ in operands])
+                results = list(zip(out, _returned_marks(equation, operands), strict=True))
+            else:
+                can_wait, mark = _mark(equation, operands)
+                arrays = (
+                    [array for array, _ in operands]
+                    if can_wait
+                    else list(map(gather, equation.invars))
+                )
+                out = bind(equation, arrays)
+                out = list(out) if isinstance(out, (list, tuple)) else [out]
+                results = [(array, mark) for array in out]
+        values |= zip(equation.outvars, results, strict=True)
+    results = list(map(read, jaxpr.outvars))
+    if not is_outermost:
+        return results
+    return [
+        (gather(var), None) if mark is not None and not mark.again else (array, mark)
+        for var, (array, mark) in zip(jaxpr.outvars, results, strict=True)
+    ]
+
+
+def _is_identity(equation: JaxprEqn) -> bool:
+    """Returns True for a function with its own derivative that returns arguments unchanged."""
+    call = equation.params.get("call_jaxpr")
+    return call is not None and not jaxpr_body(call)[0].eqns
+
+
+def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[Layout | None]:
+    jaxpr, _ = jaxpr_body(equation.params["call_jaxpr"])
+    marks = dict(zip(jaxpr.invars, (mark for _, mark in operands), strict=True))
+    return [None if isinstance(var, Literal) else marks.get(var) for var in jaxpr.outvars]
+
+
+def _has_split(operands: Sequence[_Marked]) -> bool:
+    return any(mark is not None and mark.is_split for _, mark in operands)
+
+
+def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, Layout | None]:
+    """Returns True if an equation can read weights that are split, and the mark of its result."""
+    name = equation.primitive.name
+    is_local = all(mark is not None or jax.numpy.size(array) == 1 for array, mark in operands)
+    layouts = {mark for _, mark in operands if mark is not None and mark.is_split}
+    if not layouts:
+        # A large array that was not made from weights or scalars is an activation.
+        can_be_local = is_local and name in ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim"}
+        return True, _LOCAL if can_be_local else None
+    if not is_local:
+        return False, None
+    (layout, *others) = layouts
+    if name in REDUCTIONS or _is_reduction(equation):
+        return True, _LOCAL
+    if name in ELEMENTWISE and not others:
+        return (True, layout) if _keeps_shape(equation, operands) else (False, None)
+    moved = layout.moved(equation) if not others and operands[0][1] == layout else None
+    return (True, moved) if moved is not None else (False, None)
+
+
+def _is_reduction(equation: JaxprEqn) -> bool:
+    """Returns True for a function with its own batching rule that only reduces its arguments."""
+    inner = equation.params.get("call") if equation.primitive.name == "custom_vmap_call" else None
+    if inner is None:
+        return False
+    names = {inside.primitive.name for inside in equations(inner)}
+    return not REDUCTIONS.isdisjoint(names) and names <= ELEMENTWISE | REDUCTIONS | CALLS | _SHAPES
+
+
+def _keeps_shape(equation: JaxprEqn, operands: Sequence[_Marked]) -> bool:
+    shape = getattr(equation.outvars[0].aval, "shape", None)
+    return all(
+        jax.numpy.shape(array) == shape
+        for array, mark in operands
+        if mark is not None and mark.is_split
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Array that a backward pass requires, and its layout if it has not been gathered."""
+
+    array: Array
+    layout: Layout | None = dataclasses.field(metadata={"static": True})
