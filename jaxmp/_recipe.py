@@ -99,8 +99,13 @@ class Recipe:
 
     @property
     def reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are summed over the devices of an `axis_name`."""
+        """Name of the dtype in which gradients are summed over devices."""
         return self.data.reduce_dtype
+
+    @property
+    def regather(self) -> bool:
+        """True if split weights are gathered again in the backward pass, instead of kept."""
+        return self.data.regather
 
     @property
     def ops(self) -> OpTable:
@@ -114,11 +119,14 @@ class Recipe:
 
     # ------------------------------------------------------------------ Methods
 
-    def wrap(self, model: M) -> M:
+    def wrap(self, model: M, *, shardings: PyTree = None) -> M:
         """Returns a model that computes under this recipe's policies; `model` is not modified.
 
         Args:
           model: an instance of a Flax Linen or NNX module.
+          shardings: a `NamedSharding` for each parameter, in a tree like the parameters. Weights
+            that are split over the axes of the batch are then gathered in the compute dtype. None:
+            the metadata of Flax, if the model has any.
 
         Returns:
           A model of the same class with the same parameter tree.
@@ -131,7 +139,7 @@ class Recipe:
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        return _load_adapter(model).apply_policy(model, self.policies)
+        return _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
 
     def optimizer(
         self, inner: optax.GradientTransformation, axis_name: AxisNames = None
@@ -161,10 +169,13 @@ class Recipe:
             skip=self.skip,
             axis_name=axis_name,
         )
-        if self.accumulate_dtype == self.reduce_dtype == "float32":
+        if self.accumulate_dtype == self.reduce_dtype == "float32" and self.regather:
             return tx
         return optim.gradient_dtypes(
-            tx, accumulate_dtype=self.accumulate_dtype, reduce_dtype=self.reduce_dtype
+            tx,
+            accumulate_dtype=self.accumulate_dtype,
+            reduce_dtype=self.reduce_dtype,
+            regather=self.regather,
         )
 
     def cast_params(self, params: PyTree) -> PyTree:
@@ -195,7 +206,8 @@ class Recipe:
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
             dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
             scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
-            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `name`, `summary`.
+            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`, `name`,
+            `summary`.
 
         Returns:
           A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.

@@ -16,6 +16,7 @@ from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._layer import MaskHints
 from jaxmp._audit._share import low_precision_share
+from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_subclass
 from jaxmp._flax._linen_attention import AttentionFunction
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 # ---------------------------------------------------------------------------
 
 
-def apply_policy(model: M, policies: RecipeLike) -> M:
+def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) -> M:
     """Returns a model that computes under `policies`. The original model is not changed.
 
     The result is an instance of a subclass of the model's class, with the same parameter tree.
@@ -47,6 +48,9 @@ def apply_policy(model: M, policies: RecipeLike) -> M:
       model: an unbound `flax.linen.Module`. If it has policies, they are replaced.
       policies: a recipe name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Paths are
         relative to `model`.
+      shardings: a `NamedSharding` for each parameter, in a tree like the parameters, to which
+        `apply` constrains them. None: parameters with Flax's metadata (`nn.with_partitioning`) are
+        constrained to the sharding that it specifies.
 
     Returns:
       The model under the policies, usable alone or as a submodule. Equal models under equal
@@ -70,7 +74,11 @@ def apply_policy(model: M, policies: RecipeLike) -> M:
     cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # Without its parent: like any new module it belongs to the method in which it is created.
-    return cast(M, cls(**{name: getattr(model, name) for name in fields if name != "parent"}))
+    new = cls(**{name: getattr(model, name) for name in fields if name != "parent"})
+    if shardings is not None:
+        by_path = shardings_by_path(shardings, "shardings")
+        object.__setattr__(new, "_jaxmp_shardings", by_path)
+    return cast(M, new)
 
 
 def module_paths(

@@ -17,6 +17,7 @@ from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._layer import MaskHints
 from jaxmp._audit._share import low_precision_share
+from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
 from jaxmp._flax._nnx_attention import AttentionFunction
@@ -53,7 +54,7 @@ M = TypeVar("M", bound=nnx.Module)
 # ---------------------------------------------------------------------------
 
 
-def apply_policy(model: M, policies: RecipeLike) -> M:
+def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) -> M:
     """Returns a model that computes under `policies`. The original model is not changed.
 
     The result shares its Variables with `model`: training one trains the other. A parameter that a
@@ -66,6 +67,9 @@ def apply_policy(model: M, policies: RecipeLike) -> M:
         policies were applied before keep them.
       policies: a recipe name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Paths are
         those of `nnx.iter_modules(model)`: attribute names and list indices, joined by `/`.
+      shardings: a `NamedSharding` for each parameter, in a tree like `nnx.state(model, nnx.Param)`.
+        Such a parameter gets a new Variable with the sharding in its metadata. None: parameters
+        with Flax's metadata (`out_sharding`) have the sharding that it specifies.
 
     Returns:
       A model whose modules are instances of subclasses of their classes.
@@ -85,7 +89,8 @@ def apply_policy(model: M, policies: RecipeLike) -> M:
     _check_model(model, "apply_policy")
     policies = as_policy_map(policies)
     check_module_dtypes(policies)
-    return bind_model(model, policies)
+    by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
+    return bind_model(model, policies, by_path)
 
 
 def module_paths(model: nnx.Module) -> dict[str, type | None]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxmp._audit._hlo_matmuls import fused
 from jaxmp._core._hlo import Computation, Instruction, Program, Shape
+from jaxmp._core._jaxprs import BACKWARD, phase_of
 
 if TYPE_CHECKING:
     from jaxmp._audit._hlo_stats import Origins
@@ -70,21 +71,58 @@ _MATMUL_CALLS = ("__cublas$", "__cudnn$")
 def is_read_by_matmul(
     program: Program, inside: Computation, instruction: Instruction, number: int
 ) -> bool:
-    """Returns True if a matmul in the same computation reads an array that a collective made."""
+    """Returns True if a matmul reads an array that a collective made.
+
+    Outside of the computation of the collective, which may be the body of a loop, only matmuls of
+    backward passes count: they read the gradient of an activation. The gradient of a weight passes
+    through the optimizer, and then to matmuls of the forward pass of a next step. In a backward
+    pass, a scatter counts as well: it adds up the gradients of an embedding.
+    """
     combined = len(instruction.operands) > 1
-    waiting, seen = [instruction], {instruction.name}
-    while waiting and len(seen) < 200:
-        here = waiting.pop()
-        whole = combined and (here is instruction or here.opcode.endswith("-done"))
-        for reader in program.readers(inside, here.name):
-            picks = whole and reader.opcode == "get-tuple-element"
-            if reader.name in seen or (picks and reader.numbers("index") != (number,)):
-                continue
-            if _contains_matmul(program, reader):
+    # Computation, instruction, and the index of the array in it, or None.
+    waiting: list[tuple[Computation, Instruction, int | None]]
+    waiting = [(inside, instruction, number if combined else None)]
+    seen = set()
+    while waiting and len(seen) < 1000:
+        here, made, index = waiting.pop()
+        if (here.name, made.name, index) in seen:
+            continue
+        seen.add((here.name, made.name, index))
+        if made.is_root and made.opcode == "tuple" and index is not None:
+            waiting += _next_iteration(program, here, index)
+        for reader in program.readers(here, made.name):
+            is_backward = phase_of(reader.op_name) == BACKWARD
+            if is_backward and _contains(program, reader, ("scatter",)):
                 return True
-            seen.add(reader.name)
-            waiting.append(reader)
+            if _contains_matmul(program, reader):
+                if here is inside or is_backward:
+                    return True
+            elif reader.opcode == "get-tuple-element":
+                if index is None or reader.numbers("index") == (index,):
+                    waiting.append((here, reader, None))
+            elif reader.opcode == "tuple":
+                position = reader.operands.index(made.name)
+                waiting.append((here, reader, position if index is None else None))
+            elif reader.opcode == "while":
+                body = program.computations[reader.attribute("body")]
+                waiting += [(body, p, index) for p in body.parameters.values()]
+                waiting.append((here, reader, index))
+            else:
+                waiting.append((here, reader, index if reader.opcode.endswith("-done") else None))
     return False
+
+
+def _next_iteration(
+    program: Program, body: Computation, index: int
+) -> list[tuple[Computation, Instruction, int | None]]:
+    """Returns where a carried array is after an iteration of a loop: in its body, and after it."""
+    result: list[tuple[Computation, Instruction, int | None]] = []
+    for computation in program.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "while" and instruction.attribute("body") == body.name:
+                result += [(body, p, index) for p in body.parameters.values()]
+                result.append((computation, instruction, index))
+    return result
 
 
 def _contains_matmul(program: Program, instruction: Instruction) -> bool:
@@ -94,3 +132,11 @@ def _contains_matmul(program: Program, instruction: Instruction) -> bool:
     if instruction.opcode in ("fusion", "fusion-start"):
         return any(_contains_matmul(program, inner) for _, inner in fused(program, instruction))
     return instruction.opcode in ("dot", "convolution", "scaled-dot")
+
+
+def _contains(program: Program, instruction: Instruction, opcodes: tuple[str, ...]) -> bool:
+    """Returns True for an instruction with one of some opcodes, and for a fusion with one."""
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inside = fused(program, instruction)
+        return any(_contains(program, inner, opcodes) for _, inner in inside)
+    return instruction.opcode in opcodes

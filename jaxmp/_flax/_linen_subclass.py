@@ -24,6 +24,7 @@ from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, root_of
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
+from jaxmp._flax._shardings import constrain_variables
 from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import PolicyMap
@@ -145,6 +146,7 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
         method: str | Callable[..., PyTree] | None = None,
         **kwargs: PyTree,
     ) -> PyTree:
+        variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
         out = cls.apply(self, variables, *args, method=_method_of_apply(self, method), **kwargs)
         wrapped: Any = type(self)
         suspects = wrapped._jaxmp_suspects
@@ -265,6 +267,8 @@ def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
     def clone(self: nn.Module, **changes: Any) -> nn.Module:
         with context(policies=Plain()), _author_fields_in(self):
             copy = cls.clone(self, **changes)
+        if "_jaxmp_shardings" in self.__dict__:
+            object.__setattr__(copy, "_jaxmp_shardings", self.__dict__["_jaxmp_shardings"])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
         # A submodule that leaves its model keeps its policies; inside, the model applies them.

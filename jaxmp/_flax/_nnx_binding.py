@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
@@ -24,6 +25,7 @@ from jaxmp._flax._nnx_modules import (
     module_paths,
 )
 from jaxmp._flax._nnx_subclass import binds_assigned
+from jaxmp._flax._shardings import SPEC
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy, storage_dtype
 from jaxmp.errors import RuleError
@@ -35,8 +37,14 @@ M = TypeVar("M", bound=nnx.Module)
 # ---------------------------------------------------------------------------
 
 
-def bind_model(model: M, policies: PolicyMap) -> M:
-    """Returns a copy of a model under policies, which shares the Variables of the model."""
+def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedSharding]) -> M:
+    """Returns a copy of a model under policies, which shares the Variables of the model.
+
+    Args:
+      model: the model.
+      policies: the policies.
+      shardings: path of a parameter -> its sharding, for the metadata of a new Variable.
+    """
     entries = find_modules(model)
     paths = module_paths(entries)
     check_required(policies, paths)
@@ -46,7 +54,7 @@ def bind_model(model: M, policies: PolicyMap) -> M:
         if not entry.has_own_policies:
             unbind(entry.module)
     copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
-    _separate_stored(copies, policies)
+    _separate(copies, policies, shardings)
     _bind_all(copies, policies, paths)
     return copy
 
@@ -177,19 +185,26 @@ def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) 
 
 
 # ---------------------------------------------------------------------------
-# Storage dtypes
+# Storage dtypes and shardings
 # ---------------------------------------------------------------------------
 
 
-def _separate_stored(entries: list[ModuleEntry], policies: PolicyMap) -> None:
-    """Copies the Variable of each parameter whose rule changes its storage dtype."""
+def _separate(
+    entries: list[ModuleEntry], policies: PolicyMap, shardings: Mapping[Path, NamedSharding]
+) -> None:
+    """Copies the Variable of each parameter with another storage dtype or a sharding."""
     copies: dict[int, nnx.Variable[Any]] = {}
     for entry in entries:
         for name, param in entry.params:
             value = param.get_raw_value()
-            dtype = storage_dtype(policies, (*entry.paths[0], *name.split("/")))
-            if _trees.is_castable(value) and value.dtype != dtype:
-                copies.setdefault(id(param), param.copy())
+            path = (*entry.paths[0], *name.split("/"))
+            dtype = storage_dtype(policies, path)
+            sharding = shardings.get(path)
+            is_stored = _trees.is_castable(value) and value.dtype != dtype
+            if is_stored or sharding is not None:
+                copy = copies.setdefault(id(param), param.copy())
+                if sharding is not None:
+                    copy.set_metadata(SPEC, sharding.spec)
     if not copies:
         return
     for entry in entries:

@@ -23,6 +23,7 @@ from jaxmp._flax._nnx_arguments import (
 )
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_writes import Slot, Write, describe_arrays, same
+from jaxmp._flax._shardings import constrain_variable
 from jaxmp.errors import JaxmpError
 
 # The tag of the update context that maps objects inside the gradient to those outside.
@@ -210,7 +211,7 @@ class _Call:
                     if indices:
                         state = _in_variables(self._state(ref.index, indices), pure)
                         for j, leaf in self._indices(ref.index, state):
-                            inner[j] = leaf
+                            inner[j] = constrain_variable(leaf)
         return inner
 
     def _inner_args(self, pure_args: Sequence[Any], objects: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,15 @@ from jax.sharding import NamedSharding
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._replay import as_recorded, bind
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval, run_in_fp32
+from jaxmp._core._typing import Array
+from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
+from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
 from jaxmp._fp32_gradients._layout import (
     CALLS,
     ELEMENTWISE,
     REDUCTIONS,
     Layout,
-    Saved,
     batch_axes,
-    gathered,
-    run_gathered,
-    split,
 )
 from jaxmp._fp32_gradients._values import (
     Constant,
@@ -150,37 +147,35 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     assert isinstance(copy, Copy)
     others = list(map(as_array, rest))
     layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = results_of(equation, bind(equation, [copy.whole if layout is None else copy.low, *others]))
+    low = results_of(
+        equation, bind(equation, [copy.whole if layout is None else copy.low, *others])
+    )
     carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
     return [Copy(*pair, layout) for pair in zip(low, carrier, strict=True)]
 
 
 def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies a sharding constraint. That of a parameter is its sharding."""
-    (value,), sharding = operands, equation.params["sharding"]
-    if not isinstance(value, (Weight, Copy)) or value.layout is None:
-        return _move(equation, operands) if isinstance(value, Copy) else _bind_weight(equation, value)
-    if not isinstance(sharding, NamedSharding) or equation.params["unconstrained_dims"]:
-        return _move(equation, operands) if isinstance(value, Copy) else _bind_weight(equation, value)
-    ndim = len(equation.outvars[0].aval.shape)
-    layout = value.layout.constrained(sharding, ndim)
+    (value,), params = operands, equation.params
+    sharding = params["sharding"]
+    if not isinstance(value, (Weight, Copy)):
+        return list(bound(equation, operands))
+    is_spec = isinstance(sharding, NamedSharding) and not params["unconstrained_dims"]
+    if value.layout is None or not is_spec:
+        if isinstance(value, Copy):
+            return _move(equation, operands)
+        return [value._replace(array=bound(equation, operands)[0])]
+    layout = value.layout.constrained(sharding, as_array(value._replace(layout=None)).ndim)
     if layout.stored == value.layout.stored:
         # Matmuls read the weight in this sharding, after it was cast.
         if isinstance(value, Copy):
             return [value._replace(layout=layout)]
         if layout != value.layout:
-            (array,) = bound(equation, operands)
-            return [Weight(array, None, (value, equation, []))]
+            return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
     if isinstance(value, Copy):
         low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
         return [Copy(low, carrier, layout)]
-    (array,) = bound(equation, operands)
-    return [Weight(array, layout)]
-
-
-def _bind_weight(equation: JaxprEqn, value: Value) -> list[Value]:
-    (array,) = bound(equation, [value])
-    return [Weight(array, None, value.origin)] if isinstance(value, Weight) else [array]
+    return [Weight(bound(equation, operands)[0], layout)]
 
 
 def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -189,7 +184,9 @@ def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     if isinstance(value, Weight):
         return _moved_weight(equation, value, [], bound(equation, operands))
     if not isinstance(value, Copy) or value.layout is None or value.layout.is_split:
-        return _move(equation, operands) if isinstance(value, Copy) else bound(equation, operands)
+        return (
+            _move(equation, operands) if isinstance(value, Copy) else [*bound(equation, operands)]
+        )
     stored = jax.typeof(value.low).sharding
     carrier = bind(equation, [value.carrier])
     layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
@@ -249,60 +246,10 @@ def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     return Copy(bind(equation, [copy.low]), copy.carrier, copy.layout)
 
 
-def _matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Runs a matmul or convolution with a copy, whose gradient is computed in FP32."""
-    side = 1 if isinstance(operands[1], Copy) else 0
-    copy, other = operands[side], operands[1 - side]
-    if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
-        return None
-    rest = list(map(as_array, operands[2:]))
-
-    def call(other: Array, low: Array, **changes: object) -> Array:
-        pair = [other, low] if side else [low, other]
-        return bind(equation, [*pair, *rest], **changes)
-
-    layout = copy.layout
-    again = layout is not None and layout.is_split and layout.again
-
-    @jax.custom_vjp
-    def matmul(other: Array, low: Array, carrier: Array) -> Array:
-        return call(other, gathered(low, layout))
-
-    def matmul_fwd(other: Array, low: Array, carrier: Array) -> Any:
-        whole = gathered(low, layout)
-        return call(other, whole), (other, low if again else whole)
-
-    def matmul_bwd(saved: tuple[Array, Array], cotangent: Array) -> Any:
-        other, low = saved
-        if again:
-            # The barrier prevents XLA from keeping the array that the forward pass gathered.
-            low = gathered(lax.optimization_barrier(low), layout)
-        # A matmul with a wide result is differentiated in the dtype of its operands, as in
-        # `_core._wide_dot`.
-        wide = equation.params["preferred_element_type"] is not None
-        narrow = {"preferred_element_type": low.dtype} if wide else {}
-        cotangent = cotangent.astype(low.dtype)
-
-        def of_other(other: Array) -> Array:
-            return call(other, low, **narrow)
-
-        def d_low(other: Array, cotangent: Array) -> tuple[Array]:
-            of_low = lambda low: call(other, low, **narrow)
-            return jax.linear_transpose(of_low, low)(cotangent)
-
-        (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
-        closed = jax.make_jaxpr(d_low)(other, cotangent)
-        (d_carrier,) = run_in_fp32(closed, [other, cotangent], [True])
-        return d_other, None, split(d_carrier, layout)
-
-    matmul.defvjp(matmul_fwd, matmul_bwd)
-    return matmul(other, copy.low, copy.carrier)
-
-
 _COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
     "name": _name,
     **dict.fromkeys(_MERGES, _merge),
-    **dict.fromkeys(MATMULS, _matmul),
+    **dict.fromkeys(MATMULS, run_matmul),
 }
 
 
@@ -344,91 +291,6 @@ def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
     source, equation, rest = weight.origin
     (result,) = _equation(equation, [_narrowed(source, dtype), *rest])
     return result
-
-
-def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
-    copies = {index for index, operand in enumerate(operands) if isinstance(operand, Copy)}
-    if not copies:
-        return list(bound(equation, operands))
-    arrays = [v.low if isinstance(v, Copy) else as_array(v) for v in operands]
-    carriers = [v.carrier for v in operands if isinstance(v, Copy)]
-    layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
-    is_split = [layout is not None and layout.is_split for layout in layouts]
-
-    def forward(*arrays: Array) -> list[Array]:
-        return results_of(equation, bind(equation, list(arrays)))
-
-    @jax.custom_vjp
-    def call(arrays: list[Array], carriers: list[Array]) -> list[Array]:
-        return forward(*map(gathered, arrays, layouts))
-
-    def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
-        if not any(is_split):
-            return jax.vjp(forward, *arrays)
-        return _gathered_vjp(forward, arrays, layouts)
-
-    def call_bwd(backward: PyTree, cotangents: list[Array]) -> Any:
-        kept, structure = jax.tree.flatten((backward, cotangents), is_leaf=_is_saved)
-        saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
-        floating: list[int] = []
-
-        def gradients(*saved: Array) -> list[Array]:
-            backward, cotangents = structure.unflatten(saved)
-            results = backward(cotangents)
-            # The gradients of integers have the dtype float0.
-            floating[:] = [n for n, g in enumerate(results) if g.dtype != jax.dtypes.float0]
-            return [results[n] for n in floating]
-
-        closed = jax.make_jaxpr(gradients)(*saved)
-        if any(map(_is_saved, kept)):
-            marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
-            saved = [
-                lax.optimization_barrier(array) if mark is not None and mark.again else array
-                for array, mark in zip(saved, marks, strict=True)
-            ]
-            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*saved)
-        results = run_in_fp32(closed, saved, [n in copies for n in floating])
-        by_operand = dict(zip(floating, results, strict=True))
-        narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
-        return narrow, [split(by_operand[n], layouts[n]) for n in sorted(copies)]
-
-    call.defvjp(call_fwd, call_bwd)
-    return list(call(arrays, carriers))
-
-
-def _gathered_vjp(
-    forward: Callable[..., list[Array]], arrays: list[Array], layouts: list[Layout | None]
-) -> tuple[list[Array], PyTree]:
-    """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
-
-    In the function of the backward pass, arrays that have not been gathered are of type `Saved`.
-    """
-    structure: Any = None
-
-    def with_backward(*arrays: Array) -> list[Array]:
-        nonlocal structure
-        leaves, structure = jax.tree.flatten(jax.vjp(forward, *arrays))
-        return leaves
-
-    closed = jax.make_jaxpr(with_backward)(*arrays)
-    results, marks = run_gathered(closed, arrays, layouts)
-    leaves = [
-        array if mark is None else Saved(array, mark)
-        for array, mark in zip(results, marks, strict=True)
-    ]
-    return structure.unflatten(leaves)
-
-
-def _all_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[Layout | None]
-) -> list[Array]:
-    results, marks = run_gathered(closed, args, layouts)
-    return list(map(gathered, results, marks))
-
-
-def _is_saved(leaf: object) -> TypeGuard[Saved]:
-    return isinstance(leaf, Saved)
 
 
 def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -520,8 +382,8 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
     "checkpoint": _remat,
     "cond": _cond,
     "convert_element_type": _convert,
-    "custom_jvp_call": _custom_derivative,
-    "custom_vjp_call": _custom_derivative,
+    "custom_jvp_call": run_custom_derivative,
+    "custom_vjp_call": run_custom_derivative,
     "remat2": _remat,
     "reshard": _reshard,
     "scan": _scan,

@@ -116,7 +116,7 @@ class Layout:
         if self.stored is None or self.gathered is None:
             return self
         aval: Any = equation.invars[0].aval
-        shardings = []
+        shardings: list[NamedSharding] = []
         for sharding in (self.stored, self.gathered):
             entries = _moved(equation, _entries(sharding, len(aval.shape)))
             if entries is None:
@@ -226,9 +226,8 @@ def _without(entry: object, axes: Sequence[object]) -> object:
 def _moved(equation: JaxprEqn, entries: _Entries) -> _Entries | None:
     """Returns the entries of a partition spec after an operation; None if there are none."""
     name, params = equation.primitive.name, equation.params
-    operand, result = (
-        tuple(aval.shape) for aval in (equation.invars[0].aval, equation.outvars[0].aval)
-    )
+    avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
+    operand, result = (tuple(aval.shape) for aval in avals)
     if name in ("copy", "rev"):
         return entries
     if name == "transpose":

@@ -32,6 +32,7 @@ class Options:
     axes: tuple[Hashable, ...]
     accumulate_dtype: np.dtype
     reduce_dtype: np.dtype
+    regather: bool
     # The differentiated arguments of a call, before `begin_step` of their FP8 states.
     before: tuple[Any, ...] = ()
 

@@ -38,6 +38,7 @@ def value_and_grad(
     interleave: bool = False,
     accumulate_dtype: DTypeLike = "float32",
     reduce_dtype: DTypeLike = "float32",
+    regather: bool = True,
 ) -> Callable[..., Any]:
     """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
 
@@ -72,6 +73,9 @@ def value_and_grad(
       reduce_dtype: dtype in which gradients are summed across devices. With sharded arrays under
         `jit`, parameters are differentiated in FP32 for that purpose, unless it is a 16-bit dtype:
         then XLA sums each gradient in the dtype in which it is computed.
+      regather: weights that are split over the axes of the batch, and of which a sharding
+        constraint in `fn` or the metadata of Flax contains the sharding, are gathered in the dtype
+        of their matmuls. True: again in the backward pass; False: they are kept until then.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The
@@ -106,6 +110,7 @@ def value_and_grad(
         axes=as_tuple(axis_name),
         accumulate_dtype=sum_dtype(accumulate_dtype),
         reduce_dtype=sum_dtype(reduce_dtype),
+        regather=regather,
     )
 
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -25,7 +25,10 @@ _ATTENTION = (
     "# other than array is declared: it replaces the array that the model passes."
 )
 _SCALING = '# Scaling of modules with matmul = "fp8".'
-_GRADIENTS = "# Dtypes of the sums of gradients over microbatches and over devices (axis_name)."
+_GRADIENTS = (
+    "# Dtypes of the sums of gradients over microbatches and over devices. With regather, split\n"
+    "# weights are gathered again in the backward pass."
+)
 _OPS = "# Operations whose category in autocast differs from the default table."
 _RULES = "# Only the first rule that matches a module applies; other fields come from [policy]."
 
@@ -45,7 +48,11 @@ def recipe_text(data: RecipeData) -> str:
     policies, scaling = data.policies, data.policies.fp8
     default = _policy_fields(policies.default)
     attention = {name: default.pop(name) for name in ATTENTION_FIELDS if name in default}
-    gradients = {"accumulate_dtype": data.accumulate_dtype, "reduce_dtype": data.reduce_dtype}
+    gradients = {
+        "accumulate_dtype": data.accumulate_dtype,
+        "reduce_dtype": data.reduce_dtype,
+        "regather": data.regather,
+    }
     blocks = [
         _block(f"{_HEAD}\n", "", {"name": data.name, "summary": data.summary}),
         _block(_POLICY, "[policy]", default),

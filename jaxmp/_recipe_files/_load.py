@@ -67,6 +67,8 @@ class RecipeData:
     # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    # Gather split weights again in the backward pass, instead of keeping them.
+    regather: bool = True
     # Categories of the operations in `autocast`.
     ops: OpTable = dataclasses.field(default_factory=OpTable)
 
@@ -341,6 +343,7 @@ class RecipeChanges(TypedDict, total=False):
     skip: str | None
     accumulate_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
+    regather: bool | None
     name: str | None
     summary: str | None
 
@@ -404,7 +407,7 @@ def _replace_ops(current: OpTable, ops: OpTable | Mapping[str, str]) -> OpTable:
     return table
 
 
-def _read_change(key: str, value: object) -> str:
+def _read_change(key: str, value: object) -> object:
     """Converts a setting that was passed in Python, under the rules for files."""
     if key not in _REPLACEABLE:
         names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_REPLACEABLE]

@@ -38,6 +38,10 @@ _MATMUL = {
     "highest": "FP32 operands keep all their bits",
     "fp8": "linear layers multiply in FP8 if their sizes allow it",
 }
+_REGATHER = {
+    True: "gathered for the forward pass, and again for the backward pass",
+    False: "gathered for the forward pass, and kept until the backward pass",
+}
 _SKIP = {
     "auto": "select for GPU and TPU, lax.cond for CPU",
     "select": "the new state is computed and then selected element by element",
@@ -207,9 +211,10 @@ def _optimizer_rows(recipe: Recipe) -> Rows:
         ("microbatches", f"gradients are summed in {recipe.accumulate_dtype}"),
         (
             "devices",
-            f"gradients are averaged in {recipe.reduce_dtype} over the optimizer's axis_name (pmap,"
-            " vmap, shard_map); under jit with shardings XLA chooses the dtype",
+            f"gradients are summed in {recipe.reduce_dtype}, under jit with shardings and over the"
+            " optimizer's axis_name (pmap, vmap, shard_map)",
         ),
+        ("split weights", _REGATHER[recipe.regather]),
     ]
 
 

@@ -14,15 +14,17 @@ from jaxmp._core._typing import DTypeLike, PyTree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class GradientDtypes:
-    """Dtypes in which gradients are summed.
+    """Settings of the gradient computation.
 
     Attributes:
       accumulate_dtype: name of the dtype in which microbatches are accumulated.
       reduce_dtype: name of the dtype in which gradients are averaged over devices.
+      regather: True if split weights are gathered again in the backward pass.
     """
 
     accumulate_dtype: str
     reduce_dtype: str
+    regather: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +46,7 @@ def gradient_dtypes(
     *,
     accumulate_dtype: DTypeLike = "float32",
     reduce_dtype: DTypeLike = "float32",
+    regather: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Records the dtypes of the gradient computation, and passes everything to `inner`.
 
@@ -54,6 +57,7 @@ def gradient_dtypes(
       inner: any optax transformation.
       accumulate_dtype: dtype in which `value_and_grad` accumulates microbatches.
       reduce_dtype: dtype in which it averages gradients over devices.
+      regather: gather split weights again in the backward pass, instead of keeping them.
 
     Returns:
       An optax transformation with a `GradientDtypesState`.
@@ -67,7 +71,9 @@ def gradient_dtypes(
       'bfloat16'
     """
     inner = optax.with_extra_args_support(inner)
-    dtypes = GradientDtypes(sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name)
+    dtypes = GradientDtypes(
+        sum_dtype(accumulate_dtype).name, sum_dtype(reduce_dtype).name, regather
+    )
 
     def init_fn(params: PyTree) -> PyTree:
         return GradientDtypesState(inner.init(params), dtypes)

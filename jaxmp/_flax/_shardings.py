@@ -1,0 +1,101 @@
+"""Shardings of parameters, as constraints from which gradients learn where weights are split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp._core._trees import Path, path_names
+from jaxmp._core._typing import Array, PyTree
+
+
+def constrain(array: Array, spec: PartitionSpec) -> Array:
+    """Constrains an array to a partition spec of the mesh that it is on.
+
+    The array is returned unchanged if it is on a single device, or if its axes are not automatic,
+    so that its type contains its sharding; also if the spec has axes that the mesh lacks, or does
+    not fit the dimensions of the array.
+    """
+    mesh: Any = getattr(jax.typeof(array).sharding, "mesh", None)
+    if mesh is None or mesh.size < 2 or set(mesh.axis_types) != {AxisType.Auto}:
+        return array
+    names = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    if not names - {None} <= set(mesh.axis_names) or len(spec) > array.ndim:
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+# ---------------------------------------------------------------------------
+# Linen
+# ---------------------------------------------------------------------------
+
+
+def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedSharding]) -> PyTree:
+    """Constrains the parameters of a Linen model to their shardings.
+
+    Args:
+      variables: a dict of collections, or other variables, which are returned unchanged.
+      shardings: path of a parameter -> its sharding. Others have those of their boxes, if any.
+    """
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        return variables
+    changed = False
+
+    def of_leaf(key_path: tuple[object, ...], leaf: Any) -> Any:
+        nonlocal changed
+        array = leaf.value if isinstance(leaf, nn.Partitioned) else leaf
+        if not isinstance(array, jax.Array):
+            return leaf
+        sharding = shardings.get(path_names(key_path))
+        if sharding is not None:
+            spec = sharding.spec
+        else:
+            spec = _spec_of_box(leaf) if isinstance(leaf, nn.Partitioned) else None
+            spec = None if spec is None or len(spec) != array.ndim else spec
+        constrained = array if spec is None else constrain(array, spec)
+        if constrained is array:
+            return leaf
+        changed = True
+        return leaf.replace_boxed(constrained) if isinstance(leaf, nn.Partitioned) else constrained
+
+    params = jax.tree_util.tree_map_with_path(of_leaf, variables["params"], is_leaf=_is_box)
+    return {**variables, "params": params} if changed else variables
+
+
+def _is_box(leaf: object) -> bool:
+    return isinstance(leaf, nn.Partitioned)
+
+
+def _spec_of_box(box: nn.Partitioned[Any]) -> PartitionSpec | None:
+    if isinstance(box, nn.LogicallyPartitioned):
+        return nn.logical_to_mesh_axes(box.names, box.rules or None)
+    return box.get_partition_spec()
+
+
+# ---------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------
+
+
+# Name of the metadata with the partition spec that `apply_policy` received. Flax moves arrays with
+# its own metadata as soon as an optimizer copies it.
+SPEC = "jaxmp_spec"
+
+
+def constrain_variable(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    """Constrains the array of a Variable to the sharding in its metadata."""
+    value, metadata = variable.get_raw_value(), variable.get_metadata()
+    names = metadata.get(SPEC, metadata.get("out_sharding"))
+    if names is None or not isinstance(value, jax.Array):
+        return variable
+    if SPEC not in metadata and len(names) != value.ndim:
+        return variable
+    constrained = constrain(value, PartitionSpec(*names))
+    if constrained is not value:
+        variable = jax.tree.structure(variable).unflatten([constrained])
+    return variable

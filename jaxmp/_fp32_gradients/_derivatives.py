@@ -1,0 +1,171 @@
+"""Matmuls and functions with derivatives of their own, whose weight gradients are in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxmp._core._replay import bind
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._fp32_gradients._backward import run_in_fp32
+from jaxmp._fp32_gradients._layout import Layout, Saved, gathered, run_gathered, split
+from jaxmp._fp32_gradients._values import (
+    Constant,
+    Copy,
+    Value,
+    Weight,
+    as_array,
+    bound,
+    results_of,
+)
+
+
+def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
+    """Runs a matmul or convolution with a copy, whose gradient is computed in FP32."""
+    side = 1 if isinstance(operands[1], Copy) else 0
+    copy, other = operands[side], operands[1 - side]
+    if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
+        return None
+    rest = list(map(as_array, operands[2:]))
+
+    def call(other: Array, low: Array, **changes: object) -> Array:
+        pair = [other, low] if side else [low, other]
+        return bind(equation, [*pair, *rest], **changes)
+
+    layout = copy.layout
+    again = layout is not None and layout.is_split and layout.again
+
+    @jax.custom_vjp
+    def matmul(other: Array, low: Array, carrier: Array) -> Array:
+        return call(other, gathered(low, layout))
+
+    def matmul_fwd(other: Array, low: Array, carrier: Array) -> Any:
+        whole = gathered(low, layout)
+        return call(other, whole), (other, low if again else whole)
+
+    def matmul_bwd(saved: tuple[Array, Array], cotangent: Array) -> Any:
+        other, low = saved
+        if again:
+            # Otherwise XLA keeps the array that the forward pass gathered, or gathers the weights
+            # of several layers before it computes their gradients.
+            low, cotangent = lax.optimization_barrier((low, cotangent))
+            low = gathered(low, layout)
+        # A matmul with a wide result is differentiated in the dtype of its operands, as in
+        # `_core._wide_dot`.
+        wide = equation.params["preferred_element_type"] is not None
+        narrow = {"preferred_element_type": low.dtype} if wide else {}
+        cotangent = cotangent.astype(low.dtype)
+
+        def of_other(other: Array) -> Array:
+            return call(other, low, **narrow)
+
+        def d_low(other: Array, cotangent: Array) -> tuple[Array]:
+            of_low = lambda low: call(other, low, **narrow)
+            return jax.linear_transpose(of_low, low)(cotangent)
+
+        (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
+        closed = jax.make_jaxpr(d_low)(other, cotangent)
+        (d_carrier,) = run_in_fp32(closed, [other, cotangent], [True])
+        return d_other, None, split(d_carrier, layout)
+
+    matmul.defvjp(matmul_fwd, matmul_bwd)
+    return matmul(other, copy.low, copy.carrier)
+
+
+def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
+    copies = {index for index, operand in enumerate(operands) if isinstance(operand, Copy)}
+    if not copies:
+        return list(bound(equation, operands))
+    arrays = [v.low if isinstance(v, Copy) else as_array(v) for v in operands]
+    carriers = [v.carrier for v in operands if isinstance(v, Copy)]
+    layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
+    is_split = [layout is not None and layout.is_split for layout in layouts]
+
+    def forward(*arrays: Array) -> list[Array]:
+        return results_of(equation, bind(equation, list(arrays)))
+
+    @jax.custom_vjp
+    def call(arrays: list[Array], carriers: list[Array]) -> list[Array]:
+        return forward(*map(gathered, arrays, layouts))
+
+    def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
+        if not any(is_split):
+            return jax.vjp(forward, *arrays)
+        return _gathered_vjp(forward, arrays, layouts)
+
+    def call_bwd(backward: PyTree, cotangents: list[Array]) -> Any:
+        kept, structure = jax.tree.flatten((backward, cotangents), is_leaf=_is_saved)
+        saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
+        floating: list[int] = []
+
+        def gradients(*saved: Array) -> list[Array]:
+            backward, cotangents = structure.unflatten(saved)
+            results = backward(cotangents)
+            # The gradients of integers have the dtype float0.
+            floating[:] = [n for n, g in enumerate(results) if g.dtype != jax.dtypes.float0]
+            return [results[n] for n in floating]
+
+        closed = jax.make_jaxpr(gradients)(*saved)
+        if any(map(_is_saved, kept)):
+            marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
+            saved = _after_cotangents(saved, marks, len(jax.tree.leaves(cotangents)))
+            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*saved)
+        results = run_in_fp32(closed, saved, [n in copies for n in floating])
+        by_operand = dict(zip(floating, results, strict=True))
+        narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
+        return narrow, [split(by_operand[n], layouts[n]) for n in sorted(copies)]
+
+    call.defvjp(call_fwd, call_bwd)
+    return list(call(arrays, carriers))
+
+
+def _gathered_vjp(
+    forward: Callable[..., list[Array]], arrays: list[Array], layouts: list[Layout | None]
+) -> tuple[list[Array], PyTree]:
+    """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
+
+    In the function of the backward pass, arrays that have not been gathered are of type `Saved`.
+    """
+    structure: Any = None
+
+    def with_backward(*arrays: Array) -> list[Array]:
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(jax.vjp(forward, *arrays))
+        return leaves
+
+    closed = jax.make_jaxpr(with_backward)(*arrays)
+    results, marks = run_gathered(closed, arrays, layouts)
+    leaves = [
+        array if mark is None else Saved(array, mark)
+        for array, mark in zip(results, marks, strict=True)
+    ]
+    return structure.unflatten(leaves)
+
+
+def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int) -> list[Array]:
+    """Makes weights depend on the cotangents, the last `count` arrays; see `run_matmul`."""
+    first = len(saved) - count
+    tied = [
+        n
+        for n, (array, mark) in enumerate(zip(saved, marks, strict=True))
+        if (mark is not None and mark.again)
+        or (n >= first and jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
+    ]
+    new = dict(zip(tied, lax.optimization_barrier([saved[n] for n in tied]), strict=True))
+    return [new.get(n, array) for n, array in enumerate(saved)]
+
+
+def _all_gathered(
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[Layout | None]
+) -> list[Array]:
+    results, marks = run_gathered(closed, args, layouts)
+    return list(map(gathered, results, marks))
+
+
+def _is_saved(leaf: object) -> TypeGuard[Saved]:
+    return isinstance(leaf, Saved)
