@@ -112,6 +112,12 @@ def table(params, x, dtype):
     return jnp.take(params["w"].astype(dtype), rows, axis=0)
 
 
+def rows_times_weight(params, x, dtype):
+    rows = jnp.where(x[:, 0] > 0, 3, 0)
+    w = params["w"].astype(dtype)
+    return (jnp.take(w, rows, axis=0) * jnp.asarray(0.5, dtype)) @ w
+
+
 def positions(params, x, dtype):
     rows = jnp.take(params["w"].astype(dtype), jnp.arange(WIDTH), axis=0)
     return x.astype(dtype)[..., None] + rows[None]
@@ -187,6 +193,7 @@ USES = {
         (outside_of_scan, LAYER),
         (in_cond, LAYER),
         (table, MATRIX),
+        (rows_times_weight, MATRIX),
         (positions, MATRIX),
         (parts, MATRIX),
         (scaled_weight, MATRIX),

@@ -26,6 +26,7 @@ from jaxmp._fp32_gradients._values import (
 
 def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     """Runs a matmul or convolution with a copy, whose gradient is computed in FP32."""
+    operands = [as_array(v) if _is_rows(v, operands) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
@@ -74,6 +75,12 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return matmul(other, copy.low, copy.carrier)
+
+
+def _is_rows(value: Value, operands: list[Value]) -> bool:
+    """Returns True for rows of a table that are multiplied by a weight, as activations are."""
+    copies = [operand for operand in operands if isinstance(operand, Copy)]
+    return isinstance(value, Copy) and value.rows == () and len(copies) > 1
 
 
 def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -117,7 +117,9 @@ def _equation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     if name in MOVES and isinstance(operands[0], Weight):
         return _moved_weight(equation, operands[0], operands[1:], results)
     if all(isinstance(operand, (Weight, Copy, Constant)) for operand in operands):
-        return list(map(computed_weight, results))
+        layouts = (v.layout for v in operands if isinstance(v, (Weight, Copy)))
+        layout = next(filter(None, layouts), None)
+        return [computed_weight(result, layout) for result in results]
     return list(results)
 
 
@@ -129,7 +131,7 @@ def _moved_weight(
         return list(results)
     gathers = equation.primitive.name in ("all_gather", "reshard")
     is_split = weight.layout is not None and weight.layout.is_split
-    is_weight = all(isinstance(operand, (Weight, Constant)) for operand in rest)
+    is_weight = equation.primitive.name == "dynamic_slice" or not any(map(_is_data, rest))
     if len(results) > 1 or not (gathers or is_split or weight.origin):
         return [Weight(result, weight.layout) for result in results] if is_weight else [*results]
     origin = weight, equation, rest
@@ -151,7 +153,13 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         equation, bind(equation, [copy.whole if layout is None else copy.low, *others])
     )
     carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
-    return [Copy(*pair, layout) for pair in zip(low, carrier, strict=True)]
+    is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
+    rows = () if is_selected else copy.rows
+    return [Copy(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
+
+
+def _is_data(value: Value) -> bool:
+    return not isinstance(value, (Weight, Copy, Constant))
 
 
 def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -174,7 +182,7 @@ def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
     if isinstance(value, Copy):
         low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
-        return [Copy(low, carrier, layout)]
+        return [Copy(low, carrier, layout, value.rows)]
     return [Weight(bound(equation, operands)[0], layout)]
 
 
@@ -228,7 +236,8 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
             wide.append(jnp.asarray(array).astype(FLOAT32))
         else:
             return None
-    return Copy(bind(equation, low), bind(equation, wide), layout)
+    selected = [operand.rows for operand in operands if isinstance(operand, Copy)]
+    return Copy(bind(equation, low), bind(equation, wide), layout, () if () in selected else None)
 
 
 def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
@@ -243,7 +252,7 @@ def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     """Names a copy for the policies of `jax.checkpoint`."""
     (copy,) = operands
     assert isinstance(copy, Copy)
-    return Copy(bind(equation, [copy.low]), copy.carrier, copy.layout)
+    return Copy(bind(equation, [copy.low]), copy.carrier, copy.layout, copy.rows)
 
 
 _COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
@@ -265,7 +274,7 @@ def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     if isinstance(operand, Copy):
         converted = bind(equation, [operand.low])
         if is_16bit(dtype):
-            return [Copy(converted, operand.carrier, operand.layout)]
+            return [operand._replace(low=converted)]
         return [Weight(attached(converted, operand.carrier), operand.layout)]
     array = as_array(operand)
     if is_16bit(dtype) and array.dtype == FLOAT32:

@@ -37,11 +37,14 @@ class Copy(NamedTuple):
     carrier: FP32 array of the same shape. Its value is never used, and the gradient passes through
       it.
     layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
+    rows: () if data selects the elements, as the rows of a table, so that they may be activations;
+      else None. (As a pytree, it has no leaves.)
     """
 
     low: Array
     carrier: Array
     layout: Layout | None = None
+    rows: tuple[()] | None = None
 
     @property
     def whole(self) -> Array:
@@ -107,16 +110,18 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
     return Copy(value.low, value.carrier, layout)
 
 
-def computed_weight(array: Array) -> Value:
+def computed_weight(array: Array, layout: Layout | None = None) -> Value:
     """Returns an array that was computed from weights and constants alone as such a value.
 
-    The gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32.
+    Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
+    gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
+    layout = None if layout is None else layout.unplaced()
     if is_16bit(array.dtype):
-        return copy_of(array.astype(FLOAT32), array)
-    return Weight(array)
+        return copy_of(array.astype(FLOAT32), array, layout)
+    return Weight(array, layout)
 
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:

@@ -53,9 +53,9 @@ def evaluate(
         )
 
     run = fn_of_inputs
+    is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):
         run, inputs = with_fp32_gradients(fn_of_inputs, inputs, regather=options.regather)
-    is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     finite = lax.is_finite(loss)
