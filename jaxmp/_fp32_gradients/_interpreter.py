@@ -51,6 +51,15 @@ _MERGES = frozenset(
 )
 
 
+# Operations for which rows of a table remain a copy: they may be weights that data selects.
+_OF_ROWS = (
+    MOVES
+    | MATMULS
+    | CALLS
+    | {"checkpoint", "cond", "convert_element_type", "name", "remat2", "sharding_constraint"}
+)
+
+
 def run(
     closed: ClosedJaxpr, args: list[Array], is_param: list[bool], *, regather: bool
 ) -> list[Array]:
@@ -95,6 +104,9 @@ def _equation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     if all(isinstance(operand, Constant) for operand in operands):
         return [Constant(out) for out in bound(equation, operands)]
     name = equation.primitive.name
+    if name not in _OF_ROWS:
+        # Rows that are used otherwise are activations.
+        operands = [as_array(v) if _is_selected(v) else v for v in operands]
     if name == "convert_element_type" and isinstance(operands[0], Rows):
         return [_narrowed_rows(operands[0], equation)]
     if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
@@ -156,6 +168,10 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
     rows = () if is_selected else copy.rows
     return [Copy(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
+
+
+def _is_selected(value: Value) -> bool:
+    return isinstance(value, Copy) and value.rows == ()
 
 
 def _is_data(value: Value) -> bool:
@@ -236,8 +252,7 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
             wide.append(jnp.asarray(array).astype(FLOAT32))
         else:
             return None
-    selected = [operand.rows for operand in operands if isinstance(operand, Copy)]
-    return Copy(bind(equation, low), bind(equation, wide), layout, () if () in selected else None)
+    return Copy(bind(equation, low), bind(equation, wide), layout)
 
 
 def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
@@ -272,6 +287,8 @@ def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     if not jnp.issubdtype(dtype, jnp.floating):
         return list(bound(equation, operands))
     if isinstance(operand, Copy):
+        if operand.rows == () and not is_16bit(dtype):
+            return list(bound(equation, operands))
         converted = bind(equation, [operand.low])
         if is_16bit(dtype):
             return [operand._replace(low=converted)]
