@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-import plan_llama
 import sharded_programs
 from jaxmp.errors import JaxmpError
 from jaxmp.sharding import state_shardings
