@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+import plan_llama
 import sharded_programs
 from jaxmp.errors import JaxmpError
 from jaxmp.sharding import state_shardings
@@ -214,3 +215,12 @@ def test_the_page_shows_the_programs_as_measured():
         assert bool(row["sums_16_bit"]) == (not is_jaxmp)
         if is_jaxmp and row["weights"]:
             assert row["gathered_weights"] == pytest.approx(row["weights"], rel=0.01)
+
+
+def test_the_page_shows_the_plan_as_compiled():
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks/results/plan_llama_h200.json").read_text())
+    table = [plan_llama.HEADER, *map(plan_llama.markdown, results["rows"])]
+    page = (root / "docs/sharding.md").read_text()
+    assert "\n".join(table) in page and f"JAX {results['jax']}" in page
+    assert [(row["size"], row["gpus"], row["model"]) for row in results["rows"]] == plan_llama.PLANS
