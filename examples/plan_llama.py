@@ -26,10 +26,14 @@ GB (10^9 bytes):
 import dataclasses
 import json
 import math
+import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
+
+# JAX must not look for the GPUs that programs are compiled for.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
