@@ -334,7 +334,7 @@ def main(
     )
     runs = {}
     for attention in ("auto" if device.platform == "gpu" else "blockwise", "xla"):
-        model = LongGPT(layers, width, heads, first, attention)
+        model = LongGPT(layers, width, heads, first, attention=attention)
         runs[attention] = lengthen(
             recipe, model, longest=longest, steps=steps, seconds=seconds, limit=limit
         )
