@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._core._shardings import shardings_by_path, without_contents
 from jaxmp._core._trees import Path, leaves_with_path, path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError
 
 __all__ = ["state_shardings"]
-
-# Names of the attribute in which a Variable of Flax NNX stores its array.
-_CONTENTS = frozenset({"value", "raw_value"})
 
 
 def state_shardings(
@@ -55,20 +53,18 @@ def state_shardings(
       >>> shardings["opt_state"][0].count.spec
       P()
     """
-    shardings_by_path = _given_shardings(params_shardings)
-    mesh = next(iter(shardings_by_path.values())).mesh
+    placements = shardings_by_path(params_shardings, "params_shardings")
+    mesh = next(iter(placements.values())).mesh
     if optimizer != "like_params" and optimizer not in mesh.axis_names:
         raise JaxmpError(
             f"optimizer={optimizer!r} is neither 'like_params' nor an axis of the mesh, whose axes "
             f"are {', '.join(map(repr, mesh.axis_names))}. For ZeRO-1 write "
             f"optimizer={mesh.axis_names[0]!r}."
         )
-    longest = max(map(len, shardings_by_path))
-    matches = {
-        names: _match(names, shardings_by_path, longest) for names, _ in leaves_with_path(state)
-    }
+    longest = max(map(len, placements))
+    matches = {names: _match(names, placements, longest) for names, _ in leaves_with_path(state)}
     shapes = _parameter_shapes(state, matches)
-    missing = [names for names in shardings_by_path if names not in shapes]
+    missing = [names for names in placements if names not in shapes]
     if missing:
         raise JaxmpError(
             f"params_shardings contains {'/'.join(missing[0])!r}, and the state has no such "
@@ -81,7 +77,7 @@ def state_shardings(
         param = matches[names]
         if param is None or leaf.shape != shapes[param][1]:
             return NamedSharding(mesh, PartitionSpec())
-        sharding = shardings_by_path[param]
+        sharding = placements[param]
         if names == shapes[param][0] or optimizer == "like_params":
             return sharding
         return _split_further(sharding, leaf.shape, optimizer)
@@ -89,37 +85,11 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
-def _given_shardings(params_shardings: PyTree) -> dict[Path, NamedSharding]:
-    """Returns path of a parameter, without its collection -> its sharding."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        params_shardings, is_leaf=lambda node: isinstance(node, Sharding)
-    )
-    shardings_by_path: dict[Path, NamedSharding] = {}
-    for key_path, sharding in flat:
-        names = _without_contents(path_names(key_path))
-        names = names[1:] if len(names) > 1 and names[0] == "params" else names
-        if not isinstance(sharding, NamedSharding):
-            raise JaxmpError(
-                f"params_shardings has {sharding!r} at {'/'.join(names)!r}. Use a "
-                "jax.sharding.NamedSharding(mesh, spec) for each parameter."
-            )
-        shardings_by_path[names] = sharding
-    if not shardings_by_path:
-        raise JaxmpError("params_shardings contains no sharding. Use one for each parameter.")
-    if len({sharding.mesh for sharding in shardings_by_path.values()}) > 1:
-        raise JaxmpError("params_shardings contains shardings on different meshes. Use one mesh.")
-    return shardings_by_path
-
-
-def _without_contents(names: Path) -> Path:
-    return names[:-1] if names and names[-1] in _CONTENTS else names
-
-
-def _match(names: Path, shardings_by_path: dict[Path, NamedSharding], longest: int) -> Path | None:
+def _match(names: Path, placements: dict[Path, NamedSharding], longest: int) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
-    names = _without_contents(names)
+    names = without_contents(names)
     for length in range(min(longest, len(names)), 0, -1):
-        if names[-length:] in shardings_by_path:
+        if names[-length:] in placements:
             return names[-length:]
     return None
 
