@@ -1,5 +1,6 @@
 """Limits of compiled steps over hand-written ones, at sizes that compile fast."""
 
+import jax
 import pytest
 
 import gpt
@@ -11,6 +12,13 @@ from gpu_compiler import needs_compiler
 # have as many layers as the scan does not unroll by itself.
 GPT = gpt.GPT(layers=6, width=512, heads=8, vocabulary=16000, max_length=512)
 LLAMA = llama.Shape(4, 512, 8, 4, 1024, 16384, 512)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Enables standard promotion: optax and the hand-written steps promote dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def beyond(checks):
