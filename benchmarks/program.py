@@ -12,9 +12,9 @@ Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jax
     fp8          the same steps in FP8: matmuls in FP8, and bytes over bf16
     optimizer    bytes per parameter of AdamW in each layout, over the floor of the layout
 
-Bytes are those that kernels read and write, without the effect of caches. Both models use one table
-for tokens in and out. A separate table of input tokens costs bytes that the hand-written step saves,
-because jaxmp sums its gradient in FP32 instead of bfloat16.
+Bytes are those that kernels read and write, without the effect of caches. Both models use one
+table for tokens in and out. A separate table of input tokens costs more bytes than by hand, because
+jaxmp sums its gradient in FP32 instead of bfloat16.
 """
 
 import argparse
