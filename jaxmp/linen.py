@@ -18,7 +18,7 @@ from jaxmp._attention._layer import MaskHints
 from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _linen_subclass
+from jaxmp._flax import _linen_init
 from jaxmp._flax._linen_attention import AttentionFunction
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_subclass import wrapped_class
@@ -100,7 +100,7 @@ def module_paths(
       ['', ':bias', ':kernel']
     """
     _check_model(model, "module_paths")
-    return _linen_subclass.module_paths(model, args, kwargs, rngs)
+    return _linen_init.module_paths(model, args, kwargs, rngs)
 
 
 def explain(

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
-from jaxmp._policies._policy import MATMUL_PRECISIONS, Policy, get_policy
+from jaxmp._policies._policy import Policy, get_policy
+from jaxmp._policies._policy_fields import MATMUL_PRECISIONS
 from jaxmp.errors import JaxmpError, PolicyError
 
 F32, BF16, F16 = (np.dtype(name) for name in ("float32", ml_dtypes.bfloat16, "float16"))
@@ -132,8 +133,8 @@ def test_short_names_read_back(dtype):
         ("p=f32,c=bf61", ["'bf61'", "'p=f32,c=bf61'", "Did you mean 'bf16'?"]),
         ("p=f32,q=bf16", ["Unknown key 'q'", "'p=f32,q=bf16'"]),
         ("p=f32,compue=bf16", ["Did you mean 'compute'?"]),
-        ("p=f32,param_dtype=bf16", ["param_dtype is given twice"]),
-        ("p=f32,p=f32", ["given twice", "'p=f32,p=f32'"]),
+        ("p=f32,param_dtype=bf16", ["sets param_dtype twice"]),
+        ("p=f32,p=f32", ["'p=f32,p=f32' sets param_dtype twice"]),
         ("p=f32,,c=bf16", ["'' at column 7 of 'p=f32,,c=bf16'"]),
         ("p=f32;c=bf16", ["column 1"]),
         ("p=f32,c=", ["'c=' at column 7"]),

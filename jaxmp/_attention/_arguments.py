@@ -18,7 +18,8 @@ from jax.core import Tracer
 
 from jaxmp._core._dtypes import bits, wide_dtype
 from jaxmp._core._typing import ArrayLike
-from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
+from jaxmp._policies._policy import PolicyLike, get_policy
+from jaxmp._policies._policy_fields import ATTENTION
 from jaxmp.errors import AttentionError, did_you_mean
 
 _ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct

@@ -122,21 +122,19 @@ class LayerTable:
 
     def traits(self, cls: type) -> LayerTraits:
         """Returns the traits of a class, or of the class that a wrapped class was made from."""
-        traits = self._used.get(cls)
-        if traits is None:
-            with self._lock:
-                traits = self._used[cls] = self._find(getattr(cls, "_jaxmp_class", cls))
+        if cls in self._used:
+            return self._used[cls]
+        with self._lock:
+            author = getattr(cls, "_jaxmp_class", cls)
+            row = self._first_row(author.__mro__)
+            traits = self._used[cls] = dataclasses.replace(
+                row,
+                dtype=row.dtype or self._flax_dtype(author),
+                casts_params=row.casts_params and row.layer is author,
+            )
         return traits
 
-    def _find(self, cls: type) -> LayerTraits:
-        row = self._row(cls.__mro__)
-        return dataclasses.replace(
-            row,
-            dtype=row.dtype or self._flax_dtype(cls),
-            casts_params=row.casts_params and row.layer is cls,
-        )
-
-    def _row(self, bases: tuple[type, ...]) -> LayerTraits:
+    def _first_row(self, bases: tuple[type, ...]) -> LayerTraits:
         return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())
 
     def register(
@@ -174,7 +172,7 @@ class LayerTable:
         if einsum is not None:
             changes["dot"] = EINSUM_OP._replace(name=einsum)
         with self._lock:
-            inherited = dataclasses.replace(self._row(cls.__mro__[1:]), casts_params=False)
+            inherited = dataclasses.replace(self._first_row(cls.__mro__[1:]), casts_params=False)
             row = dataclasses.replace(inherited, **changes, registered=cls)
             self._check_combination(cls, changes, row, both=bool(dot_general and einsum))
             if self._rows.get(cls) == row:

@@ -29,7 +29,6 @@ from jaxmp._flax._fp8_layers import (
 from jaxmp._flax._linen_attention import AttentionFunction
 
 _UNSET = object()
-SetField = Callable[[str, Any], None]
 
 
 def author_class(module: nn.Module) -> type[nn.Module]:
@@ -69,24 +68,23 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         return True
     object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
-
-    def set_field(name: str, value: object) -> None:
-        author.setdefault(name, module.__dict__.get(name, _UNSET))
-        object.__setattr__(module, name, value)
-
+    fields: dict[str, Any] = {}
     if traits.dtype:
-        set_field(traits.dtype, module_policy.field_dtype)
+        fields[traits.dtype] = module_policy.field_dtype
     if traits.attention_fn:
         current, default = getattr(module, traits.attention_fn), nn.dot_product_attention
         path = module_policy.resolved.path
         function = attention_function(current, default, AttentionFunction, policy, path)
-        set_field(traits.attention_fn, function)
+        fields[traits.attention_fn] = function
     if traits.caches:
-        set_field("variable", _casting_variable(weakref.ref(module), module_policy))
+        fields["variable"] = _casting_variable(weakref.ref(module), module_policy)
     if traits.dot is not None:
-        _replace_dot(module, module_policy, set_field)
+        fields |= _dot_fields(module, module_policy)
     if not traits.casts_params:
-        set_field("param", _casting_param(weakref.ref(module), module_policy))
+        fields["param"] = _casting_param(weakref.ref(module), module_policy)
+    for name, value in fields.items():
+        author.setdefault(name, module.__dict__.get(name, _UNSET))
+        object.__setattr__(module, name, value)
     return True
 
 
@@ -165,8 +163,8 @@ def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Ca
 # ---------------------------------------------------------------------------
 
 
-def _replace_dot(module: nn.Module, module_policy: ModulePolicy, set_field: SetField) -> None:
-    """Replaces the dot of a layer by one in FP8 or one with a wider result, if the policy asks."""
+def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any]:
+    """Returns the fields of a layer whose dot runs in FP8, or has a wider result."""
     dot, resolved = module_policy.traits.dot, module_policy.resolved
     assert dot is not None
     wide = resolved.wide_output
@@ -175,18 +173,19 @@ def _replace_dot(module: nn.Module, module_policy: ModulePolicy, set_field: SetF
     # A clone, such as `nn.remat` makes, has the promotion of its original.
     promotes = promote is promote_dtype or isinstance(promote, Promotion)
     if not promotes or not dot.name or not _has_default_dot(module, dot.name):
-        return
+        return {}
     if resolved.scaling is not None and dot.fp8 is not None:
         function = linen_dot(dot.fp8, module, resolved.scaling, wide, resolved.path)
     elif wide is None:
-        return
+        return {}
     else:
         function = wide if dot.function is None else wide_operator(dot.function, wide)
-    set_field(dot.name, function)
+    fields: dict[str, Any] = {dot.name: function}
     keeps_kernel = resolved.scaling is not None and quantizes_float32_kernels(resolved.scaling)
     keeps_kernel = keeps_kernel and dot.fp8 is not None
     if (wide is not None or keeps_kernel) and hasattr(module, "promote_dtype"):
-        set_field("promote_dtype", Promotion(wide, keeps_kernel))
+        fields["promote_dtype"] = Promotion(wide, keeps_kernel)
+    return fields
 
 
 def _has_default_dot(module: nn.Module, name: str) -> bool:

@@ -62,8 +62,8 @@ WHOLE = Origin()
 class Root:
     """Policies of a model and its location; part of the jit cache key.
 
-    JAX hashes its cache keys at every call of a jitted function. `root_of` returns one object for
-    equal roots, so they are compared and hashed by identity.
+    JAX hashes its cache keys at every call of a jitted function. `make_root` returns one object for
+    equal arguments, so roots are compared and hashed by identity.
     """
 
     policies: PolicyMap
@@ -71,10 +71,7 @@ class Root:
     origin: Origin = WHOLE
 
 
-@functools.cache
-def root_of(policies: PolicyMap, path: Path, origin: Origin = WHOLE) -> Root:
-    """Returns the root of the policies at a path; the same object for equal arguments."""
-    return Root(policies, path, origin)
+make_root = functools.cache(Root)
 
 
 class Plain(NamedTuple):

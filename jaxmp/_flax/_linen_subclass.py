@@ -7,30 +7,23 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
-from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._casts import cast_like, cast_tree, resolve_module
+from jaxmp._core._typing import PyTree
+from jaxmp._flax._casts import cast_tree, resolve_module
 from jaxmp._flax._linen_fields import author_fields
-from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, root_of
+from jaxmp._flax._linen_init import add_policy_state, check_required_rules
+from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, make_root
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
-from jaxmp._overwritten import OVERWRITE
-from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import PolicyMap
-
-# Collections that `init` returns in the author's dtypes. Others have those that `apply` writes.
-_AUTHORS_COLLECTIONS = ("params", "batch_stats")
 
 # ---------------------------------------------------------------------------
 # Wrapped classes
@@ -134,7 +127,7 @@ def _entered(module: Any) -> Iterator[None]:
 
 def _root_of(module: Any) -> Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
-    return root_of(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
+    return make_root(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
 
 
 def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -355,43 +348,10 @@ def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
             check_required_rules(self, rngs, args, kwargs)
         with context(policies=Plain()):
             out, variables = init(plain=True)
-        wrapped_init = lambda: init(plain=False)[1]
-        variables = _cast_computed(variables, wrapped_init)
-        variables = _with_fp8_state(self, variables, wrapped_init)
+        variables = add_policy_state(self, variables, lambda: init(plain=False)[1])
         return _cast_to_output(self, out), variables
 
     return init_with_output
-
-
-def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
-    """Casts caches and other computed state to the dtypes that `apply` writes."""
-    computed = [
-        name
-        for name, collection in variables.items()
-        if name not in _AUTHORS_COLLECTIONS
-        and any(is_castable(leaf, True) for leaf in jax.tree.leaves(collection))
-    ]
-    if not computed:
-        return variables
-    shapes = jax.eval_shape(wrapped_init)
-    return {
-        name: cast_like(value, shapes[name], True) if name in computed else value
-        for name, value in variables.items()
-    }
-
-
-def _with_fp8_state(module: Any, variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
-    """Adds the state of delayed scaling, which `init` without policies does not create."""
-    scaling = type(module)._jaxmp_policies.fp8
-    if scaling is None or not scaling.is_stateful:
-        return variables
-    shapes = jax.eval_shape(wrapped_init).get(OVERWRITE)
-    if shapes is None:
-        return variables
-    # The state before the first step is zero. State of the author's own layers is kept.
-    fresh = flatten_dict(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-    kept = flatten_dict(variables.get(OVERWRITE, {}))
-    return {**variables, OVERWRITE: unflatten_dict({**fresh, **kept})}
 
 
 _TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
@@ -407,51 +367,3 @@ def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
         return cls.tabulate(shown, rngs, *args, **kwargs)
 
     return tabulate
-
-
-def check_required_rules(
-    module: Any, rngs: PyTree, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-) -> None:
-    """Raises an error if a required rule matches nothing in a wrapped model.
-
-    Args:
-      module: the wrapped model. A part of a model, which lacks the other paths, is not checked.
-      rngs, args, kwargs: arguments of its `init`.
-    """
-    policies = type(module)._jaxmp_policies
-    if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
-        check_required(policies, module_paths(module, args, kwargs, rngs))
-
-
-def module_paths(
-    model: nn.Module, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], rngs: PyTree
-) -> dict[str, type | None]:
-    """Implements `jaxmp.linen.module_paths`."""
-    paths: dict[str, type | None] = {}
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-
-    def init(rngs: PyTree, values: list[Array]) -> PyTree:
-        filled = leaves.copy()
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        args, kwargs = structure.unflatten(filled)
-        return model.init(rngs, *args, **kwargs)
-
-    def record(
-        call: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        where: nn.module.InterceptorContext,
-    ) -> PyTree:
-        cls = type(where.module)
-        if where.module.scope is not None and hasattr(cls, where.method_name):
-            key_scopes(where.module)
-            paths.setdefault("/".join(where.module.path), getattr(cls, "_jaxmp_class", cls))
-        return call(*args, **kwargs)
-
-    with context(policies=Plain(object())), nn.intercept_methods(record):
-        rngs = jax.random.key(0) if rngs is None else rngs
-        variables = jax.eval_shape(init, rngs, [leaves[index] for index in arrays])
-    names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
-    return {**paths, **dict.fromkeys(map(parameter_path, names))}

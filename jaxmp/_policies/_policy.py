@@ -12,37 +12,19 @@ import numpy as np
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._policies._inputs import Names, canonical_inputs, inputs_text
+from jaxmp._policies._inputs import Names, inputs_text
+from jaxmp._policies._policy_fields import (
+    canonical_fields,
+    mask_window,
+    policy_fields,
+    split_pairs,
+    window_text,
+)
 from jaxmp._policies._recipe_names import shipped
 from jaxmp.errors import PolicyError, did_you_mean
 
 T = TypeVar("T")
 
-MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
-ATTENTION = ("auto", "cudnn", "blockwise", "xla")
-# Structures of an attention mask that a policy can declare; "array" declares none.
-MASKS = ("array", "causal", "padding", "causal+padding", "full")
-# Settings of attention layers: fields of a Policy, keys of a rule and of [attention].
-ATTENTION_FIELDS = ("implementation", "mask", "window")
-
-# Field -> its description, its allowed values, and a policy string with a valid value.
-_CHOICES = {
-    "matmul": ("matmul precision", MATMUL_PRECISIONS, "p=f32,matmul=tf32"),
-    "implementation": ("implementation", ATTENTION, "p=f32,c=bf16,implementation=cudnn"),
-    "mask": ("mask", MASKS, "p=f32,c=bf16,mask=causal"),
-}
-
-# Key of a policy string, dict or TOML table -> field.
-FIELD_KEYS = {
-    **dict.fromkeys(("p", "param", "params", "param_dtype"), "param_dtype"),
-    **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
-    **dict.fromkeys(("o", "out", "output", "output_dtype"), "output_dtype"),
-    "matmul": "matmul",
-    **{name: name for name in ATTENTION_FIELDS},
-    "respect_explicit": "respect_explicit",
-    "cast_float64": "cast_float64",
-    "keep_inputs": "keep_inputs",
-}
 # Name -> 16-bit dtype of a policy with FP32 parameters.
 _MIXED = {
     f"{prefix}{name}{suffix}": dtype
@@ -167,7 +149,7 @@ class Policy:
             },
             within="",
         )
-        fields["window"] = _mask_window(fields["mask"], fields["window"])
+        fields["window"] = mask_window(fields["mask"], fields["window"])
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -230,112 +212,6 @@ def without_inputs(policy: Policy) -> Policy:
 
 
 # ---------------------------------------------------------------------------
-# Fields
-# ---------------------------------------------------------------------------
-
-
-def window_text(window: tuple[int, int]) -> str:
-    """Formats a window as in a policy string.
-
-    Example:
-      >>> window_text((127, 127)), window_text((127, 0))
-      ('127', '127+0')
-    """
-    left, right = window
-    return str(left) if left == right else f"{left}+{right}"
-
-
-def _mask_window(mask: str, window: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the window of a declared mask; a causal mask has no window to the right.
-
-    Raises:
-      PolicyError: if there is a window, but no declared mask.
-    """
-    if window is None:
-        return None
-    if mask == "array":
-        raise PolicyError(
-            f"window={window_text(window)} requires a declared mask, and mask='array' declares "
-            f"none. Set both, such as mask='causal', window={window[0]}; mask='full' declares a "
-            "window alone."
-        )
-    return (window[0], 0) if mask.startswith("causal") else window
-
-
-def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any]:
-    """Checks some fields of a policy and returns them in canonical form.
-
-    Args:
-      fields: field -> value.
-      within: the input that contains the values, which error messages quote.
-
-    Raises:
-      PolicyError: if a value is not valid.
-    """
-    return {name: _canonical_field(name, value, within) for name, value in fields.items()}
-
-
-def _canonical_field(name: str, value: Any, within: str) -> Any:
-    where = f" in {within!r}" if within else ""
-    if name.endswith("_dtype"):
-        return canonical_dtype(value, within=within)
-    if name in _CHOICES:
-        return _canonical_choice(name, value, where)
-    if name == "keep_inputs":
-        return _canonical_inputs(value, where)
-    if name == "window":
-        return None if value is None else _canonical_window(value, where)
-    return _canonical_flag(name, value, where)
-
-
-def _canonical_choice(name: str, value: Any, where: str) -> str:
-    description, allowed, example = _CHOICES[name]
-    if value not in allowed:
-        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
-        raise PolicyError(
-            f"Unknown {description} {value!r}{where}.{hint} Allowed: "
-            f"{', '.join(map(repr, allowed))}; for example {example!r}."
-        )
-    return value
-
-
-def _canonical_inputs(value: object, where: str) -> Names:
-    try:
-        return canonical_inputs(value)
-    except ValueError as error:
-        raise PolicyError(
-            f"keep_inputs={value!r}{where}: {error}. Pass argument names or positions, for "
-            "example keep_inputs=('t', 'positions'), or 'keep_inputs=t+positions' in a policy "
-            "string."
-        ) from None
-
-
-def _canonical_window(value: Any, where: str) -> tuple[int, int]:
-    """Converts `127`, `"127"`, `(127, 0)`, `[127, 0]` or `"127+0"` to (left, right)."""
-    parts = value.split("+") if isinstance(value, str) else value
-    sizes: list[Any] = list(parts) if isinstance(parts, (tuple, list)) else [parts]
-    integers = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes]
-    valid = [n for n in integers if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
-    if len(valid) != len(sizes) or len(valid) not in (1, 2):
-        raise PolicyError(
-            f"window={value!r}{where} is neither a nonnegative integer nor a pair (left, right) of "
-            "them; for example window=127 or window=(127, 0), or in a policy string "
-            "'mask=causal,window=127' or 'mask=full,window=127+0'."
-        )
-    return valid[0], valid[-1]
-
-
-def _canonical_flag(name: str, value: object, where: str) -> bool:
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    if not isinstance(value, bool):
-        raise PolicyError(
-            f"{name}={value!r}{where} is neither true nor false; for example '{name}=true'."
-        )
-    return value
-
-
-# ---------------------------------------------------------------------------
 # Parsing
 # ---------------------------------------------------------------------------
 
@@ -370,7 +246,8 @@ def get_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, str):
         return _parse_policy(policy)
     if isinstance(policy, Mapping):
-        return _from_pairs([(str(key), value) for key, value in policy.items()], repr(policy))
+        pairs = [(str(key), value) for key, value in policy.items()]
+        return complete_policy(policy_fields(pairs, repr(policy)))
     if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     dtype = canonical_dtype(policy)
@@ -393,7 +270,7 @@ def _parse_policy(text: str) -> Policy:
         return Policy(dtype, dtype, dtype)
     if "=" not in text:
         raise _unknown_name_error(text, name)
-    return _from_pairs(split_pairs(text), text)
+    return complete_policy(policy_fields(split_pairs(text), text))
 
 
 def _unknown_name_error(text: str, name: str) -> PolicyError:
@@ -412,57 +289,13 @@ def _unknown_name_error(text: str, name: str) -> PolicyError:
     )
 
 
-def split_pairs(text: str) -> list[tuple[str, str]]:
-    """Splits `"p=f32, c=bf16"` into `[("p", "f32"), ("c", "bf16")]`.
+def complete_policy(fields: Mapping[str, Any]) -> Policy:
+    """Returns the policy with some fields set.
 
-    Raises:
-      PolicyError: if a part is not a single `key=value` pair; columns start at 1.
+    As in jmp, parameters are float32 by default, the compute dtype follows the parameters, and the
+    output dtype follows the compute dtype.
     """
-    pairs, column = [], 1
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if not equals or "=" in value or not key.strip() or not value.strip():
-            raise PolicyError(
-                f"{part.strip()!r} at column {column} of {text!r} is not a key=dtype pair; "
-                "write pairs separated by commas, such as 'p=f32,c=bf16,o=f32'."
-            )
-        pairs.append((key.strip(), value.strip()))
-        column += len(part) + 1
-    return pairs
-
-
-def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
-    """Returns the canonical fields of (key, value) pairs.
-
-    Args:
-      pairs: keys of `FIELD_KEYS`, and values.
-      within: the input that contains the pairs, which error messages quote.
-
-    Raises:
-      PolicyError: if a key is unknown or repeated, or a value is not valid.
-    """
-    fields: dict[str, Any] = {}
-    for key, value in pairs:
-        field = FIELD_KEYS.get(key.lower())
-        if field is None:
-            raise PolicyError(
-                f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
-                "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs; for "
-                "example 'p=f32,c=bf16,o=f32'."
-            )
-        if field in fields:
-            raise PolicyError(
-                f"{field} is given twice in {within!r}; keep one of them, "
-                "such as 'p=f32,c=bf16,o=f32'."
-            )
-        fields[field] = _canonical_field(field, value, within)
-    return fields
-
-
-def _from_pairs(pairs: list[tuple[str, Any]], within: str) -> Policy:
-    fields = policy_fields(pairs, within)
-    param = fields.pop("param_dtype", "f32")
-    compute = fields.pop("compute_dtype", param)
-    output = fields.pop("output_dtype", compute)
-    return Policy(param, compute, output, **fields)
+    param_dtype = fields.get("param_dtype", "f32")
+    compute_dtype = fields.get("compute_dtype", param_dtype)
+    dtypes = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
+    return Policy(**{"output_dtype": compute_dtype, **dtypes, **fields})

@@ -261,10 +261,26 @@ def resolve_policy(
       path, module_type, ancestors: as in `PolicyMap.resolve`.
     """
     key = path, module_type, ancestors
-    resolved = policies._resolved.get(key)
-    if resolved is None:
-        joined = path_string(path)
-        resolved = policies._resolved[key] = _resolve(policies, joined, module_type, ancestors)
+    if key in policies._resolved:
+        return policies._resolved[key]
+    path = path_string(path)
+    deciding, policy, owner = None, policies.default, path.partition(":")[0]
+    for rule, override_policy in zip(policies.rules, policies._policies, strict=True):
+        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
+            deciding, policy = rule, override_policy
+            break
+    if policy.keep_inputs:
+        policy = _with_own_inputs(policy, deciding, module_type)
+    names_output = deciding is not None and deciding.output_dtype is not None
+    is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
+    resolved = policies._resolved[key] = ResolvedPolicy(
+        policy=policy,
+        rule=deciding,
+        output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
+        wide_output=policy.output_dtype if is_wide else None,
+        scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
+        path=path,
+    )
     return resolved
 
 
@@ -293,28 +309,6 @@ def storage_dtype(policies: PolicyMap, names: tuple[str, ...]) -> np.dtype:
     """
     path = f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
     return resolve_policy(policies, path).policy.param_dtype
-
-
-def _resolve(
-    policies: PolicyMap, path: str, module_type: ModuleType, ancestors: tuple[ModuleType, ...]
-) -> ResolvedPolicy:
-    deciding, policy, owner = None, policies.default, path.partition(":")[0]
-    for rule, override_policy in zip(policies.rules, policies._policies, strict=True):
-        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
-            deciding, policy = rule, override_policy
-            break
-    if policy.keep_inputs:
-        policy = _with_own_inputs(policy, deciding, module_type)
-    names_output = deciding is not None and deciding.output_dtype is not None
-    is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
-    return ResolvedPolicy(
-        policy=policy,
-        rule=deciding,
-        output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
-        wide_output=policy.output_dtype if is_wide else None,
-        scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
-        path=path,
-    )
 
 
 def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType) -> Policy:

@@ -24,9 +24,11 @@ from jaxmp._policies._policy import (
     FIELD_NAMES,
     Policy,
     PolicyLike,
-    canonical_fields,
     get_policy,
     is_policy,
+)
+from jaxmp._policies._policy_fields import (
+    canonical_fields,
     policy_fields,
     split_pairs,
     window_text,

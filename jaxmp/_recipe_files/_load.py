@@ -5,24 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from jaxmp._core._dtypes import canonical_dtype
-from jaxmp._core._typing import DTypeLike
-from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import (
-    ATTENTION_FIELDS,
-    PolicyLike,
-    canonical_fields,
-    get_policy,
-    without_inputs,
-)
+from jaxmp._policies._policy import PolicyLike, complete_policy, get_policy, without_inputs
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
 from jaxmp._policies._resolve import PolicyMap, reads_policies
@@ -32,12 +23,10 @@ from jaxmp._recipe_files._fields import Setting
 from jaxmp._recipe_files._loss_scale_table import (
     LossScaleData,
     automatic_kind,
-    loss_scale_data,
     read_loss_scale,
 )
 from jaxmp._recipe_files._schema import (
     TABLES,
-    TOP,
     Settings,
     fix_line,
     read_contents,
@@ -189,7 +178,7 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
         policies=policies,
         loss_scale=LossScaleData(kind=automatic_kind(policies)),
     )
-    return _check(data)
+    return check_recipe(data)
 
 
 # ---------------------------------------------------------------------------
@@ -299,7 +288,7 @@ def _build(layers: _Layers) -> RecipeData:
             f"{tables['attention']['window'].location}: window requires a declared mask, and this "
             f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
         )
-    policies = PolicyMap(get_policy(default), rules)
+    policies = PolicyMap(complete_policy(default), rules)
     policies = _scaling_table.with_scaling(policies, tables[_scaling_table.TABLE], document)
     stem = Path(document.file).name.removesuffix(".toml")
     extends = f"extends {values['']['extends']}" if "extends" in values[""] else ""
@@ -312,116 +301,7 @@ def _build(layers: _Layers) -> RecipeData:
         **values["gradients"],
         ops=OpTable(values["ops"]),
     )
-    return _check(data, lambda table, key: settings[table, key].location)
-
-
-# ---------------------------------------------------------------------------
-# Changes
-# ---------------------------------------------------------------------------
-
-# Settings of `replace` whose values are checked as in a file.
-_REPLACEABLE = {
-    **{key: TOP[key] for key in ("name", "summary")},
-    **TABLES["optimizer"],
-    **TABLES["gradients"],
-}
-
-
-class RecipeChanges(TypedDict, total=False):
-    """Keyword arguments of `Recipe.replace`. None leaves a setting unchanged."""
-
-    policies: RecipeLike | None
-    loss_scale: LossScaleData | LossScaleLike | Mapping[str, object] | str
-    # Operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
-    ops: OpTable | Mapping[str, str] | None
-    fp8: _scaling_table.ScalingLike
-    # Attention layers.
-    implementation: str | None
-    mask: str | None
-    window: int | Sequence[int] | None
-    master: str | None
-    skip: str | None
-    accumulate_dtype: DTypeLike | None
-    reduce_dtype: DTypeLike | None
-    regather: bool | None
-    name: str | None
-    summary: str | None
-
-
-def replace_settings(data: RecipeData, **changes: Unpack[RecipeChanges]) -> RecipeData:
-    """Returns a recipe with some settings replaced; see `Recipe.replace`.
-
-    A loss scale that "auto" has chosen is chosen again for new policies.
-
-    Raises:
-      RecipeError: if a value is not allowed, or contradicts another.
-      OpError: if an operation is unknown, or cannot have the category.
-    """
-    settings: dict[str, Any] = dict(changes)
-    policies, loss_scale, ops, fp8 = (
-        settings.pop(key, None) for key in ("policies", "loss_scale", "ops", "fp8")
-    )
-    new_policies = data.policies if policies is None else as_policy_map(policies)
-    attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
-    new_policies = _replace_attention(new_policies, attention)
-    new_policies = _scaling_table.replace_scaling(new_policies, fp8, data.name)
-    if loss_scale is None:
-        is_automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
-        loss_scale = "auto" if is_automatic else data.loss_scale
-    values = {key: _read_change(key, value) for key, value in settings.items() if value is not None}
-    return _check(
-        dataclasses.replace(
-            data,
-            policies=new_policies,
-            loss_scale=loss_scale_data(loss_scale, new_policies),
-            ops=data.ops if ops is None else _replace_ops(data.ops, ops),
-            **values,
-        )
-    )
-
-
-def _replace_attention(policies: PolicyMap, settings: Mapping[str, Any]) -> PolicyMap:
-    """Replaces settings of attention in the default policy; None leaves a setting unchanged."""
-    changes = {key: value for key, value in settings.items() if value is not None}
-    if not changes:
-        return policies
-    try:
-        fields = canonical_fields(changes, within="")
-        if "mask" in fields:  # the current window describes the current mask
-            fields = {"window": None, **fields}
-        default = dataclasses.replace(policies.default, **fields)
-    except PolicyError as error:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-        raise RecipeError(f"replace({arguments}): {error}") from None
-    return dataclasses.replace(policies, default=default)
-
-
-def _replace_ops(current: OpTable, ops: OpTable | Mapping[str, str]) -> OpTable:
-    table = ops if isinstance(ops, OpTable) else current.replace(ops)
-    if table.added:
-        raise RecipeError(
-            f"{table.added[0]!r} cannot be part of a recipe, whose file can only change the "
-            "categories of JAX's operations. Pass the new operation to autocast:\n"
-            f"    autocast(fn, recipe, ops=OpTable(added={list(table.added)!r}))"
-        )
-    return table
-
-
-def _read_change(key: str, value: object) -> object:
-    """Converts a setting that was passed in Python, under the rules for files."""
-    if key not in _REPLACEABLE:
-        names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_REPLACEABLE]
-        raise RecipeError(
-            f"replace() has no argument {key!r}.{did_you_mean(key, names)} Allowed: "
-            f"{', '.join(names)}; for example recipe.replace(master='fp32')."
-        )
-    field = _REPLACEABLE[key]
-    try:
-        return field.read(canonical_dtype(value).name if key.endswith("_dtype") else value)
-    except RecipeError as error:
-        raise RecipeError(
-            f"replace({key}={value!r}): {error} For example recipe.replace({key}={field.example})."
-        ) from None
+    return check_recipe(data, lambda table, key: settings[table, key].location)
 
 
 # ---------------------------------------------------------------------------
@@ -429,7 +309,7 @@ def _read_change(key: str, value: object) -> object:
 # ---------------------------------------------------------------------------
 
 
-def _check(data: RecipeData, locate: Callable[[str, str], str] | None = None) -> RecipeData:
+def check_recipe(data: RecipeData, locate: Callable[[str, str], str] | None = None) -> RecipeData:
     """Returns `data` if its settings do not contradict each other.
 
     Args:
