@@ -19,7 +19,6 @@ import jaxmp
 from jaxmp import cli
 from jaxmp._validate import _statistics
 from jaxmp._validate._budget import choose_metric, resolve_budgets
-from jaxmp._validate._capture import with_outputs
 from jaxmp._validate._compare import compare_metrics
 from jaxmp._validate._probe import difference
 from jaxmp._validate._rows import MetricChoice, TrainingRecord
@@ -279,6 +278,32 @@ def test_a_small_loss_is_judged_by_accuracy_and_absolute_loss():
     assert choose_metric(records("fp32", [1.5, 1.6])).scale == "relative"
 
 
+def test_a_mean_within_the_rounding_of_fp32_metrics_is_zero():
+    """Two accuracies differ by one image of 450 in both directions, rounded to FP32."""
+    reference, candidate = (
+        [
+            dataclasses.replace(
+                record, evaluations={"accuracy": (0.1, float(np.float32(count / 450)))}
+            )
+            for record, count in zip(records("x", [1.0] * 3), counts, strict=True)
+        ]
+        for counts in ((441, 439, 442), (440, 441, 441))
+    )
+    differences = [
+        x.evaluations["accuracy"][1] - y.evaluations["accuracy"][1]
+        for x, y in zip(reference, candidate, strict=True)
+    ]
+    assert np.mean(differences) != 0
+    metric = choose_metric(reference)
+    check, *_ = compare_metrics(reference, candidate, metric, jaxmp.Budget())[0]
+    assert check.value == 0 and "accuracy 0 (-0.00" in check.text
+    assert check.high == -check.low > 0
+    # A difference of one image is not rounding.
+    higher = dataclasses.replace(candidate[0], evaluations={"accuracy": (0.1, 441 / 450)})
+    check, *_ = compare_metrics(reference, [higher, *candidate[1:]], metric, jaxmp.Budget())[0]
+    assert check.value == pytest.approx(-1 / 450 / 3, rel=1e-3)
+
+
 def test_a_diverged_run_fails():
     budget = resolve_budgets(0.5, {"bf16": jaxmp.load_recipe("bf16")})["bf16"]
     checks, _, _ = compare_metrics(
@@ -288,50 +313,8 @@ def test_a_diverged_run_fails():
 
 
 # ---------------------------------------------------------------------------
-# Captured outputs
+# Differences of arrays
 # ---------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for index in range(2):
-            x = jnp.tile(nn.remat(Perceptron)(name=f"block_{index}")(x), 2) * jnp.arange(8.0)
-        return nn.LayerNorm(name="norm")(x)
-
-
-def test_captured_outputs_are_those_that_flax_captures():
-    model, x = Stack(), jnp.asarray(data(0)[0])
-    variables = model.init(jax.random.key(0), x)
-    loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, x)))
-    grads, outputs = jax.jit(with_outputs(jax.grad(loss)))(variables)
-    check = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    jax.tree.map(check, grads, jax.grad(loss)(variables))
-    _, captured = model.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
-    expected = {
-        tuple(key.key for key in path[:-2]): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(captured["intermediates"])
-    }
-    expected.pop(())  # the output of the root
-    assert len(expected) == 7
-    for path, leaf in expected.items():
-        np.testing.assert_allclose(outputs["Stack", *path], leaf.ravel(), rtol=1e-5, atol=1e-6)
-
-
-def test_outputs_inside_a_scan_are_stacked():
-    def loss(w, x):
-        def body(x, _):
-            with jax.named_scope("layer"):
-                x = jnp.tanh(x @ w)
-            return x * 2, None
-
-        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
-
-    w, x = jnp.eye(2), jnp.ones((4, 2))
-    _, outputs = with_outputs(jax.grad(loss))(w, x)
-    first = np.tanh(np.ones(8))
-    expected = [first, np.tanh(2 * first), np.tanh(2 * np.tanh(2 * first))]
-    np.testing.assert_allclose(outputs["layer",], np.concatenate(expected), rtol=1e-6)
 
 
 def test_differences_are_exact():

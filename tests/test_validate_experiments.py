@@ -102,7 +102,7 @@ def test_the_page_shows_the_experiments(name):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_healthy_recipes_pass_and_others_fail(name):
-    unhealthy = {*validate_models.UNHEALTHY, "fp16, epsilon 1e-8"}
+    unhealthy = {"bf16, no masters", "fp16, epsilon 1e-8"}
     for candidate in RESULTS[name]["candidates"]:
         if candidate["name"] in validate_models.HEALTHY:
             assert candidate["verdict"] == "pass", candidate["headline"]

@@ -22,6 +22,7 @@ from jaxmp._validate._rows import (
 )
 from jaxmp._validate._sections import figure_text, label
 from jaxmp._validate._statistics import (
+    Interval,
     detectable_excess,
     judge_interval,
     paired_interval,
@@ -31,6 +32,8 @@ from jaxmp._validate._statistics import (
 Records = Sequence[TrainingRecord]
 # Share of the steps at the end over which the training loss is averaged.
 _LAST = 0.1
+# Spacing of FP32 numbers, relative to their magnitude: evaluations return FP32 metrics.
+_SPACING = 2.0**-23
 # Quantiles of the gradient norms.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -50,34 +53,33 @@ def compare_metrics(
     """
     pairs = seed_pairs(reference, candidate, metric)
     limit = _limit(metric, budget, reference)
-    checks = [
-        _tested(f"held_out_{metric.name}", [p.difference for p in pairs], limit, metric.scale)
-    ]
+    checks = [_tested(f"held_out_{metric.name}", pairs, limit, metric.scale)]
+    loss = MetricChoice(name=LOSS, scale=metric.scale)
+    loss_limit = _limit(loss, budget, reference)
     if metric.name != LOSS and LOSS in reference[0].evaluations:
-        loss = MetricChoice(name=LOSS, scale=metric.scale)
-        others = [pair.difference for pair in seed_pairs(reference, candidate, loss)]
-        checks.append(
-            _tested("held_out_loss", others, _limit(loss, budget, reference), metric.scale)
-        )
-    scale = metric.scale
+        others = seed_pairs(reference, candidate, loss)
+        checks.append(_tested("held_out_loss", others, loss_limit, metric.scale))
     finals = [
-        loss_difference(_final_loss(r), _final_loss(c), scale)
-        for r, c in zip(reference, candidate, strict=True)
+        _pair(first.seed, _final_loss(first), _final_loss(second), loss)
+        for first, second in zip(reference, candidate, strict=True)
     ]
-    loss_limit = _limit(MetricChoice(name=LOSS, scale=scale), budget, reference)
-    checks.append(_tested("final_loss", finals, loss_limit, scale))
+    checks.append(_tested("final_loss", finals, loss_limit, metric.scale))
     return checks, pairs, _power(pairs, reference, metric, limit)
 
 
 def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> list[SeedPair]:
     """Returns the final metric of both for each seed, and the difference."""
+    final = lambda record: record.evaluations[metric.name][-1]
+    return [
+        _pair(first.seed, final(first), final(second), metric)
+        for first, second in zip(reference, candidate, strict=True)
+    ]
+
+
+def _pair(seed: int, reference: float, candidate: float, metric: MetricChoice) -> SeedPair:
     sign = -1.0 if is_higher_better(metric.name) else 1.0
-    pairs = []
-    for first, second in zip(reference, candidate, strict=True):
-        x, y = (record.evaluations[metric.name][-1] for record in (first, second))
-        difference = sign * loss_difference(x, y, metric.scale)
-        pairs.append(SeedPair(seed=first.seed, reference=x, candidate=y, difference=difference))
-    return pairs
+    difference = sign * loss_difference(reference, candidate, metric.scale)
+    return SeedPair(seed=seed, reference=reference, candidate=candidate, difference=difference)
 
 
 def loss_difference(reference: float, candidate: float, scale: str) -> float:
@@ -104,9 +106,9 @@ def _final_loss(record: TrainingRecord) -> float:
     return float(np.mean(record.losses[-last:]))
 
 
-def _tested(name: str, differences: list[float], limit: float, scale: str) -> Comparison:
+def _tested(name: str, pairs: Sequence[SeedPair], limit: float, scale: str) -> Comparison:
     """Returns the comparison of paired differences with a budget."""
-    interval = paired_interval(differences)
+    interval = _without_rounding(paired_interval([pair.difference for pair in pairs]), pairs, scale)
     verdict = judge_interval(interval, limit)
     bound = interval.mean if interval.high is None else interval.high
     text = f"{label(name)} {_shown(interval.mean, scale)}"
@@ -124,6 +126,17 @@ def _tested(name: str, differences: list[float], limit: float, scale: str) -> Co
         scale=scale,
         text=text,
     )
+
+
+def _without_rounding(interval: Interval, pairs: Sequence[SeedPair], scale: str) -> Interval:
+    """Moves a mean to zero if the rounding of metrics to FP32 alone can explain it."""
+    magnitude = 1.0 if scale == "relative" else max(abs(pair.reference) for pair in pairs)
+    if not 0 < abs(interval.mean) <= _SPACING * magnitude:
+        return interval
+    low, high = (
+        None if bound is None else bound - interval.mean for bound in (interval.low, interval.high)
+    )
+    return interval._replace(mean=0.0, low=low, high=high)
 
 
 def _ratio(value: float, scale: str) -> float:

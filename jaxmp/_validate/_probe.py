@@ -125,7 +125,11 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
         return Probe(
             loss=float(result.loss),
             grads=leaves_of(result.grads),
-            outputs=dict(zip(modules, outputs, strict=True)),
+            outputs={
+                module: output.values
+                for module, output in zip(modules, outputs, strict=True)
+                if output.is_computed
+            },
             stalled=float(stalled),
             statistics=leaves_of(statistics),
             fp8={

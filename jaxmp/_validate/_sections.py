@@ -70,7 +70,8 @@ def figure_text(value: float, scale: str, *, sign: bool = True) -> str:
     """Returns a figure as text: `+0.02 %` if it is relative, otherwise three digits."""
     if not math.isfinite(value):
         return str(value)
-    plus = "+" if sign else ""
+    plus = "+" if sign and value else ""
+    value = value or 0.0  # without the sign of -0.0
     return f"{100 * value:{plus}.3g} %" if scale == "relative" else f"{value:{plus}.3g}"
 
 

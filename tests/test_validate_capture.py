@@ -1,0 +1,190 @@
+"""Outputs of modules inside jitted functions, loops, branches and `shard_map`."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp._validate._capture import with_outputs
+from test_validate import Perceptron, data, promote  # noqa: F401
+
+W, X = 0.5 * jnp.eye(2), jnp.arange(8.0).reshape(4, 2)
+DENSE = np.sin(np.asarray(X) / 2)
+
+
+def captured(fn, *args):
+    """Returns the computed outputs of a function by scope, after comparing its result."""
+    paths = []
+
+    def observed(*args):
+        result, outputs = with_outputs(fn)(*args)
+        paths[:] = outputs
+        return result, list(outputs.values())
+
+    result, outputs = jax.jit(observed)(*args)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), result, fn(*args))
+    return {
+        "/".join(path): np.asarray(output.values)
+        for path, output in zip(paths, outputs, strict=True)
+        if output.is_computed
+    }
+
+
+def check(outputs, expected):
+    assert list(outputs) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(outputs[name], np.ravel(values), rtol=1e-6)
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for index in range(2):
+            x = jnp.tile(nn.remat(Perceptron)(name=f"block_{index}")(x), 2) * jnp.arange(8.0)
+        return nn.LayerNorm(name="norm")(x)
+
+
+def test_captured_outputs_are_those_that_flax_captures():
+    model, x = Stack(), jnp.asarray(data(0)[0])
+    variables = model.init(jax.random.key(0), x)
+    loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, x)))
+    grads, outputs = jax.jit(with_outputs(jax.grad(loss)))(variables)
+    check = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    jax.tree.map(check, grads, jax.grad(loss)(variables))
+    _, captured = model.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
+    expected = {
+        tuple(key.key for key in path[:-2]): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(captured["intermediates"])
+    }
+    expected.pop(())  # the output of the root
+    assert len(expected) == 7
+    for path, leaf in expected.items():
+        np.testing.assert_allclose(
+            outputs["Stack", *path].values, leaf.ravel(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_outputs_inside_a_scan_are_stacked():
+    def loss(w, x):
+        def body(x, _):
+            with jax.named_scope("layer"):
+                x = jnp.tanh(x @ w)
+            return x * 2, None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
+
+    w, x = jnp.eye(2), jnp.ones((4, 2))
+    _, outputs = with_outputs(jax.grad(loss))(w, x)
+    first = np.tanh(np.ones(8))
+    expected = [first, np.tanh(2 * first), np.tanh(2 * np.tanh(2 * first))]
+    np.testing.assert_allclose(outputs["layer",].values, np.concatenate(expected), rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------
+# Branches and loops
+# ---------------------------------------------------------------------------
+
+
+def scoped(name, fn):
+    def run(*args):
+        with jax.named_scope(name):
+            return fn(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_branch_that_is_taken_has_outputs(is_first):
+    def loss(w, x, is_first):
+        first = lambda x: 2 * scoped("first", lambda x: jnp.sin(x @ w))(x)
+        second = lambda x: 1 + scoped("second", lambda x: x @ w @ w)(x)
+        return jnp.sum(lax.cond(is_first, first, second, x))
+
+    expected = {"first": DENSE} if is_first else {"second": np.asarray(X) / 4}
+    check(captured(jax.grad(loss), W, X, is_first), expected)
+
+
+def test_outputs_of_one_module_with_other_shapes_in_two_branches_are_not_compared():
+    def loss(x, index):
+        wide = lambda x: jnp.sum(scoped("module", lambda x: 2 * x)(x))
+        narrow = lambda x: jnp.sum(scoped("module", lambda x: 2 * x)(x[:1]))
+        return lax.switch(index, [wide, narrow, jnp.sum], x)
+
+    assert captured(loss, X, 0) == captured(loss, X, 2) == {}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_while_loop_has_the_outputs_of_its_last_iteration(count):
+    def loss(w, x, count):
+        def body(carry):
+            index, x = carry
+            return index + 1, 2 * scoped("layer", lambda x: jnp.tanh(x @ w))(x)
+
+        return jnp.sum(lax.while_loop(lambda carry: carry[0] < count, body, (0, x))[1])
+
+    last = np.tanh(np.tanh(np.asarray(X) / 2))
+    check(captured(loss, W, X, count), {"layer": last} if count else {})
+
+
+def test_residuals_are_not_outputs():
+    """The residual of a sine is its cosine, which only the backward pass reads."""
+
+    def loss(w, x):
+        module = jax.jit(scoped("module", lambda x: jnp.sin(x @ w)))
+        return jnp.sum(lax.cond(x[0, 0] < 1, module, jnp.cos, module(x)))
+
+    assert np.abs(DENSE - np.sin(DENSE / 2)).max() > 0.1
+    check(captured(jax.grad(loss), W, X), {"module": np.sin(DENSE / 2)})
+
+
+def test_platform_dependent_functions_have_no_outputs():
+    def loss(x):
+        fn = scoped("module", lambda x: 2 * x)
+        return jnp.sum(lax.platform_dependent(x, cpu=fn, cuda=lambda x: x))
+
+    assert captured(jax.grad(loss), X) == {}
+
+
+# ---------------------------------------------------------------------------
+# Meshes
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("is_deep", [True, False])
+def test_outputs_of_all_devices_are_joined(check_vma, is_deep):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("data"), PartitionSpec())
+
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
+    )
+    def loss(w, x, is_deep):
+        y = scoped("dense", lambda x: jnp.sin(x @ w))(x)
+        deep = lambda y: 1 + scoped("branch", lambda y: 3 * y)(y)
+        y = lax.cond(is_deep, deep, lambda y: y, y)
+        body = lambda y, _: (2 * scoped("layer", lambda y: y @ w)(y), None)
+        y = lax.scan(body, y, None, length=2)[0]
+        loop = lambda y: lax.fori_loop(0, y[0, 0].astype(int) + 2, lambda _, y: inner(y), y)
+        inner = scoped("loop", lambda y: y @ w)
+        return lax.psum(jnp.sum(y) + jnp.sum(lax.stop_gradient(loop(y))), "data")
+
+    branch = 3 * DENSE + 1 if is_deep else DENSE
+    outputs = captured(jax.grad(loss), W, X, is_deep)
+    assert outputs.pop("loop").shape == (8,)
+    layers = [rows for half in (branch[:2], branch[2:]) for rows in (half / 2, half / 2)]
+    first = {"dense": DENSE} | ({"branch": 3 * DENSE} if is_deep else {})
+    check(outputs, first | {"layer": layers})
+
+
+def test_outputs_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(None, "data")))
+        loss = lambda x: jnp.sum(3 * scoped("module", jnp.sin)(x / 2))
+        check(captured(jax.grad(loss), x), {"module": DENSE})
