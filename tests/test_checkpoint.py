@@ -243,7 +243,7 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
 
 def test_another_model_or_optimizer_is_refused(tmp_path):
     checkpointer = save(tmp_path, make_state(inner=optax.sgd))
-    with pytest.raises(jaxmp.CheckpointError, match=r"needs 'opt_state/.*count'.*no such leaf"):
+    with pytest.raises(jaxmp.CheckpointError, match=r"requires 'opt_state/.*count'.*no such leaf"):
         checkpointer.restore(make_state(), migrate="lossy")
     with pytest.raises(jaxmp.CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"):
         checkpointer.restore(make_state(inner=optax.sgd, size=5), migrate="lossy")
@@ -585,7 +585,10 @@ def test_the_latest_and_the_best_step_are_kept(tmp_path):
         (lambda c, s: Checkpointer("x", keep=0), "keep=0 is not"),
         (lambda c, s: Checkpointer("x", best_mode="low"), "Allowed: 'min' and 'max'"),
         (lambda c, s: c.save(-1, s, recipe="fp32"), "step=-1"),
-        (lambda c, s: c.save(1, s, recipe="fp32", metrics={"loss": "low"}), "are not names"),
+        (
+            lambda c, s: c.save(1, s, recipe="fp32", metrics={"loss": "low"}),
+            "must map names to numbers",
+        ),
         (lambda c, s: c.save(1, s, recipe="fp32", extra={"a": jnp.ones(2)}), "cannot be written"),
         (lambda c, s: c.save(1, {"a": "text"}, recipe="fp32"), "'a' .* is of type str"),
         (lambda c, s: c.save(1, {"a/b": 1, "a": {"b": 2}}, recipe="fp32"), "Rename one"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -16,14 +14,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp import __version__
-from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._trees import Path
-from jaxmp._core._typing import ArrayLike, PyTree
-from jaxmp._loss_scale import NoLossScale
-from jaxmp._policies._resolve import storage_dtype
+from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
 from jaxmp.checkpoint import _foreign
+from jaxmp.checkpoint._arguments import (
+    as_json,
+    as_metrics,
+    as_step,
+    check_recipe,
+    initial_scale,
+    is_same_recipe,
+)
 from jaxmp.checkpoint._checksum import finish_checksums, start_checksums
 from jaxmp.checkpoint._convert import (
     is_written,
@@ -35,15 +38,16 @@ from jaxmp.checkpoint._convert import (
 )
 from jaxmp.checkpoint._description import Description, FlatState, Leaf, flatten_state
 from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
+from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
 from jaxmp.checkpoint._manifest import (
     Manifest,
     check_files,
     has_manifest,
-    parse_recipe,
     read_manifest,
 )
 from jaxmp.checkpoint._migrate import abstract_state, describe_under
 from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration
+from jaxmp.checkpoint._steps import Steps
 from jaxmp.errors import CheckpointError
 
 # Rows that an error message lists.
@@ -53,53 +57,6 @@ _DELETED = "deleted_steps"
 _BATCH_BYTES = 2**30
 
 Migrate = bool | Literal["lossy"]
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointInfo:
-    """Contents of a checkpoint, without the values of its leaves.
-
-    Attributes:
-      step: the step.
-      path: the directory.
-      recipe_toml: the recipe under which the state was trained, as the text of a TOML file.
-      master_layout: "none", "fp32", "packed" or, where several optimizers differ, "mixed".
-      leaves: the arrays: `path`, `dtype`, `shape` and `role`.
-      metrics: what `save` was given.
-      extra: what `save` was given, such as the position in the data.
-      jaxmp_version: version of jaxmp that wrote it.
-      jax_version: version of JAX that wrote it.
-      data_bytes: size of the data files.
-    """
-
-    step: int
-    path: str
-    recipe_toml: str
-    master_layout: str
-    leaves: tuple[Leaf, ...]
-    metrics: Mapping[str, float]
-    extra: Any
-    jaxmp_version: str
-    jax_version: str
-    data_bytes: int
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe under which the state was trained."""
-        return parse_recipe(self.recipe_toml)
-
-    def __str__(self) -> str:
-        metrics = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
-        rows = {
-            "step": self.step,
-            "recipe": self.recipe.name,
-            "masters": self.master_layout,
-            "leaves": f"{len(self.leaves)} ({self.data_bytes / 1e6:,.1f} MB)",
-            "metrics": metrics or "none",
-            "extra": json.dumps(self.extra),
-            "written by": f"jaxmp {self.jaxmp_version}, JAX {self.jax_version}",
-        }
-        return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
 class Checkpointer:
@@ -117,7 +74,7 @@ class Checkpointer:
       keep: number of latest steps to keep; older ones are deleted after a newer one is complete.
         None: all.
       best_metric: name of a metric; the best step by it is kept too.
-      best_mode: "min" or "max": whether small or large values of the metric are better.
+      best_mode: "min" if small values of the metric are better, "max" if large values are.
 
     Raises:
       CheckpointError: for an argument that is not allowed.
@@ -151,10 +108,10 @@ class Checkpointer:
         if best_mode not in ("min", "max"):
             raise CheckpointError(f"best_mode={best_mode!r}. Allowed: 'min' and 'max'.")
         path = epath.Path(directory).expanduser()
-        self._directory = path if path.is_absolute() else epath.Path(os.getcwd()) / path
-        self._keep, self._best_metric, self._best_mode = keep, best_metric, best_mode
+        path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
+        self._directory = path
+        self._steps = Steps(path, keep, best_metric, best_mode)
         self._manager: ocp.CheckpointManager | None = None
-        self._metrics: dict[int, Mapping[str, float]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -196,12 +153,12 @@ class Checkpointer:
         """
         recipe = load_recipe(recipe)
         flat = flatten_state(state)
-        _check_recipe(flat.description, recipe, "The state")
+        check_recipe(flat.description, recipe, "The state")
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in flat.values):
             raise CheckpointError(
                 "save received an abstract state, whose leaves have shapes but no values."
             )
-        self._save(_as_step(step), flat, recipe, _as_metrics(metrics), _as_json(extra))
+        self._save(as_step(step), flat, recipe, as_metrics(metrics), as_json(extra))
 
     def _save(
         self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: object
@@ -211,7 +168,7 @@ class Checkpointer:
         if step in manager.all_steps():
             raise CheckpointError(
                 f"Step {step} exists in {self._directory}. Checkpoints are never overwritten; save "
-                f"under another step, or delete it: shutil.rmtree({str(self._step_path(step))!r})."
+                f"under another step, or delete it: shutil.rmtree({str(self._steps.path(step))!r})."
             )
         leaves = flat.description.leaves
         stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
@@ -240,7 +197,7 @@ class Checkpointer:
         )
         if not args.leaves:
             raise CheckpointError("The state contains no array.")
-        self._metrics[step] = manifest.metrics
+        self._steps.metrics[step] = manifest.metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
 
     def wait(self) -> None:
@@ -279,7 +236,7 @@ class Checkpointer:
           migrate: True: convert a checkpoint of another recipe, or one that jaxmp did not write,
             and print the plan first. "lossy": also if that loses information, such as masters.
           verify: compare the checksums of all data files, and of all leaves that are read. False
-            reads faster, and does not notice damage.
+            reads faster, but does not detect damage.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
@@ -295,10 +252,10 @@ class Checkpointer:
         wanted = None if recipe is None else load_recipe(recipe)
         flat = flatten_state(state_like)
         if wanted is not None:
-            _check_recipe(flat.description, wanted, "state_like")
+            check_recipe(flat.description, wanted, "state_like")
         self.wait()
-        step = self._find_step(step)
-        directory = self._step_path(step) / ITEM if step is not None else self._directory
+        step = self._steps.find(step)
+        directory = self._steps.path(step) / ITEM if step is not None else self._directory
         if step is None or not has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate)
         manifest = read_manifest(directory)
@@ -343,7 +300,7 @@ class Checkpointer:
             )
             if on_bytes is not None:
                 on_bytes(total // len(batches))
-        return _info(directory.parent, manifest)
+        return describe_manifest(directory.parent, manifest)
 
     def migrate(
         self,
@@ -396,23 +353,13 @@ class Checkpointer:
           CheckpointError: if there is no such step, or jaxmp did not write it.
         """
         directory, manifest = self._manifest(step)
-        return _info(directory.parent, manifest)
+        return describe_manifest(directory.parent, manifest)
 
     # ---------------------------------------------------------------- Steps
 
     def all_steps(self) -> list[int]:
         """Returns the complete steps in ascending order."""
-        if not self._directory.exists():
-            return []
-        # Orbax renames a directory to its final name when it is complete. Object stores cannot
-        # rename, so there it writes a file at the end.
-        is_store = "://" in str(self._directory)
-        paths = [path for path in self._directory.iterdir() if re.fullmatch(r"\d+", path.name)]
-        return sorted(
-            int(path.name)
-            for path in paths
-            if not is_store or (path / "commit_success.txt").exists()
-        )
+        return self._steps.complete()
 
     def latest_step(self) -> int | None:
         """Returns the latest complete step; None: there is none."""
@@ -424,50 +371,18 @@ class Checkpointer:
         Raises:
           CheckpointError: if the checkpointer was made without `best_metric`.
         """
-        if self._best_metric is None:
+        if self._steps.best_metric is None:
             raise CheckpointError(
                 "best_step needs the name of a metric: Checkpointer(directory, best_metric='loss')."
             )
-        return self._best(self.all_steps())
-
-    def _best(self, steps: Iterable[int]) -> int | None:
-        sign = 1 if self._best_mode == "min" else -1
-        name = str(self._best_metric)
-        values = {step: self._metrics_of(step).get(name, math.nan) for step in steps}
-        scores = {step: sign * value for step, value in values.items() if not math.isnan(value)}
-        return min(scores, key=lambda step: (scores[step], -step), default=None)
-
-    def _metrics_of(self, step: int) -> Mapping[str, float]:
-        if step not in self._metrics:
-            directory = self._step_path(step) / ITEM
-            try:
-                self._metrics[step] = read_manifest(directory).metrics
-            except (CheckpointError, OSError):
-                self._metrics[step] = {}
-        return self._metrics[step]
+        return self._steps.best(self.all_steps())
 
     # ---------------------------------------------------------------- Details
 
-    def _step_path(self, step: int) -> epath.Path:
-        return self._directory / str(step)
-
-    def _find_step(self, step: int | None) -> int | None:
-        """Returns the step to read; None for a checkpoint in the directory that has no step."""
-        steps = self.all_steps()
-        if step is not None and step in steps:
-            return step
-        if step is None and steps:
-            return steps[-1]
-        if _foreign.find(self._directory, step) is not None:
-            return None if step is None else step
-        there = f"It has the steps {', '.join(map(str, steps))}." if steps else "It has no step."
-        which = "a checkpoint" if step is None else f"step {step}"
-        raise CheckpointError(f"{self._directory} does not contain {which}. {there}")
-
     def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
         self.wait()
-        known_step = self._find_step(step)
-        folder = self._directory if known_step is None else self._step_path(known_step)
+        known_step = self._steps.find(step)
+        folder = self._directory if known_step is None else self._steps.path(known_step)
         directory = folder if known_step is None else folder / ITEM
         if not has_manifest(directory):
             raise CheckpointError(
@@ -486,11 +401,11 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=_KeepSteps(self),
-                    # Of saves that a kill has ended. There is one writer.
+                    preservation_policy=self._steps,
+                    # Directories of interrupted saves. There is only one writer.
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,
-                    # A kill must not leave a step that is deleted in part.
+                    # An interrupted deletion must not leave an incomplete step.
                     todelete_subdir=_DELETED,
                 ),
                 handler_registry=registry,
@@ -507,7 +422,9 @@ class Checkpointer:
             check_files(directory, manifest)
         except CheckpointError as error:
             earlier = [other for other in self.all_steps() if other < step]
-            hint = f" The step before it: restore(state, step={earlier[-1]})." if earlier else ""
+            hint = (
+                f" Restore an earlier step: restore(state, step={earlier[-1]})." if earlier else ""
+            )
             raise CheckpointError(f"{error}{hint}") from None
 
     def _read(
@@ -525,7 +442,7 @@ class Checkpointer:
         """Returns the plan of a restore, and prints the plan of a migration."""
         source = manifest.description
         rows = differences(source, target)
-        if not rows and (wanted is None or _same_recipe(manifest.recipe_toml, wanted)):
+        if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted)):
             return plan_copy(target)
         before = f"under the recipe {manifest.recipe.name!r}"
         after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
@@ -540,7 +457,7 @@ class Checkpointer:
                 f"{head}, and the state to restore has {tail}.{listed}\n"
                 "Convert it deliberately: restore(state, recipe=recipe, migrate=True)."
             )
-        plan = plan_migration(source, target, _first_scale(wanted))
+        plan = plan_migration(source, target, initial_scale(wanted))
         _announce(f"{head}; migration to {tail}:", plan, migrate)
         return plan
 
@@ -550,7 +467,7 @@ class Checkpointer:
         location = _foreign.find(self._directory, step)
         if location is None:
             raise CheckpointError(
-                f"{self._step_path(step) if step is not None else self._directory} is not a "
+                f"{self._steps.path(step) if step is not None else self._directory} is not a "
                 "checkpoint of jaxmp, orbax or Flax."
             )
         if not migrate:
@@ -560,7 +477,7 @@ class Checkpointer:
                 "restore(state, migrate=True)."
             )
         stored = _foreign.read(location, flat.description)
-        plan = plan_migration(stored.description, flat.description, _first_scale(wanted))
+        plan = plan_migration(stored.description, flat.description, initial_scale(wanted))
         _announce(
             f"{location.path} was written by {location.writer}, without checksums; migration to "
             f"the given state (master layout: {flat.description.layout}):",
@@ -592,25 +509,6 @@ def _batches(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     return batches
 
 
-class _KeepSteps:
-    """Policy of orbax that keeps the latest steps and the best one."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Returns for each checkpoint whether it is kept."""
-        del context
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        keep = self._checkpointer._keep
-        if keep is None:
-            return [True] * len(steps)
-        kept = set(sorted(steps)[-keep:])
-        if self._checkpointer._best_metric is not None:
-            kept.add(self._checkpointer._best(steps))
-        return [step in kept for step in steps]
-
-
 def _announce(head: str, plan: Plan, migrate: Migrate) -> None:
     if jax.process_index() == 0:
         print(f"{head}\n{plan}", flush=True)
@@ -619,88 +517,3 @@ def _announce(head: str, plan: Plan, migrate: Migrate) -> None:
             f"This migration loses information: {'; '.join(plan.losses)}. If that is intended: "
             "restore(state, recipe=recipe, migrate='lossy'), or --lossy on the command line."
         )
-
-
-def _info(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=manifest.step,
-        path=str(path),
-        recipe_toml=manifest.recipe_toml,
-        master_layout=manifest.description.layout,
-        leaves=manifest.description.leaves,
-        metrics=manifest.metrics,
-        extra=manifest.extra,
-        jaxmp_version=manifest.jaxmp_version,
-        jax_version=manifest.jax_version,
-        data_bytes=sum(size for size, _ in manifest.files.values()),
-    )
-
-
-# ---------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------
-
-
-def _as_step(step: ArrayLike) -> int:
-    number = step if isinstance(step, int) else int(np.asarray(step))
-    if isinstance(step, bool) or number < 0:
-        raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
-    return number
-
-
-def _as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"metrics={metrics!r} are not names and numbers, such as {{'loss': 2.5}}: {error}."
-        ) from error
-
-
-def _as_json(extra: object) -> Any:
-    try:
-        copy = json.loads(json.dumps(extra))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"extra cannot be written as JSON: {error}. Put arrays into the state: "
-            "save(step, {'train': state, 'data': arrays}, ...)."
-        ) from error
-    return copy
-
-
-def _check_recipe(description: Description, recipe: Recipe, name: str) -> None:
-    """Refuses a recipe that stores parameters otherwise than the state does.
-
-    Raises:
-      CheckpointError: with the first parameter that differs.
-    """
-    for masters in description.masters:
-        for parameter in masters.parameters:
-            path = parameter.path.replace(":", "/").lstrip("/")
-            dtype = storage_dtype(recipe.policies, tuple(path.split("/")))
-            form = "none"
-            if is_16bit(dtype):
-                form = {"auto": "fp32"}.get(recipe.master, recipe.master)
-            stored = masters.layout if parameter.master else "none"
-            if short_name(dtype) != parameter.storage or form != stored:
-                raise CheckpointError(
-                    f"{name} was not made with the recipe {recipe.name!r}: it stores "
-                    f"{parameter.path!r} in {canonical_dtype(parameter.storage).name} (master: "
-                    f"{stored}), and the recipe in {np.dtype(dtype).name} (master: {form}). Pass "
-                    "the recipe whose optimizer made the state."
-                )
-
-
-def _same_recipe(text: str, recipe: Recipe) -> bool:
-    if text == recipe.to_toml():
-        return True
-    unnamed = recipe.replace(name="recipe", summary="")
-    return parse_recipe(text).replace(name="recipe", summary="") == unnamed
-
-
-def _first_scale(recipe: Recipe | None) -> dict[str, Any] | None:
-    scale = None if recipe is None else recipe.loss_scale
-    if scale is None or isinstance(scale, NoLossScale):
-        return None
-    flat, _ = jax.tree_util.tree_flatten_with_path(scale)
-    return {str(path[-1]).lstrip("."): np.asarray(leaf) for path, leaf in flat}

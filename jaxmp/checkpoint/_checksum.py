@@ -37,7 +37,7 @@ _Parts = list[Any]
 
 
 def start_checksums(leaves: list[Any]) -> list[_Parts]:
-    """Starts to sum the leaves; devices work on it after this function has returned.
+    """Starts to compute checksums; devices continue after this function has returned.
 
     Args:
       leaves: arrays of JAX or NumPy, without PRNG keys.
@@ -67,7 +67,7 @@ def checksums(leaves: list[Any]) -> list[str]:
 
 def _start(leaf: Array | np.ndarray) -> _Parts:
     if not isinstance(leaf, jax.Array):
-        # Every process has the whole of it.
+        # Every process has the whole array.
         if jax.process_index() != 0:
             return []
         array = np.asarray(leaf)

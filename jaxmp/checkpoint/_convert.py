@@ -1,4 +1,4 @@
-"""Carries out a plan: reads leaves, compares their checksums, and makes the leaves of a state."""
+"""Executes a plan: reads leaves, compares their checksums, and makes the leaves of a state."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_leaves(
 
     Args:
       leaves: leaves of the checkpoint, each with the sharding to read it with (None: NumPy array).
-      read: reads them.
+      read: function that reads leaves.
       expected: path -> checksum; None: do not compare.
 
     Raises:
@@ -129,11 +129,11 @@ def run_plan(
     """Makes the leaves of a state from those of a checkpoint.
 
     Args:
-      plan: what to do.
+      plan: the origin of each leaf of the state.
       source: the leaves of the checkpoint by path.
       target: the leaves of the state by path.
       values: the leaves of the given state, for their placement.
-      read: reads leaves of the checkpoint.
+      read: function that reads leaves of the checkpoint.
       expected: checksums of the checkpoint; None: do not compare.
     """
     placements: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def _create(action: Action, leaf: Leaf, value: Any) -> np.ndarray:
         return np.full(shape.shape, action.value, shape.dtype)
     if isinstance(value, jax.ShapeDtypeStruct):
         raise CheckpointError(
-            f"The checkpoint has no value for {leaf.path!r}, and the given state is abstract. Name "
+            f"The checkpoint has no value for {leaf.path!r}, and the given state is abstract. Pass "
             "the recipe of the state: restore(state, recipe=recipe, migrate=True)."
         )
     return np.asarray(value)

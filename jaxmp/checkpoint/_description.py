@@ -56,15 +56,15 @@ class Leaf:
 class Parameter:
     """A parameter that an optimizer of jaxmp trains."""
 
-    # As rules name it: "block/dense:kernel".
+    # Path in the form of rules: "block/dense:kernel".
     path: str
-    # Path of the leaf that stores it; "" where the state does not contain it.
+    # Path of the leaf that stores it; "" if the state does not contain it.
     leaf: str
     # Short name of its storage dtype, such as "bf16".
     storage: str
     # Its path in the tree of the masters.
     inside: str
-    # Path of its FP32 master or remainder; "" where it has none.
+    # Path of its FP32 master or remainder; "" if it has none.
     master: str = ""
 
 
@@ -143,8 +143,8 @@ class FlatState:
 
     Attributes:
       values: the leaves, in the order of `description.leaves`.
-      description: what they are.
-      rebuild: makes the state again from a list of leaves; NNX objects are updated in place.
+      description: path, dtype, shape and role of each leaf.
+      rebuild: builds the state from a list of leaves; NNX objects are updated in place.
     """
 
     values: list[Any]
@@ -238,7 +238,7 @@ def _describe(rows: list[tuple[Path, Any]], typed: PyTree, overwritten: set[Path
 
 
 def _check_unique(paths: list[str]) -> None:
-    """Refuses paths that orbax could not tell apart; it separates names by dots."""
+    """Refuses paths that orbax cannot distinguish, because it separates names by dots."""
     flat = [path.replace("/", ".") for path in paths]
     parents = {path[:end] for path in flat for end, letter in enumerate(path) if letter == "."}
     for path, count in collections.Counter(flat).items():

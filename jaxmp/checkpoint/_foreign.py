@@ -89,7 +89,7 @@ def _at(path: epath.Path, step: int) -> Location | None:
     if len(items) > 1:
         raise CheckpointError(
             f"{path} contains {len(items)} items ({', '.join(item.name for item in items)}), and "
-            "it is not known which one the state is. Pass the directory of the item: "
+            "it is unknown which of them is the state. Pass the directory of the item: "
             f"Checkpointer({str(items[0])!r})."
         )
     return Location(items[0], "orbax", step) if items else None
@@ -120,7 +120,7 @@ def read(location: Location, target: Description) -> Stored:
 
     Args:
       location: the checkpoint.
-      target: description of the state to restore: its optimizers tell which leaves are masters.
+      target: description of the state to restore, whose optimizers determine the masters.
 
     Raises:
       CheckpointError: if it cannot be read.

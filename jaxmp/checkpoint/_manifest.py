@@ -83,7 +83,7 @@ def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
 
 
 def data_files(directory: epath.Path) -> list[str]:
-    """Returns the names of the files below a directory, but for the manifest."""
+    """Returns the names of the files below a directory, except the manifest."""
     names: list[str] = []
     for path in sorted(directory.iterdir()):
         if path.is_dir():

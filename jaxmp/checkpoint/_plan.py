@@ -39,10 +39,10 @@ class Action:
       target: path of the leaf.
       operation: "copy"; "cast"; "parameter", "master" and "remainder", from the FP32 value;
         "create".
-      sources: paths in the checkpoint: the leaf; or the parameter and, where it has one, its master
+      sources: paths in the checkpoint: the leaf; or the parameter and, if it has one, its master
         or remainder.
-      value: what a created leaf is filled with; None: the value it has in the given state.
-      packed: whether the FP32 value comes from a packed master, and goes to one.
+      value: fill value of a created leaf; None: its value in the given state.
+      packed: two flags: the FP32 value is read from a packed master; it is written to one.
     """
 
     target: str
@@ -57,9 +57,9 @@ class Plan:
     """Actions for all leaves of a state, in order.
 
     Attributes:
-      actions: one for each leaf.
-      lines: the plan for a reader, without the leaves that are copied.
-      losses: of those lines, the ones that lose information.
+      actions: an action for each leaf.
+      lines: the plan as it is printed, without the leaves that are copied.
+      losses: the lines about changes that lose information.
     """
 
     actions: tuple[Action, ...]
@@ -75,7 +75,7 @@ class Plan:
 
 
 def plan_copy(target: Description) -> Plan:
-    """Returns the plan for a checkpoint of the very state."""
+    """Returns the plan for a checkpoint of the same state."""
     return Plan(tuple(Action(leaf.path, "copy", (leaf.path,)) for leaf in target.leaves))
 
 
@@ -248,7 +248,7 @@ class _Migration:
         if before.dtype == leaf.dtype:
             return Action(leaf.path, "copy", (path,))
         if path in self._with_masters and _kind(_numpy_dtype(leaf.dtype)) == "float":
-            # The new state has no optimizer: its parameters come from the masters all the same.
+            # The new state lacks an optimizer, but its parameters are still read from the masters.
             parameter = Parameter(leaf.path, leaf.path, leaf.dtype, leaf.path)
             return self._from_fp32(leaf, Masters("", "no", ()), parameter, self._with_masters[path])
         exact = _is_exact_cast(before.dtype, leaf.dtype)
@@ -330,7 +330,7 @@ class _Migration:
 
     def _refusal(self, leaf: Leaf, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"The checkpoint cannot be migrated: the state needs {leaf.path!r} ({leaf}), and "
+            f"The checkpoint cannot be migrated: the state requires {leaf.path!r} ({leaf}), and "
             f"{reason}. A migration converts between precisions; build the state with the model "
             "and the optimizer of the run that wrote the checkpoint."
         )
@@ -359,7 +359,7 @@ def _scales(side: Description) -> dict[str, tuple[str, ...]]:
 
 
 def _is_exact_cast(before: str, after: str) -> bool | None:
-    """Returns whether a cast is exact; None if the dtypes have nothing to do with each other."""
+    """Returns whether a cast is exact; None if the dtypes are unrelated."""
     if "key<" in before + after:
         return None
     first, second = _numpy_dtype(before), _numpy_dtype(after)

@@ -60,7 +60,7 @@ def save_safetensors(
     Args:
       path: the file, which is replaced at once when it is complete.
       params: a pytree of arrays, or an NNX module.
-      metadata: texts to store in the header.
+      metadata: strings to store in the header.
 
     Raises:
       CheckpointError: for a dtype that the format does not have, and for repeated names.
@@ -82,7 +82,7 @@ def save_safetensors(
             )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    # The package requires tensors in the order of their sizes of elements, for alignment.
+    # The safetensors package requires tensors ordered by element size, for alignment.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     for name in order:
         array = arrays[name]
