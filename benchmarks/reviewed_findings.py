@@ -154,13 +154,13 @@ STEPS = (
         ),
         "Haliax's `LayerNorm` takes mean and variance of a bfloat16 array, which come back in "
         "bfloat16, and `rsqrt` of the sum with `eps` in bfloat16; Flax takes all of these in FP32",
-        "Mean and inverse deviation have 8 bits: each normalised row is scaled by a factor that "
+        "Mean and inverse deviation have 8 bits: each normalized row is scaled by a factor that "
         "is wrong by up to 0.4 %.",
         "In Haliax: `x = x.astype(jnp.float32)` at the start of `LayerNorm.__call__`; its cast "
         "back to `dtype` is there already.",
     ),
     Reviewed(
-        "The vocabulary is no multiple of 8",
+        "The vocabulary is not a multiple of 8",
         ("misaligned_matmul",),
         (("levanter/models/loss.py", "hax.dot(pred_embeddings, pred_lm_head"),),
         "The tokenizer has 50,257 entries, and `round_axis_for_partitioning` rounds up to the "
@@ -241,9 +241,9 @@ MODELS = (
         "The norm of a convolution's kernel is taken in bfloat16",
         ("norm_16bit",),
         (("wav2vec2/modeling_flax_wav2vec2.py", "jnp.linalg.norm(self.weight_v"),),
-        "Weight normalisation runs on the cast parameters",
+        "Weight normalization runs on the cast parameters",
         "The scale of each kernel has 8 bits.",
-        "Take the norm of the FP32 parameter, and cast the normalised kernel.",
+        "Take the norm of the FP32 parameter, and cast the normalized kernel.",
     ),
     Reviewed(
         "255 frames",
@@ -328,7 +328,7 @@ MODELS = (
             ("examples/vae/models.py", "nn.Dense(500"),
             ("examples/vae/models.py", "nn.Dense(784, name='fc2')"),
         ),
-        "500 is no multiple of 8",
+        "500 is not a multiple of 8",
         "Slower kernels, or padding of 0.8 %.",
         "512 columns.",
     ),

@@ -1,4 +1,4 @@
-"""Mixed precision for JAX and Flax: policies applied, training kept correct, and proved."""
+"""Mixed precision for JAX and Flax: applies dtype policies, keeps training correct, audits it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Name -> module, package it needs, what for, the extra that installs it.
+# Name -> its module, the package that it requires, the feature for error messages, and the extra
+# that installs the package.
 _LAZY = {
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
@@ -100,7 +101,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs an optional package when it is first asked for (PEP 562)."""
+    """Imports a name that requires an optional package at its first use (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
     module_name, package, purpose, extra = _LAZY[name]

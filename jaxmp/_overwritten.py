@@ -1,4 +1,4 @@
-"""State that its own gradient replaces: the amaxes of delayed FP8 scaling.
+"""State whose gradient is its next value: the amaxes of delayed FP8 scaling.
 
 The amax of an output gradient exists only in the backward pass. As in Flax, the state of FP8 layers
 is therefore in a collection `_overwrite_with_gradient` next to `params`. It is differentiated like
@@ -136,7 +136,7 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
 
 
 def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:
-    """Replaces active states in auxiliary data, as of `apply(..., mutable=True)`, by the states.
+    """Restores the states in auxiliary data, such as that of `apply(..., mutable=True)`.
 
     Args:
       aux: auxiliary data of a loss function.
@@ -192,7 +192,7 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def explain_fm32() -> Iterator[None]:
-    """Adds to the errors of a loss function what its author must know about the dtype `fm32`."""
+    """Adds a note about the dtype `fm32` to the errors that a loss function raises."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -56,7 +56,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: PyTree = struct.field(pytree_node=True)
 
     if TYPE_CHECKING:
-        # Flax's has no annotations, which mypy reports in subclasses in strict mode.
+        # The method of Flax lacks annotations, which mypy reports for subclasses in strict mode.
         def __init_subclass__(cls, **kwargs: object) -> None: ...
 
     @classmethod

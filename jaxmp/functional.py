@@ -66,7 +66,7 @@ def rms_norm(
       >>> jaxmp.functional.rms_norm(jnp.full((2, 4), 300.0, jnp.float16))[0]
       Array([1., 1., 1., 1.], dtype=float16)
     """
-    return _normalise(x, scale, None, epsilon, axis, centred=False)
+    return _normalize(x, scale, None, epsilon, axis, centered=False)
 
 
 def layer_norm(
@@ -103,21 +103,21 @@ def layer_norm(
       >>> jaxmp.functional.layer_norm(x)
       Array([[-1.,  1.]], dtype=float16)
     """
-    return _normalise(x, scale, bias, epsilon, axis, centred=True)
+    return _normalize(x, scale, bias, epsilon, axis, centered=True)
 
 
 # Name of the saved statistics, with which the backward pass does not reduce x again.
 _STATISTICS = "jaxmp_norm_statistics"
 
 
-def _normalise(
+def _normalize(
     x: ArrayLike,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
     epsilon: float,
     axis: int | Sequence[int],
     *,
-    centred: bool,
+    centered: bool,
 ) -> jax.Array:
     x = floating_array(x, "x")
     axes = _axes(axis, x)
@@ -127,9 +127,9 @@ def _normalise(
     ]
     wide = wide_dtype(x.dtype)
 
-    def normalise(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    def normalize(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
         out = x.astype(wide)
-        if centred:
+        if centered:
             out -= checkpoint_name(jnp.mean(out, axes, keepdims=True), _STATISTICS)
         square = checkpoint_name(jnp.mean(jnp.square(out), axes, keepdims=True), _STATISTICS)
         out *= lax.rsqrt(square + wide.type(epsilon))
@@ -140,7 +140,7 @@ def _normalise(
         return out.astype(x.dtype)
 
     saved = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
-    return jax.checkpoint(normalise, policy=saved)(x, *parameters)
+    return jax.checkpoint(normalize, policy=saved)(x, *parameters)
 
 
 def _axes(axis: int | Sequence[int], x: jax.Array) -> tuple[int, ...]:
@@ -165,7 +165,8 @@ def _spread(parameter: jax.Array, name: str, x: jax.Array, axes: tuple[int, ...]
     if parameter.shape != sizes:
         raise JaxmpError(
             f"{name} has shape {list(parameter.shape)}, and x of shape {list(x.shape)} has "
-            f"{list(sizes)} at axis {axes}. Give one {name} a feature: {name}.reshape({sizes})."
+            f"{list(sizes)} at axis {axes}. Pass one {name} for each feature: "
+            f"{name}.reshape({sizes})."
         )
     return parameter.reshape([x.shape[i] if i in axes else 1 for i in range(x.ndim)])
 
@@ -297,13 +298,13 @@ def _positions(positions: ArrayLike) -> jax.Array:
     array = jnp.asarray(positions)
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (FLOAT32, FLOAT64):
         return array
-    why = f"{array.dtype} cannot hold them"
+    why = f"{array.dtype} cannot represent them"
     if is_16bit(array.dtype):
         exact = 256 if array.dtype != np.float16 else 2048
-        why = f"{array.dtype} runs into itself beyond {exact}"
+        why = f"{array.dtype} cannot represent all integers above {exact}"
     raise JaxmpError(
-        f"positions are {array.dtype} of shape {list(array.shape)}: {why}. Make them integers, and "
-        f"never cast them: jnp.arange({array.shape[-1] if array.ndim else 1}), which is int32."
+        f"positions are {array.dtype} of shape {list(array.shape)}: {why}. Use uncast integers, "
+        f"such as jnp.arange({array.shape[-1] if array.ndim else 1}), which is int32."
     )
 
 
@@ -314,8 +315,9 @@ def _rotary_dim(size: int | None, x: jax.Array) -> int:
         raise JaxmpError(f"rotary_dim={size!r} is not an integer, such as rotary_dim=64.")
     if size % 2 or not 0 < size <= x.shape[-1]:
         raise JaxmpError(
-            f"rotary_dim={size} of x {list(x.shape)}: features turn in pairs, so it must be even, "
-            f"from 2 to {x.shape[-1]}; for example rotary_dim={max(x.shape[-1] // 2 * 2, 2)}."
+            f"rotary_dim={size} of x {list(x.shape)}: features are rotated in pairs, so it must be "
+            f"even, from 2 to {x.shape[-1]}; for example "
+            f"rotary_dim={max(x.shape[-1] // 2 * 2, 2)}."
         )
     return int(size)
 
@@ -330,12 +332,13 @@ def _frequencies(
         return number(base, "base") ** -exponents / number(scaling, "scaling")
     if (base, scaling) != (10000.0, 1.0):
         raise JaxmpError(
-            f"frequencies are given, and so are base={base!r} or scaling={scaling!r}, which they "
-            "replace. Leave out base and scaling."
+            f"frequencies replace base and scaling, but base={base!r} and scaling={scaling!r} were "
+            "passed as well. Leave them out."
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(frequencies)):
         raise JaxmpError(
-            "frequencies are traced; they must be known when the program is built: a NumPy array."
+            "frequencies are traced values, but must be known when the program is traced: pass a "
+            "NumPy array."
         )
     array = np.asarray(frequencies, np.float64)
     if array.shape != (size // 2,) or not np.isfinite(array).all():
@@ -426,8 +429,8 @@ def swiglu(gate: ArrayLike, up: ArrayLike) -> jax.Array:
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise JaxmpError(
             f"gate is {gate.dtype} of shape {list(gate.shape)}, and up is {up.dtype} of shape "
-            f"{list(up.shape)}. They are two results of one size: gate, up = jnp.split(hidden, 2, "
-            "axis=-1)."
+            f"{list(up.shape)}. Both must have the same shape and dtype, as in "
+            "gate, up = jnp.split(hidden, 2, axis=-1)."
         )
     return jax.checkpoint(_swiglu, prevent_cse=False)(gate, up)
 
@@ -448,7 +451,7 @@ def _number(value: Any, name: str, least: float) -> float:
         number = math.nan
     if not (number > least and math.isfinite(number)):
         raise JaxmpError(
-            f"{name}={value!r} must be a number above {least:g}, known when the program is built; "
+            f"{name}={value!r} must be a number above {least:g}, known when the program is traced; "
             f"for example {name}={10000.0 if name == 'base' else 1.0}."
         )
     return number

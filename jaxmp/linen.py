@@ -73,7 +73,7 @@ def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) ->
     check_module_dtypes(policies)
     cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
-    # Without its parent: like any new module it belongs to the method in which it is created.
+    # The parent is not copied: a new module belongs to the method in which it is created.
     new = cls(**{name: getattr(model, name) for name in fields if name != "parent"})
     if shardings is not None:
         by_path = shardings_by_path(shardings, "shardings")
@@ -146,7 +146,7 @@ def explain(
 def _share(
     model: nn.Module, args: tuple[PyTree, ...], rngs: PyTree, kwargs: dict[str, PyTree]
 ) -> float | None:
-    """Returns the share of a wrapped model's matmul FLOPs in 16 bits or fewer; None without any."""
+    """Returns the share of a wrapped model's matmul FLOPs in 16 bits or fewer; None: no matmul."""
     rngs = jax.random.key(0) if rngs is None else rngs
 
     def initialize_and_apply(rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -230,12 +230,12 @@ def register_layer(
       dtype: name of the field with the dtype in which the layer computes. A policy sets it, unless
         `respect_explicit` is set and the field is not None.
       kernel: name of the parameter that the dot multiplies by; required with `dot_general` and
-        `einsum`. If a rule asks for a result that is wider than the compute dtype, the other
-        parameters, such as a bias, are read in the dtype of the result.
+        `einsum`. If a rule sets an output dtype that is wider than the compute dtype, the other
+        parameters, such as a bias, are read in the output dtype.
       dot_general: name of the field with a function like `jax.lax.dot_general`. It is replaced by
-        an FP8 dot under `matmul = "fp8"`, and by a dot with a wider result if a rule asks for one.
+        an FP8 dot under `matmul = "fp8"`, and by one with a wider result if a rule sets it.
         A model that sets the field to another function than its default keeps that function.
-      einsum: name of a field with a function like `jax.numpy.einsum`, likewise.
+      einsum: name of a field with a function like `jax.numpy.einsum`, replaced in the same way.
       attention_fn: name of a field with a function like `flax.linen.dot_product_attention`, which
         is replaced by `jaxmp.linen.attention_fn()` as in Flax's attention layers.
 

@@ -234,12 +234,13 @@ def register_layer(
         unless `respect_explicit` is set and the value differs from the constructor's default.
       kernel: name of the parameter `[..., inputs, outputs]` that the dot multiplies by; required
         with `dot_general` and `einsum`. Leading axes are axes that a transformation stacked. If a
-        rule asks for a result that is wider than the compute dtype, the other parameters, such as a
-        bias, are read in the dtype of the result.
+        rule sets an output dtype that is wider than the compute dtype, the other parameters, such
+        as a bias, are read in the output dtype.
       dot_general: name of the attribute with a function like `jax.lax.dot_general`. It is replaced
-        by an FP8 dot under `matmul = "fp8"`, and by a dot with a wider result if a rule asks for
-        one. A model that sets the attribute to another function keeps that function.
-      einsum: name of an attribute with a function like `jax.numpy.einsum`, likewise.
+        by an FP8 dot under `matmul = "fp8"`, and by one with a wider result if a rule sets it.
+        A model that sets the attribute to another function keeps that function.
+      einsum: name of an attribute with a function like `jax.numpy.einsum`, replaced in the same
+        way.
       attention_fn: name of an attribute with a function like `flax.nnx.dot_product_attention`,
         which is replaced by `jaxmp.nnx.attention_fn()` as in Flax's attention layers.
 

@@ -9,8 +9,8 @@
         equivalent(make_run, "bf16", steps=200)
 
 The fixture compares with a baseline next to the test file, so that a change that makes loss,
-gradient error, memory or kernel count worse fails. It is imported, and no plugin of pytest, because
-a plugin would import JAX before the `conftest.py` of a project can set its flags.
+gradient error, memory or kernel count worse fails. Import it in the test file: as a plugin of
+pytest, it would import JAX before the `conftest.py` of the project can set JAX's flags.
 """
 
 from __future__ import annotations

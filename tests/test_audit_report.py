@@ -34,7 +34,7 @@ ERRORS = (
             primitive="dot_general",
             file="transformer_model.py",
             line=123,
-            message="the width 500 is no multiple of 8 elements, so that the matmul is padded.",
+            message="the width 500 is not a multiple of 8 elements, so that the matmul is padded.",
             fix="Round the width up:\n    nn.Dense(504)",
             flops=10**9,
         )

@@ -261,7 +261,7 @@ def batched(x, w):
         (own_backward, F32, "inside a custom_vjp"),
         (own_tangents, BF16, "inside a custom_jvp, whose rule must stay linear"),
         (functools.partial(jnp.matmul, precision="highest"), F32, "asks for precision=HIGHEST"),
-        (lambda x, w: x @ w[:, :10], BF16, "N = 10 is no multiple of 16"),
+        (lambda x, w: x @ w[:, :10], BF16, "N = 10 is not a multiple of 16"),
         (batched, BF16, "batch dimensions"),
         (in_full_precision, F32, None),
     ],
@@ -361,7 +361,7 @@ def test_an_audit_names_what_stays_in_16_bits():
     fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
     report = jaxmp.audit(jax.grad(fn), W1, X, policies=POLICY)
     (finding,) = (finding for finding in report.findings if finding.check == "not_fp8")
-    assert "N = 10 is no multiple of 16" in finding.message
+    assert "N = 10 is not a multiple of 16" in finding.message
 
 
 # ---------------------------------------------------------------------------

@@ -509,7 +509,7 @@ def test_bad_settings(build, message):
         (lambda f, x: f(x.astype(jnp.int32), x, LINEAR), "lhs is int32"),
         (
             lambda f, x: f(x, x.astype(jnp.float8_e5m2), LINEAR),
-            "rhs is float8_e5m2.*quantises by itself",
+            "rhs is float8_e5m2.*quantizes by itself",
         ),
         (lambda f, x: f(None, x, LINEAR), r"fp8.dot_general: lhs is NoneType \(None\), no array"),
         (lambda f, x: f(x, x, LINEAR, x), r"precision is ArrayImpl.*takes two\s+operands"),
@@ -518,7 +518,7 @@ def test_bad_settings(build, message):
             lambda f, x: f(x, x, LINEAR, preferred_element_type="e4m3fn"),
             "preferred_element_type is float8_e4m3fn.*convert the result",
         ),
-        (lambda f, x: fp8.einsum()(0, x, x), r"fp8.einsum\(0, ...\): it is no string"),
+        (lambda f, x: fp8.einsum()(0, x, x), r"fp8.einsum\(0, ...\): it is not a string"),
         (lambda f, x: fp8.einsum()("ab,bc", x, "x"), r"fp8.einsum: kernel is str \(x\)"),
         (lambda f, x: f(x, x, LINEAR, out_sharding="data"), "out_sharding='data' is not supported"),
         (lambda f, x: f(x, x, LINEAR, state={}), "CurrentScaling has no state"),
@@ -542,7 +542,7 @@ def test_bad_settings(build, message):
             r"state\['age'\] is NoneType, no array",
         ),
         (lambda f, x: fp8.to_flax({"age": x}), r"has the keys .*, not \['age'\]"),
-        (lambda f, x: fp8.with_stats(x), "fp8.with_stats got .* where a function is wanted"),
+        (lambda f, x: fp8.with_stats(x), "fp8.with_stats received .* instead of a function"),
     ],
 )
 def test_bad_calls(call, message):

@@ -95,8 +95,8 @@ ROWWISE = fp8.RowwiseScaling()
     ("k", "n", "recipe", "target", "reason"),
     [
         (64, 32, None, "cpu", ""),
-        (64, 31, None, "cpu", "N = 31 is no multiple of 16"),
-        (8, 24, "rowwise", "gpu", "K = 8 and N = 24 are no multiple of 16"),
+        (64, 31, None, "cpu", "N = 31 is not a multiple of 16"),
+        (8, 24, "rowwise", "gpu", "K = 8 and N = 24 are not multiples of 16"),
         # torchao's limits.
         (4096, 1024, None, "gpu", "K = 4096 <= 4096 and N = 1024 <= 1024: too narrow to gain"),
         (4112, 1024, None, "gpu", ""),

@@ -178,7 +178,7 @@ def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
     rows = fp8.explain(models[which - 1], x).rows
     assert [dataclasses.astuple(row) for row in rows] == [
-        ("odd", 32, 30, "N = 30 is no multiple of 16"),
+        ("odd", 32, 30, "N = 30 is not a multiple of 16"),
         ("einsum", 64, 64, ""),
         ("general", 64, 32, ""),
     ]
@@ -606,7 +606,7 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
     report = audit(model.apply, params, x, policies=policies())
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
     assert set(found) == {"odd", ""}
-    assert "N = 10 is no multiple of 16" in found["odd"].message
+    assert "N = 10 is not a multiple of 16" in found["odd"].message
     assert "not that of a Flax layer" in found[""].message
     assert "FP8 matmuls are emulated on a CPU" in " ".join(report.to_text(full=True).split())
     assert "CPU" not in str(audit(Odd().apply, params, x))

@@ -234,7 +234,7 @@ def test_layers_einsum_and_autocast_take_it():
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
     # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
-    assert fp8.explain_exclusion(48, 64, "mx") == "K = 48 is no multiple of 32"
+    assert fp8.explain_exclusion(48, 64, "mx") == "K = 48 is not a multiple of 32"
     assert fp8.explain_exclusion(48, 64, "current") == ""
     assert "too narrow" in fp8.explain_exclusion(1024, 4096, "mx", target="gpu")
 

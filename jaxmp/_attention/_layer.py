@@ -96,7 +96,7 @@ def layer_attention(
     Args:
       operands: query `[B..., T, N, H]`, key and value `[B..., S, K, H]`; all of one dtype.
       bias: broadcastable to `[B..., N, T, S]`, or None.
-      mask: likewise; nonzero elements are visible.
+      mask: broadcastable to the same shape, or None; nonzero elements are visible.
       hints: known properties of the mask.
       weights: further uses of the weights.
 

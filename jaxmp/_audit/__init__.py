@@ -133,11 +133,11 @@ def _audit(
 def _check_function(fn: object) -> None:
     if not callable(fn):
         raise AuditError(
-            f"audit got an object of type {type(fn).__name__} instead of a function. Pass the "
+            f"audit received an object of type {type(fn).__name__} instead of a function. Pass the "
             "function and its arguments separately: audit(train_step, state, batch)."
         )
     if type(fn).__name__ == "CompiledStep":
         raise AuditError(
-            "audit got a step that jaxmp.nnx.compile_step made, which contains its own model. Pass "
+            "audit received a step of jaxmp.nnx.compile_step, which contains its own model. Pass "
             "the function and its arguments instead: audit(train_step, model, optimizer, batch)."
         )

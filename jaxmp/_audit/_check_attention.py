@@ -67,7 +67,7 @@ def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
     contracted, batch = op.equation.params["dimension_numbers"]
     for index, var in enumerate(op.equation.invars[:2]):
         for label in audit.flow.of(var):
-            if not isinstance(label, Logits) or not label.normalised:
+            if not isinstance(label, Logits) or not label.normalized:
                 continue
             logits = label.op.equation
             batches = logits.params["dimension_numbers"][1][0]

@@ -42,7 +42,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     if op.name != "dot_general" or op.location.phase != FORWARD:
         return
     (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
-    # Linear layers have no batched matmuls; those of attention and of stacked kernels are.
+    # Batched matmuls belong to attention or to stacked kernels, not to linear layers.
     if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
         return
     if audit.context.policies is None or not audit.context.requires_fp8(op.location):

@@ -109,7 +109,7 @@ class Logits(NamedTuple):
     """
 
     op: OpOccurrence
-    normalised: bool = False
+    normalized: bool = False
 
 
 Labels = frozenset[Any]
@@ -268,7 +268,7 @@ class Flow:
         if name == "sub":
             # A difference of a softmax and labels is the gradient of a loss. The weights of
             # attention are never an operand of a subtraction.
-            labels = frozenset(x for x in labels if not (isinstance(x, Logits) and x.normalised))
+            labels = frozenset(x for x in labels if not (isinstance(x, Logits) and x.normalized))
         if name in _BREAKS:
             return labels & _PROPAGATED_BY_ALL
         if name not in _KEEPS_LOGITS and self._ops.category(name) not in ("widest", "follow"):
@@ -276,7 +276,7 @@ class Flow:
             return labels & (_PROPAGATED_BY_ALL | ({WAS_16_BITS} if is_wide else set()))
         if name in ("exp", "exp2"):
             return frozenset(
-                x._replace(normalised=True) if isinstance(x, Logits) else x for x in labels
+                x._replace(normalized=True) if isinstance(x, Logits) else x for x in labels
             )
         return labels
 

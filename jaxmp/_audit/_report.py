@@ -227,7 +227,7 @@ class AuditReport:
         return html_page(report_sections(self, full))
 
     def to_rich(self, *, full: bool = False) -> RichRenderable:
-        """Returns an object that rich prints in colour, in the width of its console.
+        """Returns an object that rich prints in color, in the width of its console.
 
         Args:
           full: as in `to_text`.

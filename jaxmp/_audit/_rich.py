@@ -1,4 +1,4 @@
-"""Rendering of sections in the colours of a terminal."""
+"""Rendering of sections in the colors of a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ try:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 except ModuleNotFoundError as error:
-    raise missing_dependency("rich", "coloured tables", "cli") from error
+    raise missing_dependency("rich", "colored tables", "cli") from error
 
 _STYLES = {
     "title": "bold cyan",

@@ -84,15 +84,15 @@ def autocast(
       output dtype of a rule for the root, `Rule("", "o=bf16")`.
 
     Raises:
-      RuleError: if a required rule scope_path a module type, because a traced function contains no
+      RuleError: if a required rule names a module type, because a traced function contains no
         module types; from the returned function, if a required rule matches no scope of `fn`.
-      PolicyError: if `fn` is not a function; if a policy scope_path a float8 dtype or is not valid.
+      PolicyError: if `fn` is not a function; if a policy names a float8 dtype or is not valid.
       CompositionError: if the FP8 scaling is stateful, as `fp8.DelayedScaling` is; from the
         returned function, on a GPU without FP8 matmuls.
-      OpError: if `ops` scope_path an operation or a category that does not exist.
+      OpError: if `ops` names an operation or a category that does not exist.
 
-    The method, one list of operations per dtype, is that of torch.autocast and TensorFlow's
-    auto_mixed_precision; the contents of the lists differ.
+    Like torch.autocast and TensorFlow's auto_mixed_precision, it assigns each operation to a list
+    for one dtype; the contents of the lists differ.
 
     Example:
       >>> def loss(w, x):

@@ -1,4 +1,4 @@
-"""AutocastConfig for equations that contain jaxprs: control flow, calls, custom derivatives.
+"""Rules for equations that contain jaxprs: control flow, calls and custom derivatives.
 
 Each rule runs one equation. It retraces the inner jaxprs for the current dtypes of the operands and
 returns the results as values.

@@ -1,4 +1,4 @@
-"""Compute capabilities with which matmuls and kernels of NVIDIA GPUs begin.
+"""Lowest compute capabilities of NVIDIA GPUs that support certain matmuls and kernels.
 
 A compute capability that is unknown, as in cross-compilation, counts as sufficient: the audit
 checks the compiled program.
@@ -14,8 +14,8 @@ from jaxmp._core import _compat
 
 Capability: TypeAlias = tuple[int, int]
 
-# Of NVIDIA's documentation of CUDA and cuDNN. 8.0 is the A100, 8.9 the L40S, 9.0 the H100 and 10.0
-# the B200.
+# From NVIDIA's documentation of CUDA and cuDNN. 8.0 is the A100, 8.9 the L40S, 9.0 the H100 and
+# 10.0 the B200.
 BFLOAT16_MATMULS: Capability = (8, 0)
 FUSED_ATTENTION: Capability = (8, 0)
 FP8_MATMULS: Capability = (8, 9)

@@ -93,7 +93,7 @@ def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
     if np.issubdtype(dtype, np.integer) or dtype.name.startswith(("int", "uint")):
         raise PolicyError(_integer_message(dtype.name, where))
     raise PolicyError(
-        f"{dtype.name!r}{where} is not a floating-point format that a policy can hold. "
+        f"{dtype.name!r}{where} is not a floating-point format that a policy can contain. "
         f"Allowed: {', '.join(_SHORT)}; for example jnp.bfloat16."
     )
 
@@ -101,7 +101,7 @@ def canonical_dtype(value: Any, *, within: str = "") -> np.dtype:
 def _integer_message(name: str, where: str) -> str:
     return (
         f"Integer format {name!r}{where} cannot be a training precision: gradients and "
-        "activations need a floating-point format. Use a float such as 'bf16', or quantise "
+        "activations need a floating-point format. Use a float such as 'bf16', or quantize "
         "the trained model for inference with another tool."
     )
 

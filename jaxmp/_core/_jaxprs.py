@@ -36,7 +36,7 @@ class Equation(Protocol):
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 # Scope of the casts that autocast inserts.
 AUTOCAST = "jaxmp_autocast"
-# Scopes that are not modules. JAX adds two for a rematerialised function. (It also adds
+# Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
 # "ij,jk->ik" for an einsum.)
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
@@ -104,7 +104,7 @@ def scope_names(name_stack: str) -> Path:
 def collapsed(names: Path) -> Path:
     """Removes a repeated prefix, such as that of `Net/Net/block`.
 
-    Name stacks in the backward pass of a rematerialised function contain its scopes twice.
+    Name stacks in the backward pass of a rematerialized function contain its scopes twice.
     """
     for length in range(len(names) // 2, 0, -1):
         if names[:length] == names[length : 2 * length]:

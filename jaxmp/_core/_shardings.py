@@ -9,7 +9,7 @@ from jaxmp._core._trees import Path, path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError
 
-# Names inside of variables of Flax NNX, which hold the array.
+# Names under which a Variable of Flax NNX stores its array.
 _CONTENTS = frozenset({"value", "raw_value"})
 
 

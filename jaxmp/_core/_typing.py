@@ -10,8 +10,8 @@ from jax.typing import ArrayLike as ArrayLike
 from jax.typing import DTypeLike as DTypeLike
 
 Array: TypeAlias = jax.Array
-# A nested structure of containers that JAX knows, with arrays or other leaves. Python cannot state
-# that a type parameter of a container is any registered pytree, so this is `Any` to a type checker.
+# A nested structure of containers that are registered with JAX, with arrays or other leaves. Python
+# types cannot describe registered containers, so this is `Any` to a type checker.
 PyTree: TypeAlias = Any
 # Name of a mapped axis of `vmap`, `pmap` or `shard_map`, or several of them; None: no axis.
 AxisNames: TypeAlias = Hashable | Sequence[Hashable]

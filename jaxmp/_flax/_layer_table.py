@@ -1,4 +1,4 @@
-"""Table of layer classes: what jaxmp knows of each class, whatever the policy.
+"""Table of layer classes: the properties of a class that do not depend on the policy.
 
 `_linen_layers` and `_nnx_layers` contain the rows of Flax's own classes. Users add rows with
 `jaxmp.linen.register_layer` and `jaxmp.nnx.register_layer`.

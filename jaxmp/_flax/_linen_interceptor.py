@@ -77,7 +77,7 @@ make_root = functools.cache(Root)
 class Plain(NamedTuple):
     """Replacement of a `Root` while a model runs as its author wrote it."""
 
-    # A new object if no trace that `nn.jit` cached may be used.
+    # A new object prevents the use of traces that `nn.jit` has cached.
     token: Any = None
 
 

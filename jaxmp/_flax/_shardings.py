@@ -1,4 +1,4 @@
-"""Shardings of parameters, as constraints from which gradients learn where weights are split."""
+"""Sharding constraints on parameters, from which gradients take the shardings of the weights."""
 
 from __future__ import annotations
 

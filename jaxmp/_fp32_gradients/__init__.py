@@ -51,7 +51,7 @@ def with_fp32_gradients(
 
     Args:
       fn: function of the inputs.
-      inputs: pytrees of parameters. The leaves that are no floating-point arrays, such as FP8
+      inputs: pytrees of parameters. Leaves that are not floating-point arrays, such as FP8
         state, are differentiated as they are.
       regather: gather weights again in the backward pass, instead of keeping them.
 

@@ -1,4 +1,4 @@
-"""Matmuls and functions with derivatives of their own, whose weight gradients are in FP32."""
+"""Matmuls and functions with custom derivatives, whose weight gradients are in FP32."""
 
 from __future__ import annotations
 

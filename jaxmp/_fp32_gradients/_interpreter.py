@@ -67,7 +67,7 @@ def run(
 
     Args:
       closed: the traced function.
-      args: its arguments; those parameters that it takes in 16 bits are given in FP32.
+      args: its arguments; parameters that it accepts in 16 bits are passed in FP32.
       is_param: for each argument, True for a parameter.
       regather: gather weights again in the backward pass, instead of keeping them.
 

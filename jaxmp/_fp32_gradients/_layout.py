@@ -289,7 +289,7 @@ _LOCAL = Layout()
 def run_gathered(
     closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[Layout | None]
 ) -> tuple[list[Array], list[Layout | None]]:
-    """Runs a jaxpr that has no derivatives, and gathers weights in front of their uses.
+    """Runs a jaxpr that is not differentiated, and gathers weights before their uses.
 
     Args:
       closed: the jaxpr.
@@ -371,7 +371,7 @@ def _run(
 
 
 def _is_identity(equation: JaxprEqn) -> bool:
-    """Returns True for a function with its own derivative that returns arguments unchanged."""
+    """Returns True for a function with a custom derivative that returns arguments unchanged."""
     call = equation.params.get("call_jaxpr")
     return call is not None and not jaxpr_body(call)[0].eqns
 
@@ -407,7 +407,7 @@ def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, Layout
 
 
 def _is_reduction(equation: JaxprEqn) -> bool:
-    """Returns True for a function with its own batching rule that only reduces its arguments."""
+    """Returns True for a function with a custom batching rule that only reduces its arguments."""
     inner = equation.params.get("call") if equation.primitive.name == "custom_vmap_call" else None
     if inner is None:
         return False

@@ -22,7 +22,7 @@ class Weight(NamedTuple):
     array: the array.
     layout: its sharding, as far as it is known; None: it is unknown.
     origin: another weight, the equation that moved its elements, and the other operands, if this
-      weight may have been gathered by that equation; else None.
+      weight may have been gathered by that equation; otherwise None.
     """
 
     array: Array
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
       it.
     layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
     rows: () if data selects the elements, as the rows of a table, so that they may be activations;
-      else None. (As a pytree, it has no leaves.)
+      otherwise None. (Neither value adds leaves to the pytree.)
     """
 
     low: Array
@@ -111,7 +111,7 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
 
 
 def computed_weight(array: Array, layout: Layout | None = None) -> Value:
-    """Returns an array that was computed from weights and constants alone as such a value.
+    """Converts an array that was computed from weights and constants alone to a `Weight` or `Copy`.
 
     Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
     gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32.
@@ -130,7 +130,7 @@ def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
 
 
 def results_of(equation: JaxprEqn, out: Array | list[Array]) -> list[Array]:
-    """Returns what `bind` returned as a list."""
+    """Returns the result of `bind` as a list."""
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 

@@ -82,7 +82,9 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
                 )
         counted = tuple(i % len(args) for i in numbers if -len(args) <= i < len(args))
         if len(set(counted)) < len(counted):
-            raise JaxmpError(f"{name}={numbers} names one argument twice; name each once.")
+            raise JaxmpError(
+                f"{name}={numbers} contains an argument twice. List each argument once."
+            )
         return counted
 
     mutable = count("mutable_argnum")
@@ -96,8 +98,8 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     both = set(called.argnums) & set(called.batch_argnums)
     if both and called.microbatches > 1:
         raise JaxmpError(
-            f"Argument {min(both)} is both differentiated and split into microbatches; name the "
-            "batch alone in batch_argnums."
+            f"Argument {min(both)} is both differentiated and split into microbatches. List "
+            "only the batch in batch_argnums."
         )
     for index in called.argnums:
         _check_differentiable(index, args[index])
@@ -110,13 +112,13 @@ def _check_differentiable(index: int, arg: PyTree) -> None:
         where = "".join(f"[{name!r}]" for name in names)
         if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
             raise JaxmpError(
-                f"Argument {index}{where} is a {type(leaf).__name__}, which is not an array and "
-                "has no gradient. Differentiate the arrays of an Equinox module alone: "
-                "params, static = eqx.partition(model, eqx.is_inexact_array), then "
+                f"Argument {index}{where} is a {type(leaf).__name__}, which cannot be "
+                "differentiated because it is not an array. Differentiate the arrays of an Equinox "
+                "module alone: params, static = eqx.partition(model, eqx.is_inexact_array), then "
                 "jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)."
             )
         if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
             raise JaxmpError(
                 f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
-                "has no gradient. Pass it as another argument, or leave it out of argnums."
+                "cannot be differentiated. Pass it as another argument, or leave it out of argnums."
             )

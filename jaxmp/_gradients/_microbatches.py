@@ -27,8 +27,9 @@ def accumulate(
     rows = {i: _split(args[i], i, options) for i in options.batch_argnums if i < len(args)}
     if not any(rows.values()):
         raise JaxmpError(
-            f"microbatches={options.microbatches} has nothing to split: no array with an axis 0 in "
-            f"batch_argnums={options.batch_argnums}. Name the batch, for example batch_argnums=1."
+            f"microbatches={options.microbatches} has nothing to split: the arguments "
+            f"batch_argnums={options.batch_argnums} contain no array with an axis 0. Specify the "
+            "batch, for example batch_argnums=1."
         )
 
     def run_part(

@@ -22,7 +22,8 @@ def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | 
     """Splits the result of a loss function into FP32 loss, FP32 weight or None, and aux."""
     if options.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise JaxmpError(
-            f"With has_aux=True the function must return (loss, aux); it returned {describe(out)}."
+            "With has_aux=True the function must return (loss, aux), but it returned "
+            f"{describe(out)}."
         )
     loss, aux = out if options.has_aux else (out, None)
     if not options.weighted:
@@ -32,7 +33,7 @@ def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | 
     if not (isinstance(loss, tuple) and len(loss) == 2):
         pair = "((loss_sum, weight), aux)" if options.has_aux else "(loss_sum, weight)"
         raise JaxmpError(
-            f"With weighted=True the function must return {pair}; in the place of "
+            f"With weighted=True the function must return {pair}, but instead of "
             f"(loss_sum, weight) it returned {describe(loss)}. Leave weighted=True out if the "
             "function returns a mean."
         )
@@ -48,7 +49,7 @@ def _tuple_for_loss(loss: tuple[PyTree, ...] | list[PyTree], options: Options) -
     else:
         aux = " If it returns (loss, aux), write value_and_grad(fn, has_aux=True)."
     return JaxmpError(
-        f"The loss must be a scalar, and the function returned {describe(loss)} for it.{aux} If "
+        f"The loss must be a scalar, but the function returned {describe(loss)}.{aux} If "
         f"it returns (loss_sum, weight), whose quotient is the loss, write {weighted}."
     )
 
@@ -59,16 +60,16 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
     array = jnp.asarray(value)
     if array.shape != ():
         raise JaxmpError(
-            f"The {what} must be a scalar, and has shape {array.shape}: reduce it in FP32, for "
+            f"The {what} must be a scalar, but has shape {array.shape}. Reduce it in FP32, for "
             f"example jnp.mean({what}.astype(jnp.float32))."
         )
     if what == "weight":
         return array.astype(FLOAT32)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise JaxmpError(f"The loss must be a floating-point number, and is {array.dtype}.")
+        raise JaxmpError(f"The loss must be a floating-point number, but is {array.dtype}.")
     if is_16bit(array.dtype):
         warnings.warn(
-            f"The loss function returned its loss in {array.dtype}: what was rounded away is lost. "
+            f"The loss function returned its loss in {array.dtype}, which rounds it. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
             LossDtypeWarning,
             stacklevel=2,

@@ -84,7 +84,7 @@ def check_bound(name: str, value: object) -> float:
 
 def check_factor(name: str, value: float, low: float, high: float) -> float:
     if not low < _fp32(value) < high:
-        raise _refusal(name, value, f"a plain number that FP32 holds between {low} and {high}")
+        raise _refusal(name, value, f"a number between {low} and {high} after rounding to FP32")
     return float(value)
 
 
@@ -117,7 +117,7 @@ def check_order(low: float, init: float | jax.Array, high: float) -> None:
     widest = (low, *inside, high)
     raise LossScaleError(
         f"DynamicLossScale({start}min_scale={low!r}, max_scale={high!r}): "
-        "min_scale <= init_scale <= max_scale must hold; for example "
+        "the condition is min_scale <= init_scale <= max_scale; for example "
         f"DynamicLossScale({start}min_scale={min(widest)!r}, max_scale={max(widest)!r})."
     )
 
@@ -126,7 +126,7 @@ def check_bool(value: object) -> jax.Array:
     if isinstance(value, bool) or (_is_scalar(value) and dtype_of(value) == np.bool_):
         return jnp.asarray(value)
     raise LossScaleError(
-        f"adjust(grads_finite={value!r}): grads_finite must be one bool, or a bool array of "
-        "shape (). Reduce flags with loss_scale.adjust(jnp.all(flags)); turn a 0/1 number into "
+        f"adjust(grads_finite={value!r}): grads_finite must be a single bool, or a bool array of "
+        "shape (). Reduce flags with loss_scale.adjust(jnp.all(flags)); convert a 0/1 number to "
         "a bool with loss_scale.adjust(number != 0); batched loss scales need jax.vmap."
     )

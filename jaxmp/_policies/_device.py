@@ -36,9 +36,9 @@ def _computes_in_bfloat16(policies: PolicyMap) -> bool:
 @functools.cache
 def _warn_of_bfloat16(gpu: str, recipe: str) -> None:
     warnings.warn(
-        f"The policies compute in bfloat16, and {gpu} has no matmuls in bfloat16, which begin with "
-        f"{capability_text(BFLOAT16_MATMULS)}. Use float16, which it has: recipe = "
-        f"jaxmp.load_recipe({recipe!r}).",
+        f"The policies compute in bfloat16, but {gpu} has no bfloat16 matmuls: they require "
+        f"compute capability {capability_text(BFLOAT16_MATMULS)}. Use float16, which this GPU "
+        f"supports: recipe = jaxmp.load_recipe({recipe!r}).",
         RecipeWarning,
         stacklevel=2,
     )

@@ -245,7 +245,7 @@ _FOLLOW = _rows(
         "sharding_constraint layout_constraint reshard relayout shard_alike": "the same data in"
         " another layout; half the traffic in 16 bits",
         "stop_gradient": "the same data, without a derivative",
-        "name": "a mark for rematerialisation: residuals are saved in their present dtype",
+        "name": "a mark for rematerialization: residuals are saved in their present dtype",
         "optimization_barrier tie": "the same data; orders the compiler's work",
         "dce_sink": "keeps a value alive without reading it",
         "xla_metadata_value": "the same data, with a note for the compiler",
@@ -288,7 +288,7 @@ _OPAQUE_NUMBERS = _rows(
         " operand dtype",
         "bitcast_convert_type": "reads the bits, which mean another value in another dtype",
         "reduce_precision": "requests a number of bits",
-        "nextafter": "the neighbour in one dtype, which differs in another dtype",
+        "nextafter": "the neighbor in one dtype, which differs in another dtype",
         "complex real imag conj": "complex values have no 16-bit format",
         "fft": "transforms FP32 and FP64 only",
         "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr"

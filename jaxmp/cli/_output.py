@@ -22,7 +22,7 @@ _WHOLE_COLUMNS = ("recipe", "policy", "loss scale", "rule")
 
 
 def console() -> Console:
-    """Returns a console for standard output. It colours no numbers or paths by itself."""
+    """Returns a console for standard output. It does not color numbers or paths."""
     return Console(highlight=False)
 
 

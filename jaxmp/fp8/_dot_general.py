@@ -381,7 +381,7 @@ def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
     """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
     del primals, tangents
     raise CompositionError(
-        f"fp8.dot_general ({scaling}) has no second derivative: what quantises "
+        f"fp8.dot_general ({scaling}) has no second derivative: what quantizes "
         "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
         'a policy without matmul = "fp8", such as the recipe "bf16".'
     )

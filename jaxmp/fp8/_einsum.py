@@ -53,7 +53,7 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
         state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         if not isinstance(equation, str):
-            raise _refused(equation, "it is no string")
+            raise _refused(equation, "it is not a string")
         x, kernel = (
             as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
         )

@@ -29,7 +29,7 @@ def explain_exclusion(k: int, n: int, scaling: ScalingLike = None, target: str =
       target: "cpu", where widths do not matter, "gpu" or "tpu".
 
     Returns:
-      A clause such as "N = 10 is no multiple of 16", or "".
+      A clause such as "N = 10 is not a multiple of 16", or "".
 
     Raises:
       RecipeError: if `scaling` is not an FP8 scaling.
@@ -37,7 +37,7 @@ def explain_exclusion(k: int, n: int, scaling: ScalingLike = None, target: str =
 
     Example:
       >>> explain_exclusion(4096, 10)
-      'N = 10 is no multiple of 16'
+      'N = 10 is not a multiple of 16'
       >>> explain_exclusion(1024, 1024), explain_exclusion(1024, 1024, target="gpu")
       ('', 'K = 1024 <= 4096 and N = 1024 <= 1024: too narrow to gain')
     """
@@ -48,7 +48,8 @@ def explain_exclusion(k: int, n: int, scaling: ScalingLike = None, target: str =
     multiple = MX_BLOCK if scaling.kind == "mx" else MULTIPLE
     odd = [f"{name} = {size}" for name, size in (("K", k), ("N", n)) if size % multiple]
     if odd:
-        return f"{' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} no multiple of {multiple}"
+        relation = "is not a multiple" if len(odd) == 1 else "are not multiples"
+        return f"{' and '.join(odd)} {relation} of {multiple}"
     return "" if target == "cpu" else _too_narrow(k, n, scaling)
 
 

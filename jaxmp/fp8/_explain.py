@@ -88,7 +88,7 @@ def explain(
       >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
       >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
       >>> explain(model.apply, variables, jnp.ones((2, 32))).rows[0].exclusion_reason
-      'N = 10 is no multiple of 16'
+      'N = 10 is not a multiple of 16'
     """
     rows: list[LayerDecision] = []
     token = _record.set(rows)

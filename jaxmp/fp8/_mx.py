@@ -51,8 +51,8 @@ def check_device(scaling: MXScaling) -> None:
         raise CompositionError(
             f"MXScaling requires MX matmuls, which begin with compute capability {first} "
             f"(Blackwell), and the program is compiled for {device}: it would multiply in 16 bits, "
-            "and no faster. Use fp8.CurrentScaling() or fp8.RowwiseScaling(); to study its "
-            "rounding, fp8.MXScaling(emulate=True)."
+            "without a gain in speed. Use fp8.CurrentScaling() or fp8.RowwiseScaling(); to study "
+            "its rounding, fp8.MXScaling(emulate=True)."
         )
 
 

@@ -32,12 +32,12 @@ def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
         raise JaxmpError(
-            f"{caller}: {name} is {type(x).__name__} ({str(x)[:40]}), no array of numbers."
+            f"{caller}: {name} is {type(x).__name__} ({str(x)[:40]}), not an array of numbers."
         ) from None
     if array.dtype not in _FLOATS:
         raise JaxmpError(
             f"{caller}: {name} is {array.dtype}, and must be float16, bfloat16, float32 or "
-            f"float64, which it quantises by itself: for example {name}.astype(jnp.bfloat16)."
+            f"float64, which it quantizes by itself: for example {name}.astype(jnp.bfloat16)."
         )
     return array
 

@@ -333,10 +333,10 @@ def fp8_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         canonical = canonical_dtype(dtype)
     except JaxmpError as error:
-        raise PolicyError(f"{error} FP8 formats are e4m3fn and e5m2 and their kin.") from None
+        raise PolicyError(f"{error} FP8 formats are e4m3fn, e5m2 and their variants.") from None
     if not is_fp8(canonical) or canonical.name == "float8_e8m0fnu":
         raise PolicyError(
-            f"{canonical.name} is not an FP8 format to quantise to. Allowed: float8_e4m3fn, "
-            "float8_e5m2 and their kin; for example quantize(x, scale, jnp.float8_e4m3fn)."
+            f"{canonical.name} is not an FP8 format for quantization. Allowed: float8_e4m3fn, "
+            "float8_e5m2 and their variants; for example quantize(x, scale, jnp.float8_e4m3fn)."
         )
     return canonical

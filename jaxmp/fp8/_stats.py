@@ -64,7 +64,7 @@ def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
     """
     if not callable(fn):
         raise JaxmpError(
-            f"fp8.with_stats got {type(fn).__name__} where a function is wanted: "
+            f"fp8.with_stats received {type(fn).__name__} instead of a function: "
             "fp8.with_stats(jax.value_and_grad(loss_fn))(params, x)."
         )
 
@@ -94,7 +94,7 @@ def _undifferentiated(x: Array) -> Array:
 def _refuse(primals: object, tangents: object) -> NoReturn:
     del primals, tangents
     raise JaxmpError(
-        "fp8.with_stats cannot be differentiated: it goes around what takes gradients, as in "
+        "fp8.with_stats cannot be differentiated. Apply it outside of the gradient function: "
         "fp8.with_stats(jax.value_and_grad(loss_fn))."
     )
 
@@ -118,11 +118,11 @@ class _Harvest:
         # id of a jaxpr -> (the jaxpr, True if it quantizes). Storing the jaxpr keeps its id valid.
         self.known: dict[int, tuple[Any, bool]] = {}
 
-    def quantises(self, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    def quantizes(self, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.known:
             quantizes = any(
-                _role(equation) or any(map(self.quantises, sub_jaxprs(equation)))
+                _role(equation) or any(map(self.quantizes, sub_jaxprs(equation)))
                 for equation in body.eqns
             )
             self.known[id(body)] = body, quantizes
@@ -153,8 +153,8 @@ class _Harvest:
         name, params = equation.primitive.name, equation.params
         role = _role(equation)
         if role and place.phase != RECOMPUTE:
-            return _quantise(equation, operands, f"{'/'.join(place.names)}:{role}")
-        if role or not any(map(self.quantises, sub_jaxprs(equation))):
+            return _quantize(equation, operands, f"{'/'.join(place.names)}:{role}")
+        if role or not any(map(self.quantizes, sub_jaxprs(equation))):
             return _bound(equation, operands), []
         if name == "scan":
             return self.scan(equation, operands, place)
@@ -193,7 +193,7 @@ def _role(equation: Equation) -> str:
     return name.removeprefix(QUANTIZE) if isinstance(name, str) and QUANTIZE in name else ""
 
 
-def _quantise(equation: Equation, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
+def _quantize(equation: Equation, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
     """Evaluates the equations of a quantization: the input of its clamp is the scaled operand."""
     body, consts = jaxpr_body(equation.params["jaxpr"])
     values = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))

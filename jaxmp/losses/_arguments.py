@@ -35,8 +35,9 @@ def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array
     if array.shape != other.shape:
         # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
         raise JaxmpError(
-            f"{name} has shape {shape_of(other)}, and what it is compared with {shape_of(array)} "
-            f"({array.dtype}). They must be equal: reshape one, or jnp.broadcast_to it."
+            f"{name} has shape {shape_of(other)}, but the array that it is compared with has shape "
+            f"{shape_of(array)} ({array.dtype}). The shapes must be equal: reshape one, or use "
+            "jnp.broadcast_to."
         )
     return array
 
@@ -55,7 +56,7 @@ def check_axis(axis: int, array: jax.Array) -> int:
 def check_number(value: Any, name: str, largest: float) -> float:
     if isinstance(value, Tracer):
         raise JaxmpError(
-            f"{name} is a traced value; it must be known when the program is built. Name it in "
+            f"{name} is a traced value, but must be known when the program is traced. List it in "
             f"jax.jit(..., static_argnames={name!r})."
         )
     try:
@@ -94,7 +95,7 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
     if features != hidden.shape[-1]:
         fix = " The last axis of hidden must be D."
         if size == hidden.shape[-1]:
-            fix = f" The kernel is stored the other way: transposed={not transposed}."
+            fix = f" The kernel is transposed: pass transposed={not transposed}."
         raise JaxmpError(
             f"hidden {shape_of(hidden)} has {hidden.shape[-1]} features, and kernel "
             f"{shape_of(kernel)}, read as {layout}, takes {features}.{fix}"
@@ -127,7 +128,7 @@ def check_indices(
     if labels.shape != tuple(rows):
         raise JaxmpError(
             f"labels have shape {shape_of(labels)}, and {name} of shape {list(shape)} has rows of "
-            f"shape {list(rows)}. Give one class index a row: labels.reshape({tuple(rows)})."
+            f"shape {list(rows)}. Pass one class index for each row: labels.reshape({tuple(rows)})."
         )
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
@@ -139,16 +140,16 @@ def check_indices(
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
         label = values[index]
         raise JaxmpError(
-            f"labels[{', '.join(map(str, index))}] is {label}, one of {int(wrong.sum())} that name "
-            f"none of {size} classes. Allowed: 0 to {size - 1}. If {label} marks rows that do not "
-            f"count: ignore_index={label}."
+            f"labels[{', '.join(map(str, index))}] is {label}, one of {int(wrong.sum())} labels "
+            f"that are not class indices. Allowed: 0 to {size - 1}. If {label} marks rows to "
+            f"ignore: ignore_index={label}."
         )
 
 
 def read_indices(
     labels: jax.Array, size: int, ignore_index: int | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Returns the class indices, which rows count (None: all), and which labels are valid.
+    """Returns the class indices, and masks of the rows that count (None: all) and of valid labels.
 
     Labels that are ignored or invalid become 0; ignored ones count as valid.
     """

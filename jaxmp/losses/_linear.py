@@ -119,7 +119,7 @@ def linear_cross_entropy(
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
             f"bias has shape {shape_of(bias)}, and the kernel {shape_of(kernel)} has {size} "
-            f"classes. Give one number a class: bias.reshape({size})."
+            f"classes. Pass one number for each class: bias.reshape({size})."
         )
     terms = make_terms(label_smoothing, z_loss, axis=1)
     labels = jnp.asarray(labels)
@@ -156,7 +156,7 @@ class _Layer(NamedTuple):
     chunk: int
     transposed: bool
     precision: Any
-    # Whether rows may have the factor 0 although their label is valid.
+    # True if rows may have the factor 0 although their label is valid.
     weighted: bool
 
 

@@ -99,7 +99,7 @@ def softmax_cross_entropy(
         if ignore_index is not None:
             raise JaxmpError(
                 f"ignore_index={ignore_index} needs class indices, and the labels are "
-                f"probabilities ({labels.dtype}). Give what counts: weights=rows_that_count."
+                f"probabilities ({labels.dtype}). Pass weights instead: weights=rows_that_count."
             )
         labels = check_same_shape(floating_array(labels, "labels"), logits, "logits")
         counted, valid = None, None

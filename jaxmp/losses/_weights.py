@@ -27,7 +27,7 @@ def row_factors(
     if jnp.issubdtype(weights.dtype, jnp.complexfloating) or weights.shape != tuple(rows):
         raise JaxmpError(
             f"weights are {weights.dtype} of shape {shape_of(weights)}; the losses have shape "
-            f"{list(rows)}, and each has one real weight. For one number of all rows: "
+            f"{list(rows)}, and each has one real weight. For equal weights of all rows: "
             f"weights=jnp.full({tuple(rows)}, weight)."
         )
     weights = weights.astype(wide)

@@ -269,7 +269,7 @@ def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
 # ---------------------------------------------------------------------------
 
 
-# Number of consecutive steps, after which a dynamic scale of 2**16 has fallen to 64.
+# Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
 _SKIPPED_IN_A_ROW = 10
 
 
