@@ -520,6 +520,92 @@ MUTATIONS = [
         "        if not verify:\n            self._verify_files(directory, manifest, step)\n",
         ("test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name",),
     ),
+    Mutation(
+        "a part of an array counts its elements from zero in its checksum",
+        "jaxmp/checkpoint/_checksum.py",
+        "    index = jnp.full(part.shape, offset)\n",
+        "    index = jnp.full(part.shape, offset * np.uint32(0))\n",
+        ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
+    ),
+    # Validation.
+    Mutation(
+        "a higher accuracy counts as worse",
+        "jaxmp/_validate/_compare.py",
+        "    sign = -1.0 if is_higher_better(metric.name) else 1.0\n",
+        "    sign = 1.0\n",
+        ("test_validate.py::test_a_small_loss_is_judged_by_accuracy_and_absolute_loss",),
+    ),
+    Mutation(
+        "a candidate passes if its mean is within the budget, whatever the interval",
+        "jaxmp/_validate/_statistics.py",
+        "    if high <= budget:\n",
+        "    if interval.mean <= budget:\n",
+        ("test_validate.py::test_power_agrees_with_simulation",),
+    ),
+    Mutation(
+        "a candidate is compared with the reference of another seed",
+        "jaxmp/_validate/_compare.py",
+        "        _pair(first.seed, final(first), final(second), metric)\n"
+        "        for first, second in zip(reference, candidate, strict=True)\n",
+        "        _pair(first.seed, final(first), final(second), metric)\n"
+        "        for first, second in zip(reference, candidate[::-1], strict=True)\n",
+        ("test_validate.py::test_a_planted_difference_is_detected_through_the_spread_of_seeds",),
+    ),
+    # Sharded training states and weights.
+    Mutation(
+        "moments are split along the last free dimension instead of the first",
+        "jaxmp/sharding.py",
+        "in enumerate(zip(spec, shape, strict=True)):",
+        "in list(enumerate(zip(spec, shape, strict=True)))[::-1]:",
+        ("test_sharding.py::test_moments_are_split_along_the_first_free_dimension",),
+    ),
+    Mutation(
+        "moments are split over an axis that already splits their parameter",
+        "jaxmp/sharding.py",
+        "    if axis in used:\n",
+        "    if axis in spec[1:]:\n",
+        ("test_sharding.py::test_moments_are_split_along_the_first_free_dimension",),
+    ),
+    Mutation(
+        "split weights are gathered before they are cast",
+        "jaxmp/_fp32_gradients/_layout.py",
+        "    if name in ELEMENTWISE and not others:\n",
+        '    if name in ELEMENTWISE - {"convert_element_type"} and not others:\n',
+        ("test_gathers.py::test_weights_are_gathered_in_the_dtype_of_the_matmul",),
+    ),
+    Mutation(
+        "gathered weights are never kept for the backward pass",
+        "jaxmp/_fp32_gradients/_layout.py",
+        "if mark is not None and not mark.again else",
+        "if False else",
+        ("test_gathers.py::test_gathered_weights_can_be_kept",),
+    ),
+    # FP8 states of a whole step.
+    Mutation(
+        "layers exchange their new FP8 states",
+        "jaxmp/fp8/_step_state.py",
+        "(is_used, maxima) in zip(indices, new, parts, strict=True):",
+        "(is_used, maxima) in zip(indices[::-1], new, parts, strict=True):",
+        ("test_fp8_state.py::test_states_of_a_model_are_updated_as_each_layer_updates_its_own",),
+    ),
+    Mutation(
+        "the newest entry of an amax history is lost",
+        "jaxmp/fp8/_step_state.py",
+        "    grown = jnp.where(is_first, latest[..., None], older)\n",
+        "    grown = jnp.where(is_first, history, older)\n",
+        ("test_fp8_state.py::test_states_of_a_model_are_updated_as_each_layer_updates_its_own",),
+    ),
+    # Clipped gradients.
+    Mutation(
+        "the finite check reads the gradients again beside the clipped norm",
+        "jaxmp/_core/_trees.py",
+        "lax.reduce_sum(lax.square(part), axes=",
+        "lax.reduce_sum(lax.abs(part), axes=",
+        (
+            "test_skipped_steps.py::test_a_gradient_whose_square_overflows_is_skipped",
+            "test_skipped_steps.py::test_the_check_is_part_of_the_clipped_norm",
+        ),
+    ),
 ]
 
 

@@ -96,6 +96,27 @@ def test_moments_are_split_over_one_more_axis():
     assert counts == {P("data", "model"): 6, P("data"): 6} and scalars
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        ((8, 12), P(), P("data", None)),
+        ((6, 8), P(), P(None, "data")),
+        ((4, 8, 8), P("model"), P("model", "data", None)),
+        ((8, 8), P(None, "data"), P(None, "data")),
+        ((8, 8), P(("data", "model")), P(("data", "model"))),
+        ((6, 2), P(), P()),
+        ((0, 4), P(), P(None, "data")),
+    ],
+)
+def test_moments_are_split_along_the_first_free_dimension(shape, spec, expected):
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    state = {"params": params, "mu": {"inner": params}}
+    shardings = state_shardings(state, {"w": NamedSharding(mesh, spec)}, optimizer="data")
+    assert shardings["params"]["w"].spec == spec
+    assert shardings["mu"]["inner"]["w"].spec == expected
+
+
 def test_arrays_of_other_shapes_are_replicated():
     state = linen_state("bf16", optax.adafactor(1e-3, min_dim_size_to_factor=4))
     mesh = mesh_of()
