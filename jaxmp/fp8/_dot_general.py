@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
-from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._call import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jaxmp.fp8._call import Call, differentiated_once, named, named_values, shield
 from jaxmp.fp8._dims import Dims, make_dims
+from jaxmp.fp8._known_dot import known_product
+from jaxmp.fp8._known_scales import are_shared
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import Operand, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import (
-    GEMMS,
     DelayedScaling,
     MXScaling,
     Scaling,
@@ -31,36 +32,9 @@ from jaxmp.fp8._scaling import (
 )
 from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
 
-# Name of the quantized operands (one byte per element) for a rematerialization policy such as
-# `jax.checkpoint_policies.save_only_these_names`.
-CHECKPOINT_NAME = "jaxmp_fp8"
-
 _SIDES = {"lhs": 0, "rhs": 1}
 
 _PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
-
-
-class _Call(NamedTuple):
-    """Static arguments of one FP8 dot."""
-
-    scaling: Scaling
-    dims: Dims
-    # 0 or 1: the operand that is the kernel. The other one is the input.
-    kernel: int
-    dtypes: tuple[Any, Any]
-    out_dtype: Any
-    precision: Any
-
-    def role(self, side: int) -> str:
-        return "kernel" if side == self.kernel else "input"
-
-    def gemm_of_gradient(self, side: int) -> str:
-        """Returns the name of the dot that computes the gradient of operand `side`."""
-        return "wgrad" if side == self.kernel else "dgrad"
-
-    def format(self, gemm: str, role: str) -> Any:
-        formats = self.scaling.formats(gemm)
-        return None if formats is None else formats[GEMMS[gemm].index(role)]
 
 
 def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
@@ -133,7 +107,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
         _check_call(scaling, precision, out_sharding, state)
-        call = _Call(
+        call = Call(
             scaling,
             make_dims(lhs, rhs, dimension_numbers),
             _SIDES[kernel],
@@ -145,6 +119,8 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         # over them. Casting both operands to device-varying makes the transpose compute this sum.
         axes = _compat.varying_axes((lhs, rhs))
         lhs, rhs = _compat.vary((lhs, rhs), axes)
+        if state is not None and are_shared(scaling, dict(state)):
+            return known_product(call, lhs, rhs, dict(state))
         return _product(call, lhs, rhs, None if state is None else dict(state))
 
     return fp8_dot_general
@@ -204,7 +180,7 @@ def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -
 
 
 def _operand(
-    call: _Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
+    call: Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
     """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
     dtype = call.format(gemm, role)
@@ -228,20 +204,16 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
       arrays, so that a recomputed forward dot quantizes nothing if the arrays were saved.
     """
     values, factor = operand
-    named = functools.partial(checkpoint_name, name=CHECKPOINT_NAME)
     if factor is None:
         values = named(values)
         return Operand(values, None), Operand(values, None)
-    # Name the bytes, and bitcast them back in a separate equation for each pass: `jax.checkpoint`
-    # applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
-    # E4M3 values from 248 up into NaN.
-    saved, factor = named(lax.bitcast_convert_type(values, jnp.uint8)), named(factor)
-    back = lambda: type(operand)(lax.bitcast_convert_type(saved, values.dtype), factor)
-    return back(), back()
+    factor = named(factor)
+    of_backward, of_forward = named_values(values)
+    return type(operand)(of_backward, factor), type(operand)(of_forward, factor)
 
 
 def _multiply(
-    call: _Call,
+    call: Call,
     gemm: str,
     lhs: Operand | MXOperand,
     rhs: Any,
@@ -259,7 +231,7 @@ def _multiply(
 
 
 def _first(
-    call: _Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
+    call: Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
@@ -269,7 +241,7 @@ def _first(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
+def _product(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
     return _forward(call, *_operands(call, lhs, rhs, _before(state))[0])
 
 
@@ -278,7 +250,7 @@ def _before(state: State | None) -> State | None:
 
 
 def _operands(
-    call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+    call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[list[Any], list[Any]]:
     """Quantizes the operands of the forward dot, and measures their amaxes for delayed scaling."""
     pairs = [
@@ -288,24 +260,15 @@ def _operands(
     return [operand for operand, _ in pairs], [seen for _, seen in pairs]
 
 
-def _forward(call: _Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
+def _forward(call: Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
     out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
-    # XLA for GPUs replaces a matmul and a tanh GELU whose input is used again by one cuBLAS call,
-    # which it does not support in FP8 (RET_CHECK failure !has_aux_output, JAX 0.12). Layers with
-    # more outputs than inputs are those in front of activations. The others do not have the
-    # barrier, so that XLA can add a residual as part of the matmul.
-    kernel = (lhs, rhs)[call.kernel]
-    sizes = [kernel.values.shape[axis] for axis in call.dims.contract[call.kernel]]
-    others = [kernel.values.shape[axis] for axis in call.dims.free(call.kernel)]
-    return lax.optimization_barrier(out) if math.prod(others) > math.prod(sizes) else out
+    return shield(call, out, (lhs, rhs)[call.kernel].values.shape)
 
 
 def _product_fwd(
-    call: _Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+    call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[jax.Array, Any]:
-    # First-order reverse mode never passes tangents through this function or the backward pass. A
-    # tangent implies a second derivative, which raises an error.
-    lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
+    lhs, rhs = differentiated_once(type(call.scaling).__name__, lhs, rhs)
     before = _before(state)
     operands, seen = _operands(call, lhs, rhs, before)
     saved = []
@@ -322,7 +285,7 @@ def _product_fwd(
 
 
 def _for_backward(
-    call: _Call, side: int, x: jax.Array, forwards: Operand | MXOperand, seen: tuple[Any, Any]
+    call: Call, side: int, x: jax.Array, forwards: Operand | MXOperand, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
     """Returns operand `side`, quantized for the dot that computes the other operand's gradient."""
     gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
@@ -332,7 +295,7 @@ def _for_backward(
     return _operand(call, gemm, role, x, dims, side, seen)
 
 
-def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
+def _shared(call: Call, role: str, gemm: str, other: str) -> bool:
     """Checks if two dots can share the quantized `role`, although they contract different axes."""
     if call.format(gemm, role) != call.format(other, role):
         return False
@@ -340,10 +303,10 @@ def _shared(call: _Call, role: str, gemm: str, other: str) -> bool:
 
 
 def _product_bwd(
-    call: _Call, residuals: tuple[Any, ...], gradient: jax.Array
+    call: Call, residuals: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[Any, Any, Any]:
     saved, seen, before, state_leaf = residuals
-    (gradient,) = _differentiated_once(type(call.scaling).__name__, gradient)
+    (gradient,) = differentiated_once(type(call.scaling).__name__, gradient)
     results: list[Any] = []
     operand: Any = None
     of_gradient: Any = None
@@ -368,23 +331,6 @@ def _product_bwd(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )
     return results[0], results[1], next_state(call.scaling, before, by_role, state_leaf)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_once(scaling: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    del scaling
-    return arrays
-
-
-@_differentiated_once.defjvp
-def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
-    """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
-    del primals, tangents
-    raise CompositionError(
-        f"fp8.dot_general ({scaling}) has no second derivative: what quantizes "
-        "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
-        'a policy without matmul = "fp8", such as the recipe "bf16".'
-    )
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -18,7 +18,8 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._quantize import compute_scale, quantize_finite
+from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
+from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._state import OperandState, amax_in_force
 
@@ -154,9 +155,12 @@ def _quantize(
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
-    scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
-    # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
-    factor = lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
+    scale = scale_of(in_force, scaling, dtype)
+    return _cast(x, scale, scaling, dtype), factor_of(scale)
+
+
+def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
+    """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
     values = quantize_finite(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
@@ -164,26 +168,36 @@ def _quantize(
         values = with_layout_constraint(values, Layout(major_to_minor=tuple(range(x.ndim))))
     # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
     # the barrier, it is the amax, and the copy is made of one byte per element.
-    return lax.optimization_barrier(values) if scaling.is_stateful else values, factor
+    return lax.optimization_barrier(values) if scaling.is_stateful else values
 
 
 _QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
+def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
+    """Returns, inside `shard_map`, the maximum over the devices that share the state."""
+    axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
+    return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
+
+
+def measure_amax(x: jax.Array, state: OperandState | None) -> jax.Array:
+    """Returns the amax of `x`, over all examples and devices that share the state."""
+    if state is None:
+        return amax(x)
+    return _over_devices(_state_amax(0)(x, state.age), state)
+
+
+def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
+    """Returns partial maxima of `x`, as many as an active state has."""
+    count = state.amax_history.shape[0]
+    return _over_devices(_state_partials(0, count)(x, state.age), state)
+
+
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
     is_active = state.amax_history.ndim > 1
-    count = state.amax_history.shape[0]
-    measure = _state_partials(0, count) if is_active else _state_amax(0)
-
-    # Inside `shard_map`, the maximum over the devices that share the state.
-    def over_devices(maxima: jax.Array) -> jax.Array:
-        axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
-        return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
-
-    measured = over_devices(measure(x, state.age))
-    whole = lambda: over_devices(_state_amax(0)(x, state.age))
-    active = amax_in_force(scaling, state, whole if is_active else lambda: measured)
-    return active, measured
+    measured = (measure_partials if is_active else measure_amax)(x, state)
+    whole = lambda: measure_amax(x, state) if is_active else measured
+    return amax_in_force(scaling, state, whole), measured
 
 
 def _observe_and_quantize(
@@ -193,6 +207,21 @@ def _observe_and_quantize(
     return _quantize(x, *seen, scaling, dtype, None), seen
 
 
+def _resolve_and_quantize(
+    x: jax.Array,
+    state: OperandState,
+    known: Known,
+    earlier: tuple[jax.Array, ...],
+    scaling: DelayedScaling,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
+    """Quantizes `x`, and returns its values, scale, products of factors, and partial maxima."""
+    scale, products = resolve(scaling, known, dtype, earlier, lambda: measure_amax(x, state))
+    values = _cast(x, scale, scaling, dtype)
+    return values, scale, products, measure_partials(x, state)
+
+
+RESOLVE_AND_QUANTIZE = jitted_by_role(_resolve_and_quantize, "scaling", "dtype")
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
 _OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
 
@@ -270,23 +299,44 @@ def multiply(
             precision=precision,
             preferred_element_type=out_dtype,
         )
+    if lhs.factor.ndim == rhs.factor.ndim == 0:
+        factor = lhs.factor * rhs.factor
+        return multiply_values(lhs.values, rhs.values, factor, dims, out_dtype, accurate=accurate)
+    product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate)
+    product = lax.convert_element_type(product, FLOAT32)
+    for side, factor in enumerate((lhs.factor, rhs.factor)):
+        product = product * jnp.broadcast_to(dims.spread(factor, side), product.shape)
+    return lax.convert_element_type(product, out_dtype)
+
+
+def multiply_values(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    factor: jax.Array,
+    dims: Dims,
+    out_dtype: DTypeLike,
+    *,
+    accurate: bool,
+) -> jax.Array:
+    """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
+    product = _dot(lhs, rhs, dims, out_dtype, accurate)
+    # XLA folds a scalar factor in the dtype of the dot into the cuBLAS call, which applies it in
+    # FP32: the program compiled for an H200 has no separate pass over the result.
+    factor = lax.convert_element_type(factor, product.dtype)
+    product = product * jnp.broadcast_to(factor, product.shape)
+    return lax.convert_element_type(product, out_dtype)
+
+
+def _dot(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, out_dtype: DTypeLike, accurate: bool
+) -> jax.Array:
     # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
     # values can exceed the range of float16, but not that of bfloat16.
     narrow = out_dtype == jnp.bfloat16
-    product = lax.dot_general(
-        lhs.values,
-        rhs.values,
+    return lax.dot_general(
+        lhs,
+        rhs,
         dims.numbers,
         precision=lax.Precision.HIGHEST if accurate else lax.Precision.DEFAULT,
         preferred_element_type=out_dtype if narrow else FLOAT32,
     )
-    if lhs.factor.ndim == rhs.factor.ndim == 0:
-        # XLA folds a scalar factor in the dtype of the dot into the cuBLAS call, which applies it
-        # in FP32: the program compiled for an H200 has no separate pass over the result.
-        factor = lax.convert_element_type(lhs.factor * rhs.factor, product.dtype)
-        product = product * jnp.broadcast_to(factor, product.shape)
-    else:
-        product = lax.convert_element_type(product, FLOAT32)
-        for side, factor in enumerate((lhs.factor, rhs.factor)):
-            product = product * jnp.broadcast_to(dims.spread(factor, side), product.shape)
-    return lax.convert_element_type(product, out_dtype)

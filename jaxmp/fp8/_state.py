@@ -28,6 +28,8 @@ State = dict[str, jax.Array]
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
 USES = "uses"
+# In an active state, the size of `X_amax`, and the first index of the results of `common_scales`.
+ACTIVE_SIZE, COMMON_SCALE = 7, 3
 # Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
 # The leaves of one layer's state.
@@ -253,6 +255,23 @@ def of_operand(state: Mapping[str, Any], operand: str) -> OperandState:
     return OperandState(state[AGE], state[f"{operand}_amax"], state[f"{operand}_amax_history"])
 
 
+def known_amax(scaling: DelayedScaling, state: OperandState) -> jax.Array:
+    """Returns the amax of earlier steps from which the scale of this step is computed, or 0.
+
+    Args:
+      scaling: the scaling.
+      state: the operand's state before the step, or its active state.
+    """
+    stored, history = state.amax, state.amax_history
+    if history.ndim > 1:  # an active state
+        stored, largest, newest = (state.amax[index] for index in range(3))
+        recent = largest if scaling.amax_compute == "max" else newest
+    else:
+        recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
+    due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
+    return lax.select(due, recent, stored)
+
+
 def amax_in_force(
     scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
 ) -> jax.Array:
@@ -267,14 +286,7 @@ def amax_in_force(
     Returns:
       A float32 scalar.
     """
-    stored, history = state.amax, state.amax_history
-    if history.ndim > 1:  # an active state
-        stored, largest, newest = (state.amax[index] for index in range(3))
-        recent = largest if scaling.amax_compute == "max" else newest
-    else:
-        recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
-    due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
-    known = lax.select(due, recent, stored)
+    known, history = known_amax(scaling, state), state.amax_history
     if not scaling.calibrate:
         return known
     is_known = known > np.float32(0)
@@ -297,7 +309,8 @@ def next_state(
     Args:
       scaling: the scaling.
       state: the state before the step, in float32.
-      seen: for each operand, the active amax and the amax measured in this step.
+      seen: for each operand, the active amax and the amax measured in this step. If the state is
+        active, the active amax may be 0 instead of the measured one.
       like: a leaf of the state that the caller passed.
 
     Returns:
@@ -307,9 +320,16 @@ def next_state(
     return _next_state(scaling, state[AGE], histories, seen, like)
 
 
-def _gradient_of_active(amax: jax.Array, partials: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of an operand's `amax` and `amax_history` in an active state."""
-    return jnp.broadcast_to(amax, (3,)), partials[:, None]
+def _gradient_of_active(
+    scaling: DelayedScaling, amax: jax.Array, partials: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of an operand's `amax` and `amax_history` in an active state.
+
+    The gradient of `amax` is 0 if the active amax is that of this step, -1 if there is none.
+    """
+    if not scaling.calibrate:
+        amax = lax.select(amax > np.float32(0), amax, lax.full_like(amax, -1))
+    return jnp.broadcast_to(amax, (ACTIVE_SIZE,)), partials[:, None]
 
 
 @functools.partial(jax.jit, static_argnames="scaling")
@@ -330,7 +350,7 @@ def _next_state(
         (amax, latest), history = seen[operand], histories[operand]
         if history.ndim > 1:
             new[f"{operand}_amax"], new[f"{operand}_amax_history"] = _gradient_of_active(
-                amax, latest
+                scaling, amax, latest
             )
             continue
         grown = jnp.concatenate([latest[None], history[:-1]])

@@ -5,8 +5,9 @@ GPU starts about eleven small kernels per layer. `begin_step` and `finish_step` 
 of all layers together, outside of the differentiated function. Between them, a layer receives its
 *active state*, with the same names and other shapes:
 
-- `X_amax`, `[3]`: the stored amax, the largest and the newest entry of the history. Its gradient
-  contains the active amax.
+- `X_amax`, `[7]`: the stored amax, the largest and the newest entry of the history, and the results
+  of `common_scales`. Its gradient contains the active amax: 0 if it is that of this step, -1 if
+  there is none.
 - `X_amax_history`, `[partials, 1]`: zeros. Its gradient contains partial maxima of the magnitudes
   in this step, so that one kernel computes the maxima of all tensors.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp.fp8._known_scales import common_scales
 from jaxmp.fp8._operands import amax
 from jaxmp.fp8._state import AGE, OPERANDS, USES, State, to_float32
 
@@ -76,7 +78,7 @@ def _stored(state: State) -> tuple[State, jax.Array, jax.Array]:
 
 @jax.jit
 def _active(state: State, known: jax.Array, zeros: jax.Array) -> State:
-    """Returns the active state of a layer; `known` is `[3, ..., 3]`."""
+    """Returns the active state of a layer; `known` is `[3, ..., 7]`."""
     active = {AGE: state[AGE], USES: state[USES]}
     for place, operand in enumerate(OPERANDS):
         active[f"{operand}_amax"] = known[place]
@@ -96,7 +98,9 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
         group, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
         history = jnp.concatenate(histories)
         stored = jnp.concatenate(amaxes)
-        known = jnp.stack([stored, jnp.max(history, axis=-1), history[..., 0]], axis=-1)
+        largest = jnp.max(history, axis=-1)
+        amaxes = jnp.stack([stored, largest, history[..., 0]], axis=-1)
+        known = jnp.concatenate([amaxes, common_scales(largest)], axis=-1)
         zeros = jnp.zeros((*history.shape[1:-1], partials, 1), FLOAT32)
         parts = lax.split(known, [3] * len(indices))
         for index, state, part in zip(indices, group, parts, strict=True):
@@ -119,7 +123,8 @@ def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> 
     for place, operand in enumerate(OPERANDS):
         name = f"{operand}_amax"
         active = new[name][..., 0]
-        active = jnp.where(lax.is_finite(active), active, np.float32(0))
+        active = jnp.where(active == np.float32(0), latest[place], active)
+        active = jnp.where(lax.is_finite(active) & (active > 0), active, np.float32(0))
         state[name] = jnp.where(is_used, active, old[name])
         name = f"{operand}_amax_history"
         is_new = is_used & lax.is_finite(latest[place])
