@@ -57,7 +57,7 @@ hypothesis.settings.load_profile("jaxmp")
 # Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
-    *("attention", "docs", "frame", "leaks", "ops"),
+    *("attention", "attention_splash", "docs", "frame", "leaks", "ops"),
     # The Flax adapters, which intercept modules and subclass layers.
     *("boundary", "fp8_models", "fp8_nnx", "inputs", "linen", "linen_transforms", "masks"),
     *("models", "nnx", "nnx_gradients", "nnx_policies", "share", "train_state"),

@@ -1,6 +1,6 @@
-"""Dot-product attention by cuDNN's fused kernel, or by equivalent implementations.
+"""Dot-product attention by a fused kernel of cuDNN or for TPUs, or by equivalent implementations.
 
-`_arguments` checks the arguments and `_choice` chooses an implementation among `_cudnn`,
+`_arguments` checks the arguments and `_choice` chooses an implementation among `_cudnn`, `_splash`,
 `_blockwise` and `_plain`. `_layer` computes the attention of Flax layers.
 """
 
@@ -22,16 +22,19 @@ from jaxmp._attention._arguments import (
 )
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
+from jaxmp._attention._choice import FUSED as FUSED
 from jaxmp._attention._choice import AttentionExplanation as AttentionExplanation
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
+from jaxmp._attention._splash import splash_attention
 from jaxmp._core._compat import target
 from jaxmp._policies._policy import PolicyLike, get_policy
 
 _RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,
+    "splash": splash_attention,
     "blockwise": blockwise_attention,
     "xla": xla_attention,
 }
@@ -119,9 +122,10 @@ def dot_product_attention(
       key_value_seq_lengths: integers `[B]`; no query sees later keys.
       local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; a single
         number means both. With `is_causal`, right is 0.
-      implementation: None or "auto" chooses cuDNN's fused kernel if it supports the call; otherwise
-        "xla", which stores the logits of all pairs, if they are small; otherwise "blockwise", whose
-        memory is linear in T and S. "cudnn", "blockwise" or "xla" requests one of them.
+      implementation: None or "auto" chooses a fused kernel if it supports the call: cuDNN's, or
+        JAX's "splash" on TPUs; otherwise "xla", which stores the logits of all pairs, if they are
+        small; otherwise "blockwise", whose memory is linear in T and S. "cudnn", "splash",
+        "blockwise" or "xla" requests one of them.
       return_residual: also return the log-sum-exp of each query's logits.
       dropout_rate: probability that a weight is dropped.
       dropout_rng: PRNG key of the dropout; the dropped weights differ between implementations.
@@ -148,9 +152,10 @@ def dot_product_attention(
       (2, 6, 4, 8)
 
     All matmuls accumulate in FP32 and read their operands in the dtype of the arguments. Only the
-    gradient of the logits is multiplied in FP32, unless the target is a GPU, whose Tensor Cores
-    could not compute this, or a `policy` sets the compute dtype. "cudnn" and "blockwise" define a
-    gradient and support no forward-mode derivative; "xla" supports all. Sources: FlashAttention-2,
+    gradient of the logits is multiplied in FP32, unless the target is a GPU or TPU, whose matrix
+    units could not compute this, or a `policy` sets the compute dtype. "cudnn", "splash" and
+    "blockwise" define a gradient and support no forward-mode derivative; "xla" supports all.
+    "splash" rounds the scaled query. Sources: FlashAttention-2,
     arXiv:2307.08691; grouped queries, arXiv:2305.13245.
     """
     query_array = as_array(query)
@@ -169,8 +174,8 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         policy=policy,
-        # With a policy, or on Tensor Cores, all matmuls use the compute dtype.
-        wide_gradients=policy is None and target() != "gpu",
+        # With a policy, or on the matrix units of GPUs and TPUs, all matmuls use the compute dtype.
+        wide_gradients=policy is None and target() == "cpu",
         return_residual=return_residual,
     )
     result = run(args, implementation)
@@ -199,7 +204,7 @@ def explain_attention(
       **options: its other arguments.
 
     Returns:
-      The choice, with all reasons why cuDNN's kernel does not support the call.
+      The choice, with all reasons why the fused kernel does not support the call.
 
     Raises:
       AttentionError, PolicyError: as in `dot_product_attention`.
@@ -259,7 +264,7 @@ def choice_of(name: str, operands: Iterable[Any]) -> AttentionExplanation | None
 
 
 def implementation_of(name: str) -> tuple[str, str]:
-    """Returns the implementation in the name of a jitted function, and the first blocker of cuDNN.
+    """Returns the implementation in the name of a jitted function, and the kernel's first blocker.
 
     Args:
       name: a name such as "jaxmp_attention_xla_device".

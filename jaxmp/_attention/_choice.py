@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from typing import ClassVar, NamedTuple
+
+import jax
+from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
+from jaxmp._attention._splash import LEAST_BLOCK, padded_positions
 from jaxmp._core._capability import (
     FUSED_ATTENTION,
     LARGE_ATTENTION_HEADS,
     capability_text,
     unsupported_gpu,
 )
-from jaxmp._core._compat import compute_capability, cudnn_version, target
+from jaxmp._core._compat import (
+    compute_capability,
+    cudnn_version,
+    load_splash_attention,
+    target,
+    varying_axes,
+)
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp.errors import AttentionError
@@ -30,8 +41,9 @@ ASKED = "it was asked for"
 # Training stores several arrays of that size for each layer. From about this size on, "blockwise"
 # is as fast on a CPU.
 _WHOLE_LOGITS = 2**24
-# Largest head sizes of cuDNN's fused kernel (jax/_src/cudnn/fused_attention_stablehlo.py).
-_LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
+# Largest head sizes of cuDNN's fused kernel (jax/_src/cudnn/fused_attention_stablehlo.py), and of
+# splash attention with the blocks of `_splash`, compiled for a TPU v5e.
+_LARGEST_HEAD, _LARGEST_HEAD_HOPPER, _LARGEST_HEAD_TPU = 128, 256, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +69,11 @@ class AttentionExplanation(Explanation[Blocker]):
     """Implementation of an attention call, with the reason, as `explain_attention` returns it.
 
     Attributes:
-      rows: reasons why cuDNN's fused kernel cannot serve the call; empty if it can.
+      rows: reasons why the fused kernel cannot serve the call; empty if it can.
       notes: adaptations of the call to the kernel, and their cost.
-      implementation: "cudnn", "blockwise" or "xla".
+      implementation: "cudnn", "splash", "blockwise" or "xla".
       reason: why it was chosen.
+      kernel: the fused kernel to which `rows` refer: "splash" on TPUs, otherwise "cudnn".
 
     Example:
       >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
@@ -68,10 +81,11 @@ class AttentionExplanation(Explanation[Blocker]):
       'xla'
     """
 
-    columns: ClassVar = ("blocks cudnn", "reason", "change")
+    columns: ClassVar = ("blocks the kernel", "reason", "change")
 
     implementation: str
     reason: str
+    kernel: str = "cudnn"
 
     @property
     def summary(self) -> str:
@@ -79,34 +93,48 @@ class AttentionExplanation(Explanation[Blocker]):
         return f"{self.implementation}: {self.reason}"
 
 
+class _Kernel(NamedTuple):
+    """A fused kernel."""
+
+    title: str
+    blockers: Callable[[Arguments], list[Blocker]]
+    notes: Callable[[Arguments], list[str]]
+
+
 def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     """Chooses the implementation for a call.
 
     Args:
       args: the checked arguments.
-      implementation: a name, or "auto". "auto" chooses "cudnn" if cuDNN's fused kernel can serve
-        the call; otherwise "xla" if the FP32 logits of all pairs take at most 16 MiB; otherwise
-        "blockwise". An empty result is computed by "xla", whatever the name.
+      implementation: a name, or "auto". "auto" chooses the fused kernel of the compile target if it
+        can serve the call: "splash" on TPUs, otherwise "cudnn"; otherwise "xla" if the FP32 logits
+        of all pairs take at most 16 MiB; otherwise "blockwise". An empty result is computed by
+        "xla", whatever the name.
 
     Raises:
       AttentionError: if the named implementation cannot serve the call.
     """
+    name = implementation
+    if name not in FUSED:
+        name = "splash" if target() == "tpu" else "cudnn"
+    kernel = FUSED[name]
+    explain = functools.partial(_explain, kernel=name)
     if not math.prod(args.logits_shape):
-        return _explain("xla", "the result is empty")
+        return explain("xla", "the result is empty")
+    blockers = tuple(kernel.blockers(args))
     if implementation in ("blockwise", "xla"):
-        return _explain(implementation, ASKED, cudnn_blockers(args))
-    blockers = tuple(cudnn_blockers(args))
-    if implementation == "cudnn" and blockers:
-        raise _refusal(implementation, blockers)
+        return explain(implementation, ASKED, blockers)
+    if implementation == name and blockers:
+        raise _refusal(kernel, implementation, blockers)
     if not blockers:
-        reason = ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
-        return _explain("cudnn", reason, notes=_notes(args))
+        reason = ASKED if implementation == name else f"{kernel.title} fits"
+        return explain(name, reason, notes=kernel.notes(args))
     size = 4 * math.prod(args.logits_shape)
     if size > _WHOLE_LOGITS:
         reason = f"the logits of all pairs would take {_mebibytes(size)}"
-        return _explain("blockwise", reason, blockers)
+        return explain("blockwise", reason, blockers)
     reason = f"the logits of all pairs take only {_mebibytes(size)}"
-    return _explain("xla", reason, blockers)
+    return explain("xla", reason, blockers)
 
 
 def _explain(
@@ -114,17 +142,23 @@ def _explain(
     reason: str,
     blockers: Iterable[Blocker] = (),
     notes: Iterable[str] = (),
+    *,
+    kernel: str,
 ) -> AttentionExplanation:
     return AttentionExplanation(
-        rows=tuple(blockers), notes=tuple(notes), implementation=implementation, reason=reason
+        rows=tuple(blockers),
+        notes=tuple(notes),
+        implementation=implementation,
+        reason=reason,
+        kernel=kernel,
     )
 
 
-def _refusal(implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
+def _refusal(kernel: _Kernel, implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
     reasons = "\n".join(f"  {b.argument}: {b.reason}. {b.change}" for b in blockers)
     return AttentionError(
         f"implementation={implementation!r} does not support this call:\n{reasons}\n"
-        "implementation='auto' chooses another one if cuDNN does not support the call."
+        f"implementation='auto' chooses another one if {kernel.title} does not support the call."
     )
 
 
@@ -135,13 +169,13 @@ def _mebibytes(size: int) -> str:
 def log_once(choice: AttentionExplanation) -> None:
     """Logs a choice to the logger `jaxmp.attention`, once per implementation and first blocker.
 
-    The level is a warning if a program for a GPU does not use cuDNN, otherwise info.
+    The level is a warning if a program for a GPU or TPU uses no fused kernel, otherwise info.
     """
     blocker = choice.rows[0].argument if choice.rows else ""
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))
-    unfused = choice.implementation != "cudnn" and target() == "gpu"
+    unfused = choice.implementation not in FUSED and target() != "cpu"
     _log.log(logging.WARNING if unfused else logging.INFO, "attention runs as %s", choice)
 
 
@@ -219,10 +253,10 @@ def _mask_blockers(args: Arguments) -> list[Blocker]:
     return blockers
 
 
-def _notes(args: Arguments) -> list[str]:
+def _cudnn_notes(args: Arguments) -> list[str]:
     notes = []
     if args.scale is not None:
-        notes.append("a scale that is an array multiplies the query, in the query's dtype")
+        notes.append(_TRACED_SCALE)
     sizes = args.query.shape[-1], args.value.shape[-1]
     padded = padded_size(*sizes)
     if sizes != (padded, padded):
@@ -235,3 +269,102 @@ def _notes(args: Arguments) -> list[str]:
             "computed; is_causal, local_window_size and lengths cost nothing"
         )
     return notes
+
+
+_TRACED_SCALE = "a scale that is an array multiplies the query, in the query's dtype"
+
+
+# ---------------------------------------------------------------------------
+# Splash attention
+# ---------------------------------------------------------------------------
+
+
+def splash_blockers(args: Arguments) -> list[Blocker]:
+    """Lists why JAX's splash attention cannot serve a call."""
+    device = target()
+    if device != "tpu":
+        reason = f"the program is compiled for {device}"
+        return [Blocker("device", reason, "Compile the program for a TPU.")]
+    if load_splash_attention() is None:
+        reason = f"JAX {jax.__version__} has no splash attention that jaxmp knows"
+        return [Blocker("device", reason, "Use implementation='auto'.")]
+    return [*_mesh_blockers(args), *_splash_operand_blockers(args), *_splash_mask_blockers(args)]
+
+
+def _mesh_blockers(args: Arguments) -> list[Blocker]:
+    if not isinstance(args.query, jax.Array):
+        return []
+    if varying_axes(args.query):
+        reason = "the kernel does not declare the mesh axes over which its results vary"
+        return [Blocker("device", reason, "Write jax.shard_map(..., check_vma=False).")]
+    mesh = jax.typeof(args.query).sharding.mesh
+    kinds = {
+        kind for kind, size in zip(mesh.axis_types, mesh.shape.values(), strict=True) if size > 1
+    }
+    if AxisType.Auto in kinds:
+        reason = f"XLA cannot partition the kernel over the automatic axes of the mesh {mesh.shape}"
+        change = "Make the axes explicit (AxisType.Explicit), or map all of them in jax.shard_map."
+        return [Blocker("device", reason, change)]
+    if len(kinds) > 1:
+        reason = "jax.shard_map maps only some axes of the mesh"
+        return [Blocker("device", reason, "Map all axes of the mesh.")]
+    return []
+
+
+def _splash_operand_blockers(args: Arguments) -> list[Blocker]:
+    blockers = []
+    if args.query.dtype.name != "bfloat16":
+        reason = f"the kernel multiplies in bfloat16, the operands are {args.query.dtype.name}"
+        blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
+    _, _, queries, keys = args.logits_shape
+    for name, positions in (("query", queries), ("key", keys)):
+        if positions < LEAST_BLOCK:
+            reason = f"the kernel computes blocks of {LEAST_BLOCK} positions, not {positions}"
+            blockers.append(Blocker(name, reason, "Use implementation='auto' for short sequences."))
+    for name, array in (("query", args.query), ("value", args.value)):
+        if array.shape[-1] > _LARGEST_HEAD_TPU:
+            reason = f"heads of {array.shape[-1]} are larger than {_LARGEST_HEAD_TPU}"
+            change = f"Use more heads, of at most {_LARGEST_HEAD_TPU}."
+            blockers.append(Blocker(name, reason, change))
+    if args.dropout_rng is not None:
+        blockers.append(
+            Blocker("dropout_rate", "the kernel has no dropout", "Write dropout_rate=0.0.")
+        )
+    if args.settings.residual:
+        reason = "the kernel has no gradient if it returns the log-sum-exp"
+        blockers.append(Blocker("return_residual", reason, "Write return_residual=False."))
+    return blockers
+
+
+def _splash_mask_blockers(args: Arguments) -> list[Blocker]:
+    blockers = []
+    if args.bias is not None:
+        blockers.append(Blocker("bias", "the kernel has no bias", "Remove the bias."))
+    if args.mask is not None:
+        change = "Declare it by is_causal, local_window_size or lengths."
+        blockers.append(Blocker("mask", "the kernel reads no mask array", change))
+    _, _, queries, keys = args.logits_shape
+    window = args.settings.window
+    if window is not None and queries > keys + window[0]:
+        reason = f"queries from {keys + window[0]} on see no key, and the kernel divides by zero"
+        change = f"Use at most {keys + window[0]} queries."
+        blockers.append(Blocker("local_window_size", reason, change))
+    return blockers
+
+
+def _splash_notes(args: Arguments) -> list[str]:
+    notes = [] if args.scale is None else [_TRACED_SCALE]
+    scale = abs(args.settings.scale)
+    if scale and math.frexp(scale)[0] != 0.5:
+        notes.append(f"the query is multiplied by the scale {scale:.4g} and rounded")
+    _, _, queries, keys = args.logits_shape
+    for positions in dict.fromkeys((queries, keys)):
+        if padded_positions(positions) != positions:
+            notes.append(f"{positions} positions are padded to {padded_positions(positions)}")
+    return notes
+
+
+FUSED: dict[str, _Kernel] = {
+    "cudnn": _Kernel("cuDNN's fused kernel", cudnn_blockers, _cudnn_notes),
+    "splash": _Kernel("JAX's splash attention", splash_blockers, _splash_notes),
+}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, with_scaled_query
-from jaxmp._attention._plain import whole_mask
+from jaxmp._attention._plain import seeing_queries
 from jaxmp._attention._sharding import one_sharding
 
 # Head sizes must be multiples of this.
@@ -35,7 +35,7 @@ def cudnn_attention(args: Arguments) -> Any:
     size = args.value.shape[-1]
     padded = padded_size(args.query.shape[-1], size)
     query, key, value = (_padded(a, padded) for a in (args.query, args.key, args.value))
-    seeing = _seeing(args)
+    seeing = seeing_queries(args)
     if seeing is not None:
         # Queries that see no key are replaced by zero here, and their results below. So neither
         # results nor gradients depend on how the kernel treats such rows.
@@ -78,24 +78,3 @@ def _whole(array: jax.Array | None, queries: int, keys: int) -> jax.Array | None
     if array is None:
         return None
     return jnp.broadcast_to(array, (*array.shape[:2], queries, keys))
-
-
-def _seeing(args: Arguments) -> jax.Array | None:
-    """Returns the bool mask `[B|1, T|1, N|1, 1]` of queries that see a key; None if all do."""
-    if not args.may_mask_rows:
-        return None
-    _, _, queries, keys = args.logits_shape
-    if args.mask is not None:
-        mask = whole_mask(args)
-        assert mask is not None
-        return mask.any(-1).transpose(0, 2, 1)[..., None]
-    rows = jnp.arange(queries, dtype=jnp.int32)[None, :]
-    last = jnp.full((1, 1), keys, jnp.int32) - 1
-    if args.key_lengths is not None:
-        last = args.key_lengths[:, None] - 1
-    window = args.settings.window
-    first = jnp.zeros_like(rows) if window is None else jnp.maximum(rows - window[0], 0)
-    seeing = first <= last
-    if args.query_lengths is not None:
-        seeing = seeing & (rows < args.query_lengths[:, None])
-    return seeing[..., None, None]

@@ -202,3 +202,24 @@ def whole_mask(args: Arguments) -> jax.Array | None:
         if lengths is not None:
             masks.append(positions < lengths[:, None, None, None])
     return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def seeing_queries(args: Arguments) -> jax.Array | None:
+    """Returns the bool mask `[B|1, T|1, N|1, 1]` of queries that see a key; None if all do."""
+    if not args.may_mask_rows:
+        return None
+    _, _, queries, keys = args.logits_shape
+    if args.mask is not None:
+        mask = whole_mask(args)
+        assert mask is not None
+        return mask.any(-1).transpose(0, 2, 1)[..., None]
+    rows = jnp.arange(queries, dtype=jnp.int32)[None, :]
+    last = jnp.full((1, 1), keys, jnp.int32) - 1
+    if args.key_lengths is not None:
+        last = args.key_lengths[:, None] - 1
+    window = args.settings.window
+    first = jnp.zeros_like(rows) if window is None else jnp.maximum(rows - window[0], 0)
+    seeing = first <= last
+    if args.query_lengths is not None:
+        seeing = seeing & (rows < args.query_lengths[:, None])
+    return seeing[..., None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxmp._attention import ASKED, AttentionExplanation, choice_of, implementation_of
+from jaxmp._attention import ASKED, FUSED, AttentionExplanation, choice_of, implementation_of
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
@@ -18,7 +18,7 @@ UNFUSED_ATTENTION = Check(
     id="unfused_attention",
     severity=WARNING,
     explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
-    " softmax, or jaxmp's attention cannot use cuDNN's kernel, for the reason in the message.",
+    " softmax, or jaxmp's attention cannot use a fused kernel, for the reason in the message.",
     fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
 )
 
@@ -47,12 +47,12 @@ def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
 
 @UNFUSED_ATTENTION.on_operation("jit", "pjit")
 def check_calls(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports calls of jaxmp's attention that do not run cuDNN's kernel."""
+    """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not is_attention(op.equation) or op.location.phase != FORWARD:
         return
     name = op.equation.params["name"]
     implementation, argument = implementation_of(name)
-    if implementation == "cudnn":
+    if implementation in FUSED:
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
@@ -101,7 +101,7 @@ def _explain_choice(
 
     Args:
       implementation: "xla" or "blockwise".
-      argument: the argument that prevents cuDNN's kernel; "" if none does.
+      argument: the argument that prevents the fused kernel; "" if none does.
       choice: the reasons for the implementation, if they are known.
     """
     message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
@@ -110,7 +110,8 @@ def _explain_choice(
         fix = "jaxmp.explain_attention(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
-    why = f". cuDNN's kernel cannot run ({'; '.join(blockers)})" if blockers else ""
+    kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title
+    why = f". {kernel} cannot run ({'; '.join(blockers)})" if blockers else ""
     # The call cannot change the device, so other reasons come first.
     others = [blocker for blocker in choice.rows if blocker.argument != "device"]
     changes = [blocker.change for blocker in others or choice.rows]

@@ -19,9 +19,11 @@ Sections = list[tuple[str, Rows]]
 # ---------------------------------------------------------------------------
 
 _ATTENTION = {
-    "auto": "the fused kernel of cuDNN if it supports the call, otherwise block by block, or with"
-    " all logits at once if these are small; layers in FP32 use Flax's own attention",
+    "auto": "the fused kernel of cuDNN, or of JAX on TPUs, if it supports the call, otherwise block"
+    " by block, or with all logits at once if these are small; layers in FP32 use Flax's own"
+    " attention",
     "cudnn": "the fused kernel of cuDNN, or an error",
+    "splash": "JAX's splash attention for TPUs, or an error",
     "blockwise": "block by block; memory grows linearly with the sequence length",
     "xla": "two matmuls and a softmax; all logits are in memory at once",
 }
