@@ -71,7 +71,7 @@ def splash_attention(args: Arguments, interpret: bool = False) -> jax.Array:
     if args.key_lengths is not None:
         arrays["key_lengths"] = args.key_lengths
     call = _Call(args.settings.is_causal, args.settings.window, interpret)
-    out = _attention(call, arrays)
+    out: Any = _attention(call, arrays)
     seeing = seeing_queries(args)
     return out if seeing is None else jnp.where(seeing, out, 0)
 
