@@ -230,8 +230,13 @@ class Interpreter:
         else:
             wide = policy.wide_output
         if in_fp8 is not None:
-            dimensions, precision = params["dimension_numbers"], params["precision"]
-            return in_fp8(*arrays, dimensions, precision, dtype if wide is None else wide)
+            return in_fp8(
+                *arrays,
+                params["dimension_numbers"],
+                params["precision"],
+                dtype if wide is None else wide,
+                out_sharding=params["out_sharding"],
+            )
         changes: dict[str, Any] = {"preferred_element_type": dtype}
         if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(policy.policy)

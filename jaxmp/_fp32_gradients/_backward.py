@@ -25,6 +25,7 @@ MOVES = frozenset(
         "dynamic_slice",
         "expand_dims",
         "gather",
+        "mesh_cast",
         "pvary",
         "reshape",
         "reshard",
@@ -58,7 +59,13 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
     possible: set[Var] = set()
     for equation in jaxpr.eqns:
         if _can_be_wide(equation, possible):
-            possible |= {var for var in equation.outvars if is_16bit_aval(var.aval)}
+            # FP32 variables that follow a 16-bit matmul, such as factors of rows, and 16-bit ones.
+            is_after = not possible.isdisjoint(v for v in equation.invars if isinstance(v, Var))
+            possible |= {
+                var
+                for var in equation.outvars
+                if is_16bit_aval(var.aval) or (is_after and _dtype(var) == FLOAT32)
+            }
     outputs = [pair for pair in zip(jaxpr.outvars, wide, strict=True) if isinstance(pair[0], Var)]
     asked = {var for var, w in outputs if w}
     narrow = {var for var, w in outputs if not w}
@@ -123,10 +130,14 @@ def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
         return name in MATMULS
     first, *_ = variables = [v if isinstance(v, Var) else None for v in equation.invars]
     if name == "convert_element_type":
-        return first in wide or getattr(equation.invars[0].aval, "dtype", None) == FLOAT32
+        return first in wide or _dtype(equation.invars[0]) == FLOAT32
     if name in MOVES:
         return first in wide
     return name in _FACTORS and any(var in wide for var in variables)
+
+
+def _dtype(var: Var | Literal) -> Any:
+    return getattr(var.aval, "dtype", None)
 
 
 def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:

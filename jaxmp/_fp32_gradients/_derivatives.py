@@ -12,7 +12,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import run_in_fp32
-from jaxmp._fp32_gradients._layout import Layout, Saved, gathered, run_gathered, split
+from jaxmp._fp32_gradients._layout import (
+    Layout,
+    Saved,
+    as_gathered,
+    gathered,
+    run_gathered,
+    split,
+)
 from jaxmp._fp32_gradients._values import (
     Constant,
     Copy,
@@ -117,9 +124,9 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
             floating[:] = [n for n, g in enumerate(results) if g.dtype != jax.dtypes.float0]
             return [results[n] for n in floating]
 
-        closed = jax.make_jaxpr(gradients)(*saved)
+        marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
+        closed = jax.make_jaxpr(gradients)(*map(as_gathered, saved, marks))
         if any(map(_is_saved, kept)):
-            marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
             saved = _after_cotangents(saved, marks, len(jax.tree.leaves(cotangents)))
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*saved)
         results = run_in_fp32(closed, saved, [n in copies for n in floating])
@@ -145,7 +152,7 @@ def _gathered_vjp(
         leaves, structure = jax.tree.flatten(jax.vjp(forward, *arrays))
         return leaves
 
-    closed = jax.make_jaxpr(with_backward)(*arrays)
+    closed = jax.make_jaxpr(with_backward)(*map(as_gathered, arrays, layouts))
     results, marks = run_gathered(closed, arrays, layouts)
     leaves = [
         array if mark is None else Saved(array, mark)

@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
+from jaxmp._core._jaxprs import equations, sub_jaxprs
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
@@ -319,6 +320,32 @@ def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
     return result
 
 
+def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs a function with its own derivative. One that quantizes gathers weights in FP8."""
+    if any(map(_is_gathered_later, operands)) and _quantizes(equation):
+        operands = [
+            _narrowed(v, FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
+            for v in operands
+        ]
+    return run_custom_derivative(equation, operands)
+
+
+def _is_gathered_later(value: Value) -> bool:
+    """Returns True for an FP32 weight that is split, or was gathered before it is read."""
+    if not isinstance(value, Weight) or value.array.dtype != FLOAT32:
+        return False
+    return value.origin is not None or (value.layout is not None and value.layout.is_split)
+
+
+def _quantizes(equation: JaxprEqn) -> bool:
+    """Returns True if a function casts to FP8."""
+    return any(
+        inner.primitive.name == "convert_element_type" and is_fp8(inner.params["new_dtype"])
+        for jaxpr in sub_jaxprs(equation)
+        for inner in equations(jaxpr)
+    )
+
+
 def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Inlines the jaxpr of a jitted function."""
     jaxpr, consts = jaxpr_body(equation.params["jaxpr"])
@@ -409,7 +436,7 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
     "cond": _cond,
     "convert_element_type": _convert,
     "custom_jvp_call": run_custom_derivative,
-    "custom_vjp_call": run_custom_derivative,
+    "custom_vjp_call": _custom_derivative,
     "remat2": _remat,
     "reshard": _reshard,
     "scan": _scan,

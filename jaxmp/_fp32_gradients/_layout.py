@@ -154,6 +154,13 @@ def gathered(array: Array, layout: Layout | None) -> Array:
     return lax.with_sharding_constraint(array, layout.gathered)
 
 
+def as_gathered(array: Array, layout: Layout | None) -> Array | jax.ShapeDtypeStruct:
+    """Returns an array or the shape of one for tracing a function that reads a gathered weight."""
+    if layout is None or not (layout.is_split and layout.is_explicit):
+        return array
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.gathered)
+
+
 def split(array: Array, layout: Layout | None) -> Array:
     """Returns the gradient of a weight in the sharding of the weight."""
     if layout is None or not layout.is_split or layout.is_explicit:
@@ -357,8 +364,12 @@ def _run(
                     if can_wait
                     else list(map(gather, equation.invars))
                 )
+                if can_wait and mark is not None and mark.is_split:
+                    arrays = [_split_like(array, mark) for array in arrays]
                 out = bind(equation, arrays)
                 out = list(out) if isinstance(out, (list, tuple)) else [out]
+                if mark is _LOCAL and any(m is not None and m.is_explicit for _, m in operands):
+                    out = list(map(_as_recorded_sharding, out, equation.outvars))
                 results = [(array, mark) for array in out]
         values |= zip(equation.outvars, results, strict=True)
     results = list(map(read, jaxpr.outvars))
@@ -368,6 +379,22 @@ def _run(
         (gather(var), None) if mark is not None and not mark.again else (array, mark)
         for var, (array, mark) in zip(jaxpr.outvars, results, strict=True)
     ]
+
+
+def _split_like(array: Array, layout: Layout) -> Array:
+    """Gives an operand of a split weight the weight's sharding, on explicit axes."""
+    stored = layout.stored
+    if not layout.is_explicit or stored is None or jax.numpy.ndim(array) != len(stored.spec):
+        return array
+    entries = zip(stored.spec, jax.numpy.shape(array), strict=True)
+    spec = PartitionSpec(*(entry if size > 1 else None for entry, size in entries))
+    return array if jax.typeof(array).sharding.spec == spec else jax.reshard(array, spec)
+
+
+def _as_recorded_sharding(array: Array, var: Var) -> Array:
+    """Gives the result of a reduction the sharding that it has for a gathered weight."""
+    aval: Any = var.aval
+    return jax.reshard(array, aval.sharding.spec)
 
 
 def _is_identity(equation: JaxprEqn) -> bool:

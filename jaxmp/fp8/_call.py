@@ -15,6 +15,7 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._scaling import GEMMS, Scaling
+from jaxmp.fp8._shardings import Shardings
 
 # Name of the quantized operands (one byte per element) for a rematerialization policy such as
 # `jax.checkpoint_policies.save_only_these_names`.
@@ -31,6 +32,8 @@ class Call(NamedTuple):
     dtypes: tuple[Any, Any]
     out_dtype: DTypeLike
     precision: Any
+    # Those of the operands and of the result, on explicit mesh axes.
+    shardings: Shardings
 
     def role(self, side: int) -> str:
         return "kernel" if side == self.kernel else "input"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
@@ -30,6 +32,7 @@ from jaxmp.fp8._scaling import (
     ScalingLike,
     as_scaling,
 )
+from jaxmp.fp8._shardings import Shardings, dot_shardings
 from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -66,7 +69,8 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
       `product(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
       out_sharding=None, state=None)`. It accepts float16, bfloat16, float32 or float64 operands
       and returns the same dtype as `lax.dot_general`: `preferred_element_type`, or by default the
-      dtype of the operands. `precision` applies to dots that the scaling leaves "high". `state` is
+      dtype of the operands. `precision` applies to dots that the scaling leaves "high", and
+      `out_sharding` to explicit mesh axes, as in `lax.dot_general`. `state` is
       required by `DelayedScaling`: a dict from `init_state`, whose gradient is the state of the
       next step. Equal arguments of `fp8.dot_general` return the same function object.
 
@@ -100,26 +104,35 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: object = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
         state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         lhs, rhs = (
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
         _check_call(scaling, precision, out_sharding, state)
+        dims = make_dims(lhs, rhs, dimension_numbers)
         call = Call(
             scaling,
-            make_dims(lhs, rhs, dimension_numbers),
+            dims,
             _SIDES[kernel],
             (lhs.dtype, rhs.dtype),
             _result_dtype(lhs, rhs, preferred_element_type),
             precision,
+            dot_shardings(lhs, rhs, dims, out_sharding),
         )
         # Inside `shard_map`, the gradient of an operand that is replicated over devices is a sum
         # over them. Casting both operands to device-varying makes the transpose compute this sum.
         axes = _compat.varying_axes((lhs, rhs))
         lhs, rhs = _compat.vary((lhs, rhs), axes)
-        if state is not None and are_shared(scaling, dict(state)):
+        is_explicit = call.shardings.result is not None
+        if isinstance(scaling, MXScaling) and is_explicit:
+            # Rows of blocks merge dimensions, which explicit mesh axes do not allow in general.
+            on_auto = call._replace(shardings=Shardings())
+            product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
+            run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
+            return run(lhs, rhs)
+        if state is not None and not is_explicit and are_shared(scaling, dict(state)):
             return known_product(call, lhs, rhs, dict(state))
         return _product(call, lhs, rhs, None if state is None else dict(state))
 
@@ -139,10 +152,10 @@ def _check_call(
             "a jax.lax.Precision, an algorithm, or a pair of them. An FP8 product takes two "
             "operands: dot_general(lhs, rhs, dimension_numbers), einsum(equation, x, kernel)."
         )
-    if out_sharding is not None:
+    if not isinstance(out_sharding, (NoneType, NamedSharding, PartitionSpec)):
         raise JaxmpError(
-            f"out_sharding={out_sharding!r} is not supported in FP8. Leave it out, and constrain "
-            "the result: jax.lax.with_sharding_constraint(y, sharding)."
+            f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
+            "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
     if isinstance(scaling, DelayedScaling):
         if state is None:
@@ -219,6 +232,7 @@ def _multiply(
     rhs: Any,
     dims: Dims,
     dtype: DTypeLike,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
     if isinstance(lhs, MXOperand):
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
@@ -227,7 +241,15 @@ def _multiply(
         native = is_native(call.scaling)
         return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
     accurate = gemm not in call.scaling.fast_accumulation
-    return multiply(lhs, rhs, dims, dtype, precision=call.precision, accurate=accurate)
+    return multiply(
+        lhs,
+        rhs,
+        dims,
+        dtype,
+        precision=call.precision,
+        accurate=accurate,
+        out_sharding=out_sharding,
+    )
 
 
 def _first(
@@ -261,7 +283,7 @@ def _operands(
 
 
 def _forward(call: Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
-    out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype)
+    out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype, call.shardings.result)
     return shield(call, out, (lhs, rhs)[call.kernel].values.shape)
 
 
@@ -323,7 +345,8 @@ def _product_bwd(
             operand = Operand(values, None)
         # The gradient of the result replaces operand `side`.
         lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
-        product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side])
+        sharding = call.shardings.before_transpose(side, order)
+        product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
     if not isinstance(call.scaling, DelayedScaling) or before is None:
         return results[0], results[1], None

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import ScalingLike
+from jaxmp.fp8._shardings import before_transpose
 
 # Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
 # for private use, because the labels of an equation are letters.
@@ -49,7 +51,7 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: object = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
         state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         if not isinstance(equation, str):
@@ -58,6 +60,8 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
             as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
         )
         plan = plan_einsum(equation, x.ndim, kernel.ndim)
+        if out_sharding is not None:
+            out_sharding = before_transpose(out_sharding, plan.order)
         result = product(
             x,
             kernel,

@@ -167,8 +167,6 @@ def decide_product(
     n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
     if batch[kernel]:
         why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
-    if params.get("out_sharding") is not None:
-        why = why or "its author gave it an out_sharding"
     return decide(scaling, path, k, n, why)
 
 

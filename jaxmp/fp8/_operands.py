@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
@@ -21,6 +22,7 @@ from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
 from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
+from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import OperandState, amax_in_force
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
@@ -280,6 +282,7 @@ def multiply(
     *,
     precision: lax.PrecisionLike,
     accurate: bool,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies two operands and undoes their scales.
 
@@ -290,6 +293,7 @@ def multiply(
       out_dtype: dtype of the result.
       precision: precision of a dot without FP8.
       accurate: accumulate FP8 dots in FP32 throughout; False allows fast accumulation.
+      out_sharding: sharding of the result on explicit mesh axes.
     """
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
@@ -298,14 +302,23 @@ def multiply(
             dims.numbers,
             precision=precision,
             preferred_element_type=out_dtype,
+            out_sharding=out_sharding,
         )
     if lhs.factor.ndim == rhs.factor.ndim == 0:
         factor = lhs.factor * rhs.factor
-        return multiply_values(lhs.values, rhs.values, factor, dims, out_dtype, accurate=accurate)
-    product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate)
+        return multiply_values(
+            lhs.values,
+            rhs.values,
+            factor,
+            dims,
+            out_dtype,
+            accurate=accurate,
+            out_sharding=out_sharding,
+        )
+    product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate, out_sharding)
     product = lax.convert_element_type(product, FLOAT32)
     for side, factor in enumerate((lhs.factor, rhs.factor)):
-        product = product * jnp.broadcast_to(dims.spread(factor, side), product.shape)
+        product = product * broadcast_factor(dims.spread(factor, side), product)
     return lax.convert_element_type(product, out_dtype)
 
 
@@ -317,9 +330,10 @@ def multiply_values(
     out_dtype: DTypeLike,
     *,
     accurate: bool,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
-    product = _dot(lhs, rhs, dims, out_dtype, accurate)
+    product = _dot(lhs, rhs, dims, out_dtype, accurate, out_sharding)
     # XLA folds a scalar factor in the dtype of the dot into the cuBLAS call, which applies it in
     # FP32: the program compiled for an H200 has no separate pass over the result.
     factor = lax.convert_element_type(factor, product.dtype)
@@ -328,7 +342,12 @@ def multiply_values(
 
 
 def _dot(
-    lhs: jax.Array, rhs: jax.Array, dims: Dims, out_dtype: DTypeLike, accurate: bool
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dims: Dims,
+    out_dtype: DTypeLike,
+    accurate: bool,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
     # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
     # values can exceed the range of float16, but not that of bfloat16.
@@ -339,4 +358,5 @@ def _dot(
         dims.numbers,
         precision=lax.Precision.HIGHEST if accurate else lax.Precision.DEFAULT,
         preferred_element_type=out_dtype if narrow else FLOAT32,
+        out_sharding=out_sharding,
     )
