@@ -60,7 +60,7 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
             as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
         )
         plan = plan_einsum(equation, x.ndim, kernel.ndim)
-        if out_sharding is not None:
+        if isinstance(out_sharding, (NamedSharding, PartitionSpec)):
             out_sharding = before_transpose(out_sharding, plan.order)
         result = product(
             x,
