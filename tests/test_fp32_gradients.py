@@ -294,6 +294,32 @@ def test_the_program_of_one_device_does_not_change():
     assert operations(*placed(mesh, params, x)) == operations(params, x)
 
 
+def test_weights_that_a_scan_returns_are_not_copied():
+    """NNX returns all Variables of a module from scans and rematerialized functions."""
+    layers, x = {"w": np.stack([MATRIX["w"]] * 3)}, uniform((ROWS, WIDTH), 2)
+
+    def layer(x, w):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16)), w
+
+    def loss_fn(layers, x):
+        x, returned = jax.lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), layers["w"])
+        return full(x), returned
+
+    run = jaxmp.value_and_grad(loss_fn, has_aux=True)
+    layers, x = placed(mesh_of(), layers, x)
+    (_, returned), grads = jax.jit(run)(layers, x)
+    np.testing.assert_array_equal(returned, layers["w"])
+    exact = jax.grad(loss_fn, has_aux=True)(layers, x)[0]["w"]
+    np.testing.assert_allclose(grads["w"], exact, atol=2**-7 * abs(exact).max())
+    stacked = [
+        var.aval
+        for equation in equations(jax.make_jaxpr(run)(layers, x))
+        if equation.primitive.name == "scan" and not equation.params["reverse"]
+        for var in equation.outvars
+    ]
+    assert not [aval for aval in stacked if aval.shape == (3, WIDTH, WIDTH)], stacked
+
+
 def test_auxiliary_data_and_values_that_are_no_arrays_are_returned():
     def loss_fn(params, x):
         return full(dense(params, x, jnp.bfloat16)), {"rows": len(x), "name": "x", "mean": x.mean()}

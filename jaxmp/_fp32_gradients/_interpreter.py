@@ -52,6 +52,9 @@ _MERGES = frozenset(
 )
 
 
+# Operations that run a jaxpr once.
+_INLINE = CALLS | {"checkpoint", "remat2"}
+
 # Operations for which rows of a table remain a copy: they may be weights that data selects.
 _OF_ROWS = (
     MOVES
@@ -355,14 +358,31 @@ def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     params = equation.params
     jaxpr, consts = jaxpr_body(params["jaxpr"])
-    operands = [entered(operand, is_recomputed=True) for operand in operands]
-    leaves, structure = jax.tree.flatten(operands)
+    inside = [entered(operand, is_recomputed=True) for operand in operands]
+    leaves, structure = jax.tree.flatten(inside)
 
     def run_leaves(*leaves: Array) -> list[Array]:
         return list(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
 
     prevent_cse, policy = params["prevent_cse"], params["policy"]
-    return list(jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves))
+    results = jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves)
+    return [
+        result if index is None else operands[index]
+        for result, index in zip(results, _forwarded(jaxpr), strict=True)
+    ]
+
+
+def _forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """Returns for each result the index of the argument that it is; None if it is computed."""
+    arguments: dict[Var, int] = {var: index for index, var in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _INLINE:
+            inner, _ = jaxpr_body(equation.params["jaxpr"])
+            for var, index in zip(equation.outvars, _forwarded(inner), strict=True):
+                operand = None if index is None else equation.invars[index]
+                if isinstance(operand, Var) and operand in arguments:
+                    arguments[var] = arguments[operand]
+    return [arguments.get(var) if isinstance(var, Var) else None for var in jaxpr.outvars]
 
 
 def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -389,7 +409,15 @@ def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         unroll=params["unroll"],
         _split_transpose=params.get("_split_transpose", False),
     )
-    return [*carry, *stacked]
+    # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights, and
+    # might split the copies over devices.
+    xs = dict(enumerate(operands[num_consts + num_carry :], num_consts + num_carry))
+    forwarded = _forwarded(jaxpr)[num_carry:]
+    ys = (
+        array if index is None else xs.get(index, array)
+        for array, index in zip(stacked, forwarded, strict=True)
+    )
+    return [*carry, *ys]
 
 
 def _cond(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
