@@ -442,24 +442,35 @@ def test_a_resolved_policy_names_its_rule_and_output():
     assert resolve_first(policies, ("a", "b")).path == "a"
 
 
+def functions_entered(call):
+    """Returns the names of the functions of this package that a call enters."""
+    package = os.path.dirname(os.path.dirname(inspect.getfile(PolicyMap)))
+    entered = set()
+
+    def record(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.add(frame.f_code)
+
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {code.co_qualname for code in entered if not code.co_name.startswith("<")}
+
+
 def test_resolving_a_module_takes_few_steps():
     """It used to enter 20 functions of this package, and 4 for a module that was resolved."""
     policies = PolicyMap("p=f32,c=bf16,o=f32,keep_inputs=t", [Rule("head", "c=f32")])
-    package = os.path.dirname(os.path.dirname(inspect.getfile(PolicyMap)))
+    resolve = lambda: resolve_policy(policies, "body", Block)
+    assert len(functions_entered(resolve)) <= 8
+    assert functions_entered(resolve) == {"resolve_policy"}
 
-    def steps():
-        entered = set()
 
-        def record(frame, event, argument):
-            if event == "call" and frame.f_code.co_filename.startswith(package):
-                entered.add(frame.f_code)
-
-        sys.setprofile(record)
-        try:
-            resolve_policy(policies, "body", Block)
-        finally:
-            sys.setprofile(None)
-        return {code.co_name for code in entered if not code.co_name.startswith("<")}
-
-    assert len(steps()) <= 10
-    assert steps() == {"resolve_policy"}
+def test_reading_a_recipe_file_takes_few_steps(tmp_path):
+    """It used to enter 51 functions of this package."""
+    file = tmp_path / "my.toml"
+    dtypes = ("param", "float32"), ("compute", "bfloat16"), ("output", "float32")
+    lines = [f'{name}_dtype = "{dtype}"' for name, dtype in dtypes]
+    file.write_text("\n".join(["[policy]", *lines]))
+    assert len(functions_entered(lambda: jaxmp.load_recipe(file))) <= 33
