@@ -3,8 +3,9 @@
     python examples/demo.py
     python examples/demo.py --out demo_out --steps 500
 
-The same initial weights and the same batches in fp32, bf16, fp16 and bf16_params. Prints a table
-and writes OUT/losses.png; exits with 1 if a final held-out loss is over 0.5 % from that of fp32.
+The recipes fp32, bf16, fp16 and bf16_params start from the same weights and see the same batches.
+The script prints a table and writes OUT/losses.png. It exits with 1 if a final held-out loss
+differs from that of fp32 by more than 0.5 %.
 """
 
 from pathlib import Path
@@ -32,8 +33,8 @@ CPU_NOTE = (
     "requires a GPU or TPU."
 )
 
-# Palette of Okabe and Ito, which is legible with every kind of colour vision.
-# Line styles and markers distinguish the recipes in grey.
+# Palette of Okabe and Ito, which is legible with every kind of color vision.
+# Line styles and markers distinguish the recipes in gray.
 BLACK, BLUE, VERMILION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
 STYLES = {
     "fp32": dict(color=BLACK, linestyle="-", marker="o"),

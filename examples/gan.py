@@ -191,7 +191,7 @@ def draw_digits(generator: Generator, rows: int, seed: int = 1) -> np.ndarray:
 
 
 def legible_percent(images: np.ndarray) -> float:
-    """Returns the percentage of images (rows, 10, 8, 8) that a nearest neighbour gets right."""
+    """Returns the percentage of images (rows, 10, 8, 8) that a nearest neighbor gets right."""
     digits = handwritten_digits()
     flat = lambda x: x.reshape(-1, 64)
     reader = KNeighborsClassifier(1).fit(flat(2 * digits.train_images - 1), digits.train_labels)

@@ -95,7 +95,7 @@ class GPT(nn.Module):
         )
         x_BTD = token(tokens_BT) + position(jnp.arange(tokens_BT.shape[1])[None])
         blocks = nn.scan(
-            # Outside of a loop, XLA would replace what is recomputed by what is already known.
+            # Outside of a loop, XLA would merge the recomputation with the original operations.
             nn.remat(Block, prevent_cse=self.unroll, policy=saved(self.remat)),
             # FP8 with delayed scaling keeps its state in the second collection.
             variable_axes={"params": 0, "_overwrite_with_gradient": 0},

@@ -37,7 +37,7 @@ from byte_gpt import GPT, VOCABULARY, RecipeName, random_batch, standard_library
 
 GIB = 2**30
 
-# Palette of Okabe and Ito, which is legible with every kind of colour vision.
+# Palette of Okabe and Ito, which is legible with every kind of color vision.
 BLACK, BLUE, VERMILION = "#000000", "#0072B2", "#D55E00"
 
 # ---------------------------------------------------------------------------

@@ -10,13 +10,13 @@ scanned block, which the backward pass computes again as a whole; arrays of the 
 the axis "data" (FSDP), and heads, hidden units and tokens of the vocabulary over the axis "model"
 (tensor parallelism). The mesh has no devices and the arrays have no values, so that a laptop can
 plan a cluster. Each group of "model" devices trains on --sequences sequences of 8,192 tokens.
-Nothing is run and nothing is timed but the compilation.
+The program is not run, and only the compilation is timed.
 
 Install first: pip install "jaxmp[examples,aot]" (Python 3.12, about 3 GB). Columns, per device, in
 GB (10^9 bytes):
 
     state        parameters, and masters, moments and the rest of the optimizer state
-    temporary    memory that the program allocates beside arguments and results
+    temporary    memory that the program allocates in addition to arguments and results
     sums         all-reduce and reduce-scatter, by dtype
     gathers      all-gather, by dtype
     other        all-to-all and collective-permute

@@ -17,8 +17,8 @@ cluster does, with --distributed:
 
     srun python examples/train_sharded.py --mesh data=16,model=4 --distributed
 
-Processes that something else starts, such as Ray, or two terminals on one machine, are told where
-they are, and each has its part of the devices:
+If the processes are started in another way, such as by Ray or in two terminals of one machine, pass
+the address of the first one, their number and their index. Each has a part of the devices:
 
     python examples/train_sharded.py --mesh data=8 --distributed \\
         --coordinator localhost:12345 --processes 2 --process-index 0    # the other one: 1

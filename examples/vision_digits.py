@@ -39,7 +39,7 @@ import jaxmp
 
 GOAL_PERCENT = 98.0
 
-# Palette of Okabe and Ito, which is legible with every kind of colour vision.
+# Palette of Okabe and Ito, which is legible with every kind of color vision.
 BLACK, BLUE, VERMILION = "#000000", "#0072B2", "#D55E00"
 
 # ---------------------------------------------------------------------------
