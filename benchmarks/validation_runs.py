@@ -10,7 +10,7 @@ A run is a function of (recipe, seed): the same seed gives the same parameters a
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,25 @@ def held_out_batches(count: int, batch_size: int, seq_len: int) -> np.ndarray:
     return even_batches(standard_library_text().held_out, count, batch_size, seq_len)
 
 
+def mean_loss(
+    loss_fn: Callable[..., jax.Array], variables: Any, batches: np.ndarray
+) -> dict[str, jax.Array]:
+    """Returns the mean loss of equal batches, one after the other, as the metrics of a run."""
+    losses = jax.lax.map(lambda batch: loss_fn(variables, batch), batches)
+    return {"loss": jnp.mean(losses)}
+
+
+def nnx_step(loss_fn: Callable[..., jax.Array]) -> Callable[..., dict[str, Any]]:
+    """Returns the training step of an NNX model with a loss function."""
+
+    def step(model: Any, tx: jaxmp.nnx.Optimizer, batch: Any) -> dict[str, Any]:
+        loss, grads = tx.value_and_grad(loss_fn)(model, batch)
+        tx.update(model, grads)
+        return {"loss": loss, "grads": grads}
+
+    return step
+
+
 def byte_gpt(
     recipe: jaxmp.Recipe,
     seed: int,
@@ -88,10 +107,7 @@ def byte_gpt(
         loss, grads = state.value_and_grad(loss_fn)(tokens_BS)
         return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
 
-    def evaluate(state: jaxmp.TrainState) -> dict[str, jax.Array]:
-        losses = jax.lax.map(lambda tokens_BS: loss_fn(state.params, tokens_BS), held_out)
-        return {"loss": jnp.mean(losses)}
-
+    evaluate = lambda state: mean_loss(loss_fn, state.params, held_out)
     batches = text_batches(seed, batch_size, seq_len)
     return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
 
@@ -116,17 +132,13 @@ def byte_gpt_nnx(
     def loss_fn(model: Any, tokens_BS: jax.Array) -> jax.Array:
         return cross_entropy(model(tokens_BS[:, :-1]), tokens_BS)
 
-    def step(model: Any, tx: jaxmp.nnx.Optimizer, tokens_BS: jax.Array) -> dict[str, Any]:
-        loss, grads = tx.value_and_grad(loss_fn)(model, tokens_BS)
-        tx.update(model, grads)
-        return {"loss": loss, "grads": grads}
-
     def evaluate(model: Any, tx: jaxmp.nnx.Optimizer) -> dict[str, jax.Array]:
         del tx
         losses = [loss_fn(model, jnp.asarray(tokens_BS)) for tokens_BS in held_out]
         return {"loss": jnp.mean(jnp.stack(losses))}
 
     batches = text_batches(seed, batch_size, seq_len)
+    step = nnx_step(loss_fn)
     return jaxmp.TrainingRun(state=(model, tx), step=step, batches=batches, evaluate=evaluate)
 
 
@@ -149,11 +161,6 @@ def digits(
         logits = model(batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-    def step(model: CNN, tx: jaxmp.nnx.Optimizer, batch: dict[str, jax.Array]) -> dict[str, Any]:
-        loss, grads = tx.value_and_grad(loss_fn)(model, batch)
-        tx.update(model, grads)
-        return {"loss": loss, "grads": grads}
-
     def evaluate(model: CNN, tx: jaxmp.nnx.Optimizer) -> dict[str, jax.Array]:
         del tx
         logits = nnx.view(model, use_running_average=True, deterministic=True)(images)
@@ -167,6 +174,7 @@ def digits(
         for _ in itertools.count()
     )
     batches = itertools.chain.from_iterable(epochs)
+    step = nnx_step(loss_fn)
     return jaxmp.TrainingRun(state=(model, tx), step=step, batches=batches, evaluate=evaluate)
 
 
@@ -219,10 +227,7 @@ def adam_in_fp16(
         state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
         return state, {"loss": loss, "grads": grads}
 
-    def evaluate(state: dict[str, Any]) -> dict[str, jax.Array]:
-        losses = jax.lax.map(lambda tokens_BS: loss_fn(state["params"], tokens_BS), held_out)
-        return {"loss": jnp.mean(losses)}
-
+    evaluate = lambda state: mean_loss(loss_fn, state["params"], held_out)
     state = {"params": params, "opt_state": tx.init(params)}
     batches = text_batches(seed, batch_size, seq_len)
     return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)

@@ -14,10 +14,12 @@ from flax import nnx
 
 import gpt
 import jaxmp
+import language_models
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp._core._hlo import Program
+from language_models import FRAMEWORKS
 
 # The table of tokens has 6 rows of padding.
 TOY = gpt.GPT(layers=2, width=32, heads=2, vocabulary=250, max_length=16)
@@ -34,37 +36,17 @@ def standard_promotion():
 
 @functools.cache
 def params():
-    """Returns the parameters of `TOY`, with biases other than 0 and scales other than 1."""
-    made = jax.jit(TOY.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    leaves, structure = jax.tree.flatten(made)
-    draw = np.random.default_rng(1)
-    moved = [leaf + np.float32(0.1) * draw.normal(size=leaf.shape) for leaf in leaves]
-    return structure.unflatten([jnp.asarray(leaf, jnp.float32) for leaf in moved])
+    return language_models.initial_params(TOY)
 
 
-def linen_apply(recipe):
-    model = jaxmp.load_recipe(recipe).wrap(TOY)
-    return lambda params, *args: model.apply({"params": params}, *args)
-
-
-def nnx_apply(recipe):
-    def apply(params, *args):
-        model = gpt.NnxGPT(TOY, rngs=nnx.Rngs(0))
-        nnx.update(model, params)
-        return jaxmp.load_recipe(recipe).wrap(model)(*args)
-
-    return apply
-
-
-APPLY = {"linen": linen_apply, "nnx": nnx_apply}
+def make_apply(recipe, framework):
+    make_nnx = lambda: gpt.NnxGPT(TOY, rngs=nnx.Rngs(0))
+    return language_models.make_apply(recipe, framework, TOY, make_nnx)
 
 
 @functools.cache
 def loss_and_gradient(recipe, framework):
-    apply = APPLY[framework](recipe)
-    labels = jnp.asarray(TOKENS_BS[:, 1:])
-    run = lambda params: apply(params, jnp.asarray(TOKENS_BS[:, :-1]), labels)
-    return jax.jit(jax.value_and_grad(run))(params())
+    return language_models.loss_and_gradient(make_apply(recipe, framework), params(), TOKENS_BS)
 
 
 # ---------------------------------------------------------------------------
@@ -104,7 +86,7 @@ def test_both_frameworks_name_their_parameters_alike():
     assert gpt.padded(50257) == 50304 and gpt.padded(256) == 256
 
 
-@pytest.mark.parametrize("framework", APPLY)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_initial_values(framework):
     model = gpt.GPT(layers=8, width=64, heads=2, vocabulary=250, max_length=16)
     if framework == "linen":
@@ -184,17 +166,12 @@ def reference_loss(params):
     return np.mean(losses)
 
 
-@pytest.mark.parametrize("framework", APPLY)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3)])
 def test_loss_and_gradient_against_fp64(framework, recipe, tolerance):
     loss, gradient = loss_and_gradient(recipe, framework)
     assert float(loss) == pytest.approx(reference_loss(params()), rel=tolerance)
-    # The derivative of the reference along the gradient is the square of the gradient's norm.
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params(), gradient))
-    moved = [jax.tree.map(lambda p, g, step=step: p + step * g, *wide) for step in (-1e-5, 1e-5)]
-    slope = (reference_loss(moved[1]) - reference_loss(moved[0])) / 2e-5
-    square = sum((leaf**2).sum() for leaf in jax.tree.leaves(wide[1]))
-    assert slope == pytest.approx(square, rel=10 * tolerance)
+    language_models.check_gradient(reference_loss, params(), gradient, tolerance)
 
 
 @pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", ROUNDING), ("fp16", 2e-3)])
@@ -212,7 +189,7 @@ def test_a_token_changes_no_earlier_logits(framework, recipe):
     tokens = TOKENS_BS[:1, :-1]
     changed = tokens.copy()
     changed[0, 9] += 1
-    run = jax.jit(APPLY[framework](recipe))
+    run = jax.jit(make_apply(recipe, framework))
     before, after = (np.asarray(run(params(), jnp.asarray(x))) for x in (tokens, changed))
     assert before.dtype == np.float32 and before.shape == (1, 16, TOY.vocabulary)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
@@ -228,7 +205,7 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
     # Large values there would have all probability.
     table = params()["token_embedding"]["embedding"].at[TOY.vocabulary :].set(100.0)
     filled = params() | {"token_embedding": {"embedding": table}}
-    run = jax.jit(APPLY[framework](recipe))
+    run = jax.jit(make_apply(recipe, framework))
     args = jnp.asarray(TOKENS_BS[:, :-1]), jnp.asarray(TOKENS_BS[:, 1:])
     assert float(run(filled, *args)) == pytest.approx(float(loss), rel=1e-6)
     # The logits give the same loss.
@@ -269,7 +246,7 @@ def test_tokens_that_do_not_fit_are_refused(length, message, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", APPLY)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_default_run_learns_python(framework):
     losses = gpt.main("bf16", framework=gpt.Framework(framework))
     assert losses[0] > 5 and np.mean(losses[-5:]) < 2.8
@@ -309,7 +286,7 @@ def counts(recipe, framework, model=COMPILED):
 
 @needs_compiler
 def test_both_frameworks_compile_to_the_same_kernels():
-    linen, in_nnx = (counts("bf16", framework) for framework in APPLY)
+    linen, in_nnx = (counts("bf16", framework) for framework in FRAMEWORKS)
     assert linen._replace(framework="nnx") == in_nnx
     # All matmuls in BF16; attention without a dense bias, once for each layer.
     assert linen.matmuls.keys() == {"bfloat16 x bfloat16"}
@@ -320,7 +297,7 @@ def test_both_frameworks_compile_to_the_same_kernels():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16", "fp8"])
 def test_both_frameworks_compile_to_the_same_kernels_under_each_recipe(recipe):
-    linen, in_nnx = (counts(recipe, framework) for framework in APPLY)
+    linen, in_nnx = (counts(recipe, framework) for framework in FRAMEWORKS)
     # The same buffers may be placed with other gaps between them.
     assert in_nnx.temporary == pytest.approx(linen.temporary, rel=1e-3)
     assert linen._replace(framework="nnx", temporary=in_nnx.temporary) == in_nnx

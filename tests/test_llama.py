@@ -5,13 +5,12 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import gpt
-import jaxmp
+import language_models
 import llama
 from gpt_programs import count_step
 from gpu_compiler import needs_compiler
@@ -29,37 +28,14 @@ def standard_promotion():
 
 @functools.cache
 def params(shape=TOY):
-    """Returns parameters with scales other than 1."""
-    made = jax.jit(llama.Llama(shape).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
-    leaves, structure = jax.tree.flatten(made["params"])
-    draw = np.random.default_rng(1)
-    moved = [leaf + np.float32(0.1) * draw.normal(size=leaf.shape) for leaf in leaves]
-    return structure.unflatten([jnp.asarray(leaf, jnp.float32) for leaf in moved])
-
-
-def linen_apply(recipe, shape=TOY):
-    model = jaxmp.load_recipe(recipe).wrap(llama.Llama(shape))
-    return lambda params, *args: model.apply({"params": params}, *args)
-
-
-def nnx_apply(recipe, shape=TOY):
-    def apply(params, *args):
-        model = llama.NnxLlama(shape, rngs=nnx.Rngs(0))
-        nnx.update(model, params)
-        return jaxmp.load_recipe(recipe).wrap(model)(*args)
-
-    return apply
-
-
-APPLY = {"linen": linen_apply, "nnx": nnx_apply}
+    return language_models.initial_params(llama.Llama(shape))
 
 
 @functools.cache
 def loss_and_gradient(recipe, framework, shape=TOY):
-    apply = APPLY[framework](recipe, shape)
-    labels = jnp.asarray(TOKENS_BS[:, 1:])
-    run = lambda params: apply(params, jnp.asarray(TOKENS_BS[:, :-1]), labels)
-    return jax.jit(jax.value_and_grad(run))(params(shape))
+    make_nnx = lambda: llama.NnxLlama(shape, rngs=nnx.Rngs(0))
+    apply = language_models.make_apply(recipe, framework, llama.Llama(shape), make_nnx)
+    return language_models.loss_and_gradient(apply, params(shape), TOKENS_BS)
 
 
 @pytest.mark.parametrize("size", llama.SIZES)
@@ -129,12 +105,8 @@ def reference_loss(params, shape=TOY):
 def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
     loss, gradient = loss_and_gradient(recipe, framework, shape)
     assert float(loss) == pytest.approx(reference_loss(params(shape), shape), rel=tolerance)
-    # The derivative of the reference along the gradient is the square of the gradient's norm.
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params(shape), gradient))
-    moved = [jax.tree.map(lambda p, g, step=step: p + step * g, *wide) for step in (-1e-5, 1e-5)]
-    slope = (reference_loss(moved[1], shape) - reference_loss(moved[0], shape)) / 2e-5
-    square = sum((leaf**2).sum() for leaf in jax.tree.leaves(wide[1]))
-    assert slope == pytest.approx(square, rel=10 * tolerance)
+    reference = functools.partial(reference_loss, shape=shape)
+    language_models.check_gradient(reference, params(shape), gradient, tolerance)
 
 
 @pytest.mark.parametrize("remat", ["mlp", "full"])

@@ -1,0 +1,53 @@
+"""Losses and gradients of the language models in `examples/`, in Linen and NNX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+
+FRAMEWORKS = ("linen", "nnx")
+
+
+def initial_params(model):
+    """Returns parameters with biases other than 0 and scales other than 1."""
+    made = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    leaves, structure = jax.tree.flatten(made)
+    draw = np.random.default_rng(1)
+    moved = [leaf + np.float32(0.1) * draw.normal(size=leaf.shape) for leaf in leaves]
+    return structure.unflatten([jnp.asarray(leaf, jnp.float32) for leaf in moved])
+
+
+def make_apply(recipe, framework, model, make_nnx):
+    """Returns a function of parameters and arguments that runs a model under a recipe.
+
+    `make_nnx()` returns the NNX form of the Linen `model`, with the same parameters.
+    """
+    recipe = jaxmp.load_recipe(recipe)
+    if framework == "linen":
+        wrapped = recipe.wrap(model)
+        return lambda params, *args: wrapped.apply({"params": params}, *args)
+
+    def apply(params, *args):
+        in_nnx = make_nnx()
+        nnx.update(in_nnx, params)
+        return recipe.wrap(in_nnx)(*args)
+
+    return apply
+
+
+def loss_and_gradient(apply, params, tokens_BS):
+    """Returns the loss of predicting the next token, and its gradient."""
+    inputs, labels = jnp.asarray(tokens_BS[:, :-1]), jnp.asarray(tokens_BS[:, 1:])
+    return jax.jit(jax.value_and_grad(lambda params: apply(params, inputs, labels)))(params)
+
+
+def check_gradient(reference_loss, params, gradient, tolerance):
+    """Compares a gradient with the slope of an FP64 loss along it, which is its squared norm."""
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params, gradient))
+    moved = [jax.tree.map(lambda p, g, step=step: p + step * g, *wide) for step in (-1e-5, 1e-5)]
+    slope = (reference_loss(moved[1]) - reference_loss(moved[0])) / 2e-5
+    square = sum((leaf**2).sum() for leaf in jax.tree.leaves(wide[1]))
+    assert slope == pytest.approx(square, rel=10 * tolerance)
