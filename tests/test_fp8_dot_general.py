@@ -511,7 +511,10 @@ def test_bad_settings(build, message):
             lambda f, x: f(x, x.astype(jnp.float8_e5m2), LINEAR),
             "rhs is float8_e5m2.*quantizes by itself",
         ),
-        (lambda f, x: f(None, x, LINEAR), r"fp8.dot_general: lhs is NoneType \(None\), not an array"),
+        (
+            lambda f, x: f(None, x, LINEAR),
+            r"fp8.dot_general: lhs is NoneType \(None\), not an array",
+        ),
         (lambda f, x: f(x, x, LINEAR, x), r"precision is ArrayImpl.*takes two\s+operands"),
         (lambda f, x: f(x, x, LINEAR, None, "nope"), "Unknown dtype 'nope'"),
         (
