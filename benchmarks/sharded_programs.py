@@ -338,8 +338,8 @@ def measure(
     for row in report.collectives:
         if row.bytes < 4096 * row.count:
             continue
-        is_gradient = row.phase == "backward" and not row.in_matmul
-        if row.operation in ("all-reduce", "reduce-scatter") and is_gradient:
+        is_sum = row.operation in ("all-reduce", "reduce-scatter")
+        if is_sum and row.content == "gradient":
             sums["fp32" if row.dtype == "float32" else "16-bit"] += row.bytes
         elif row.operation == "all-gather":
             gathered[row.dtype] += row.bytes

@@ -279,7 +279,7 @@ def test_an_fp32_all_gather(mesh):
     assert ("lin", "float32", 512 * 512 * 4) in found
     finding = the_only(report, "fp32_all_gather")
     assert (finding.module, finding.file) == ("lin", str(HERE))
-    assert "1.05 MB are gathered in float32" in finding.message
+    assert "1.05 MB of weights are gathered in float32" in finding.message
     report, found = gathers(cast_first)
     assert {dtype for _, dtype, _ in found} == {"bfloat16"}
     assert "fp32_all_gather" not in {finding.check for finding in report.findings}
@@ -350,7 +350,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     finding = the_only(report, "all_reduce_16bit")
     assert finding.severity == "error" and "gradients" in finding.message
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
-    assert not row.in_matmul and row.phase == "backward"
+    assert (row.content, row.phase, row.axes) == ("gradient", "backward", ("data",))
     assert audit(step, *args, policies=BF16).ok
     # Without policies, FP32 is not requested.
     assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"

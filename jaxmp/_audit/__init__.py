@@ -24,6 +24,7 @@ from jaxmp._audit import _check_masks as _check_masks
 from jaxmp._audit import _check_state as _check_state
 from jaxmp._audit import _check_collectives as _check_collectives
 from jaxmp._audit import _check_hlo as _check_hlo
+from jaxmp._audit import _check_sharding as _check_sharding
 from jaxmp._audit import _check_fp8 as _check_fp8
 from jaxmp._audit import _check_rules as _check_rules
 

@@ -44,6 +44,9 @@ class Compiled(NamedTuple):
     devices: int
     # True if the GPU is present; then `gpu` is its device kind.
     is_real: bool
+    # Axis -> size, in the order of the devices, and the shardings of the arguments on this mesh.
+    mesh: dict[str, int]
+    shardings: list[Any]
 
 
 def check_target(target: object) -> None:
@@ -101,7 +104,10 @@ def compile_for(target: str, traced: Traced) -> Compiled:
             raise
         raise _no_callbacks(target, traced) from error
     name = devices[0].device_kind if real else GPUS[target].name
-    return Compiled(compiled.as_text() or "", compiled.memory_analysis(), name, count, bool(real))
+    sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
+    shardings = [shape.sharding for shape in shapes]
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    return Compiled(text, memory, name, count, bool(real), sizes, shardings)
 
 
 def _in_jit(traced: Traced) -> Any:

@@ -91,8 +91,16 @@ class CollectiveRow(_Row):
       count: number of arrays that are sent in all executions; XLA may send several at once.
       file: path of the user's source file; "" if it is not known.
       line: line number in `file`.
-      in_matmul: True if a matmul reads the result, which is then an activation. The optimizer reads
-        gradients of parameters.
+      content: "weight", "gradient" (of a parameter), "activation" (or its gradient), "update" (of a
+        parameter, as in ZeRO-1), or "" for other arrays, such as scalars and integers.
+      axes: the mesh axes over which devices send; empty if they are not known.
+      read_as: for weights, the dtype to which all operations cast the result; `dtype` if one does
+        not.
+      is_kept: True for a weight that the backward pass reads, too, so that it is in memory until
+        then.
+      in_matmul: True for a weight or an activation that is gathered for a matmul.
+      in_outer_loop: True inside of a loop that contains the whole backward pass, as that over
+        microbatches does.
     """
 
     module: str
@@ -103,7 +111,12 @@ class CollectiveRow(_Row):
     count: int
     file: str = ""
     line: int = 0
+    content: str = ""
+    axes: tuple[str, ...] = ()
+    read_as: str = ""
+    is_kept: bool = False
     in_matmul: bool = False
+    in_outer_loop: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,18 @@
-"""Collectives of a compiled program: the arrays that they send, and the consumers of these."""
+"""Collectives of a compiled program: the arrays that they send, and what these contain."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxmp._audit._hlo_matmuls import fused
+import numpy as np
+
+from jaxmp._audit._hlo_flow import DataFlow, Value, is_differentiated, is_matmul
+from jaxmp._audit._program import named
 from jaxmp._core._hlo import Computation, Instruction, Program, Shape
-from jaxmp._core._jaxprs import BACKWARD, phase_of
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
 
 if TYPE_CHECKING:
     from jaxmp._audit._hlo_stats import Origins
@@ -19,6 +25,23 @@ _COLLECTIVES = (
     "collective-permute",
     "ragged-all-to-all",
 )
+_SUMS = ("all-reduce", "reduce-scatter")
+# Contents of arrays.
+WEIGHT, GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation", "update"
+
+# Instructions besides matmuls after which a gradient of an activation is no gradient of a weight.
+_COMBINES = named("scatter reduce reduce-window sort gather")
+# Instructions besides matmuls whose result is an activation, whatever their operands are.
+_LOOKUPS = named("scatter gather sort rng-bit-generator")
+# Instructions after which an array is still the same weight, in another layout or dtype.
+_LAYOUT = named(
+    "bitcast copy transpose reshape convert dynamic-slice dynamic-update-slice slice tuple"
+    " get-tuple-element while call conditional fusion fusion-start parameter optimization-barrier"
+    " opt-barrier copy-start copy-done async-start async-done all-gather all-gather-start"
+    " all-gather-done concatenate pad"
+)
+# Quantization scales a weight by a number or by one number for each row or column.
+_SCALES = named("multiply divide clamp select abs negate maximum minimum")
 
 
 def collective_name(instruction: Instruction) -> str:
@@ -51,92 +74,234 @@ def named_reader(
     arguments, and combined collectives after all their arrays.
     """
     combined = len(instruction.operands) > 1
-    waiting, seen = [instruction], 0
-    while waiting and seen < 8:
+    waiting, seen, named = [instruction], 0, None
+    while waiting and seen < 12:
         here = waiting.pop(0)
         seen += 1
         whole = combined and (here is instruction or here.opcode.endswith("-done"))
         if not whole and origins.names(here.op_name):
-            return here
+            named = named or here
+            if origins.module(here.op_name):
+                return here
+        if is_matmul(here):
+            continue
         for reader in program.readers(inside, here.name):
             picks = whole and reader.opcode == "get-tuple-element"
             if not picks or reader.numbers("index") == (number,):
                 waiting.append(reader)
-    return instruction
+    return named or instruction
 
 
-_MATMUL_CALLS = ("__cublas$", "__cudnn$")
+# ---------------------------------------------------------------------------
+# Contents
+# ---------------------------------------------------------------------------
 
 
-def is_read_by_matmul(
-    program: Program, inside: Computation, instruction: Instruction, number: int
-) -> bool:
-    """Returns True if a matmul reads an array that a collective made.
+class Content(NamedTuple):
+    """What an array that devices send contains.
 
-    Outside of the computation of the collective, which may be the body of a loop, only matmuls of
-    backward passes count: they read the gradient of an activation. The gradient of a weight passes
-    through the optimizer, and then to matmuls of the forward pass of a next step. In a backward
-    pass, a scatter counts as well: it adds up the gradients of an embedding.
+    name: "weight", "gradient", "activation", "update" (of a parameter), or "".
+    read_as: for weights, the dtype to which all readers cast the array; its own if one does not.
+    is_kept: True for a weight that a forward and a backward pass read.
+    in_matmul: True for a weight or an activation that a matmul reads.
     """
-    combined = len(instruction.operands) > 1
-    # Computation, instruction, and the index of the array in it, or None.
-    waiting: list[tuple[Computation, Instruction, int | None]]
-    waiting = [(inside, instruction, number if combined else None)]
-    seen = set()
-    while waiting and len(seen) < 1000:
-        here, made, index = waiting.pop()
-        if (here.name, made.name, index) in seen:
-            continue
-        seen.add((here.name, made.name, index))
-        if made.is_root and made.opcode == "tuple" and index is not None:
-            waiting += _next_iteration(program, here, index)
-        for reader in program.readers(here, made.name):
-            is_backward = phase_of(reader.op_name) == BACKWARD
-            if is_backward and _contains(program, reader, ("scatter",)):
+
+    name: str = ""
+    read_as: str = ""
+    is_kept: bool = False
+    in_matmul: bool = False
+
+
+class Contents:
+    """Tells weights, gradients and activations apart."""
+
+    def __init__(self, program: Program, is_weight: Sequence[bool]) -> None:
+        """Prepares the analysis of a program.
+
+        Args:
+          program: the compiled program.
+          is_weight: for each argument, True if it may be a parameter or a part of the optimizer
+            state.
+        """
+        self._program = program
+        self._flow = DataFlow(program)
+        self._is_weight = is_weight
+        self._entry = program.entry.name
+
+    def of(self, inside: Computation, instruction: Instruction, number: int) -> Content:
+        """Returns the content of an array that a collective sends.
+
+        Args:
+          inside: the computation of the collective.
+          instruction: the collective.
+          number: of the array among its operands.
+        """
+        name = collective_name(instruction)
+        operand = inside.instructions[instruction.operands[number]]
+        shape = operand.shapes[0]
+        if shape.elements == 1 or not shape.dtype.startswith(("float", "bfloat")):
+            return Content()
+        result = Value(inside, instruction, number if len(instruction.operands) > 1 else None)
+        if name in _SUMS:
+            return self._of_sum(result)
+        return self._of_moved(Value(inside, operand), result)
+
+    def _of_sum(self, result: Value) -> Content:
+        op_name = result.instruction.op_name
+        if not self._flow.has_backward:
+            return Content(ACTIVATION)
+        phase = phase_of(op_name)
+        if op_name and not is_differentiated(op_name):
+            sources = self._flow.before(result, lambda value: not self._mixes(value))
+            is_gradient = any(
+                self._mixes(value) and phase_of(self._flow.op_name(value)) == BACKWARD
+                for value in sources
+            )
+            return Content(GRADIENT if is_gradient else "")
+        return Content(ACTIVATION if self._is_read_by_model(result, phase) else GRADIENT)
+
+    def _is_read_by_model(self, result: Value, phase: str) -> bool:
+        """Returns True if a differentiated operation combines the elements of an array.
+
+        The gradient of a weight passes only through operations on single elements, and then to the
+        optimizer. The gradient of an activation is multiplied with weights, scattered into the
+        table of an embedding, or added up for a bias or a scale.
+        """
+        for value in self._flow.after(result, self._belongs_to_model):
+            combines = is_matmul(value.instruction) or value.instruction.opcode in _COMBINES
+            if not combines or not self._belongs_to_model(value):
+                continue
+            if phase != BACKWARD or phase_of(self._flow.op_name(value)) != FORWARD:
                 return True
-            if _contains_matmul(program, reader):
-                if here is inside or is_backward:
-                    return True
-            elif reader.opcode == "get-tuple-element":
-                if index is None or reader.numbers("index") == (index,):
-                    waiting.append((here, reader, None))
-            elif reader.opcode == "tuple":
-                position = reader.operands.index(made.name)
-                waiting.append((here, reader, position if index is None else None))
-            elif reader.opcode == "while":
-                body = program.computations[reader.attribute("body")]
-                waiting += [(body, p, index) for p in body.parameters.values()]
-                waiting.append((here, reader, index))
-            else:
-                waiting.append((here, reader, index if reader.opcode.endswith("-done") else None))
-    return False
+        return False
+
+    def _belongs_to_model(self, value: Value) -> bool:
+        """Returns True for an operation of a differentiated function, or of an unknown one."""
+        name = self._flow.op_name(value)
+        return not name or is_differentiated(name)
+
+    def _of_moved(self, operand: Value, result: Value) -> Content:
+        has_weight = mixes = False
+        for value in self._flow.before(operand, lambda value: not self._mixes(value)):
+            mixes |= self._mixes(value)
+            if (
+                value.instruction.opcode == "parameter"
+                and value.computation.name == self._entry
+                and value.elements > 1
+            ):
+                number = int(value.instruction.rest.partition(")")[0])
+                is_weight = number >= len(self._is_weight) or self._is_weight[number]
+                has_weight |= is_weight
+                mixes |= not is_weight
+        if has_weight and not mixes:
+            return self._of_weight(result)
+        is_of_model = not self._flow.has_backward
+        for value in self._flow.after(result, self._passes):
+            if is_matmul(value.instruction) and self._belongs_to_model(value):
+                return Content(ACTIVATION, in_matmul=True)
+            is_of_model |= is_differentiated(self._flow.op_name(value))
+        return Content(ACTIVATION if is_of_model else UPDATE)
+
+    def _passes(self, value: Value) -> bool:
+        return not self._mixes(value) and self._belongs_to_model(value)
+
+    @staticmethod
+    def _mixes(value: Value) -> bool:
+        """Returns True for an operation whose result is an activation or a gradient."""
+        return is_matmul(value.instruction) or value.instruction.opcode in _LOOKUPS
+
+    def _of_weight(self, result: Value) -> Content:
+        phases = {
+            phase_of(self._flow.op_name(value))
+            for value in self._flow.after(result, self._is_same_weight)
+            if is_matmul(value.instruction)
+        }
+        is_kept = FORWARD in phases and not phases.isdisjoint((BACKWARD, RECOMPUTE))
+        return Content(WEIGHT, self._read_as(result), is_kept, bool(phases))
+
+    def _read_as(self, result: Value) -> str:
+        """Returns the dtype to which all readers cast a weight; its own dtype if one does not."""
+        shape = result.instruction.shapes[-1 if result.number is None else result.number]
+        if len([size for size in shape.sizes if size > 1]) < 2:
+            return shape.dtype
+        casts: set[str] = set()
+        is_moved = lambda value: self._is_same_weight(value) and not _casts_down(value)
+        for value in self._flow.after(result, is_moved):
+            if _casts_down(value):
+                casts.add(value.instruction.shapes[0].dtype)
+            elif not self._is_same_weight(value):
+                return shape.dtype
+        return min(casts) if casts else shape.dtype
+
+    def _is_same_weight(self, value: Value) -> bool:
+        """Returns True if an operation moves, casts or scales a weight."""
+        instruction = value.instruction
+        if instruction.opcode in _LAYOUT:
+            return True
+        if instruction.opcode not in _SCALES:
+            return False
+        operands = [value.computation.instructions[name] for name in instruction.operands]
+        arrays = [operand for operand in operands if operand.shapes[0].elements > 1]
+        others = [operand for operand in arrays if operand.opcode not in ("broadcast", "constant")]
+        return len(others) <= 1
 
 
-def _next_iteration(
-    program: Program, body: Computation, index: int
-) -> list[tuple[Computation, Instruction, int | None]]:
-    """Returns where a carried array is after an iteration of a loop: in its body, and after it."""
-    result: list[tuple[Computation, Instruction, int | None]] = []
-    for computation in program.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "while" and instruction.attribute("body") == body.name:
-                result += [(body, p, index) for p in body.parameters.values()]
-                result.append((computation, instruction, index))
-    return result
+def _casts_down(value: Value) -> bool:
+    """Returns True for a cast to 16 bits or FP8."""
+    dtype = value.instruction.shapes[0].dtype if value.instruction.shapes else ""
+    is_narrow = dtype.startswith("float8") or dtype in ("bfloat16", "float16")
+    return value.instruction.opcode == "convert" and is_narrow
 
 
-def _contains_matmul(program: Program, instruction: Instruction) -> bool:
-    """Returns True for a matmul, and for a fusion that contains one."""
-    if instruction.attribute("custom_call_target").startswith(_MATMUL_CALLS):
-        return True
-    if instruction.opcode in ("fusion", "fusion-start"):
-        return any(_contains_matmul(program, inner) for _, inner in fused(program, instruction))
-    return instruction.opcode in ("dot", "convolution", "scaled-dot")
+# ---------------------------------------------------------------------------
+# Mesh axes
+# ---------------------------------------------------------------------------
+
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})?\}")
 
 
-def _contains(program: Program, instruction: Instruction, opcodes: tuple[str, ...]) -> bool:
-    """Returns True for an instruction with one of some opcodes, and for a fusion with one."""
-    if instruction.opcode in ("fusion", "fusion-start"):
-        inside = fused(program, instruction)
-        return any(_contains(program, inner, opcodes) for _, inner in inside)
-    return instruction.opcode in opcodes
+def mesh_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes over which a collective sends; empty if they are not known.
+
+    Args:
+      instruction: the collective.
+      mesh: axis -> size, in the order of the devices.
+    """
+    sizes = tuple(mesh.values())
+    groups = _groups(instruction, math.prod(sizes))
+    if groups is None or groups.size == 0:
+        return ()
+    coordinates = np.unravel_index(groups, sizes)
+    pairs = zip(mesh, coordinates, strict=True)
+    return tuple(name for name, along in pairs if (along != along[:, :1]).any())
+
+
+def _groups(instruction: Instruction, devices: int) -> np.ndarray | None:
+    """Returns the groups of devices that send arrays to one another, each in a row."""
+    text = instruction.rest
+    match = _NAMED.search(text)
+    if match:
+        sizes = {key: int(size) for key, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        # A part of an axis, such as 'data':(1)2, counts as the axis.
+        own = [list(sizes).index(key) for key in re.findall(r"'([^']+)'", match[2])]
+        shape = tuple(sizes.values())
+        ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), own, range(-len(own), 0))
+        return (
+            ids.reshape(-1, math.prod(shape[axis] for axis in own)) if ids.size == devices else None
+        )
+    match = _IOTA.search(text)
+    if match:
+        shape = tuple(map(int, match[3].split(",")))
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        ids = ids.transpose(tuple(map(int, match[4].split(",")))) if match[4] else ids
+        return ids.reshape(-1, int(match[2])) if ids.size == devices else None
+    match = _LISTED.search(text)
+    if match is None:
+        return None
+    rows = [list(map(int, row.split(","))) for row in re.findall(r"\{([\d,]+)\}", match[1] or "")]
+    if not rows:
+        return np.arange(devices)[None]
+    is_known = len({len(row) for row in rows}) == 1 and max(map(max, rows)) < devices
+    return np.array(rows) if is_known else None

@@ -9,8 +9,9 @@ from typing import Any
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, Compilation, GemmRow
 from jaxmp._audit._hlo_collectives import (
+    Contents,
     collective_name,
-    is_read_by_matmul,
+    mesh_axes,
     named_reader,
     sent_arrays,
 )
@@ -57,7 +58,11 @@ class Origins:
         """Returns (module, pass, file, line)."""
         op_name = instruction.op_name
         file, line = self._lines.first_own(self._program.frames(instruction))
-        return module_of(self.names(op_name), self._root), phase_of(op_name), file, line
+        return self.module(op_name), phase_of(op_name), file, line
+
+    def module(self, op_name: str) -> str:
+        """Returns the module path of a name stack; "" for the root."""
+        return module_of(self.names(op_name), self._root)
 
 
 # ---------------------------------------------------------------------------
@@ -66,7 +71,11 @@ class Origins:
 
 
 def read_program(
-    compiled: Compiled, names: dict[Path, None], root: Path, in_optimizer: list[bool]
+    compiled: Compiled,
+    names: dict[Path, None],
+    root: Path,
+    in_optimizer: list[bool],
+    is_weight: list[bool],
 ) -> Compilation:
     """Returns the rows of a compiled program.
 
@@ -75,8 +84,10 @@ def read_program(
       names: every scope of the traced program.
       root: the scope that is named after the root's class.
       in_optimizer: for each argument, True if an optimizer state contains it.
+      is_weight: for each argument, True if it may be a parameter.
     """
     program = Program(compiled.text)
+    contents = Contents(program, is_weight)
     origins = Origins(program, names, root)
     gemms: dict[tuple[Any, ...], list[int]] = {}
     attention: dict[tuple[Any, ...], list[int]] = {}
@@ -97,17 +108,28 @@ def read_program(
             elif collective_name(part):
                 for number, sent in enumerate(sent_arrays(part, inside)):
                     reader = named_reader(program, origins, inside, part, number)
-                    used = is_read_by_matmul(program, inside, part, number)
-                    key = (*origins.of(reader), collective_name(part), sent.dtype, used)
+                    content = contents.of(inside, part, number)
+                    key = (*origins.of(reader), collective_name(part), sent.dtype, *content)
+                    key += mesh_axes(part, compiled.mesh), _is_in_outer_loop(reader.op_name)
                     _count(collectives, key, sent.bytes * step.times, step.times)
     notes = [_UNKNOWN_LOOPS.format(endless)] if endless else []
     return Compilation(
         _rows(GemmRow, ("lhs", "rhs", "out", "kernel", "was_fp8"), ("flops", "count"), gemms),
         _rows(AttentionRow, ("kernel", "dtype", "shape"), ("count", "flops"), attention),
-        _rows(CollectiveRow, ("operation", "dtype", "in_matmul"), ("bytes", "count"), collectives),
+        _rows(CollectiveRow, _COLLECTIVE_KEYS, ("bytes", "count"), collectives),
         memory_row(compiled.memory, program, fusions, in_optimizer),
         tuple(notes),
     )
+
+
+_COLLECTIVE_KEYS = ("operation", "dtype", "content", "read_as", "is_kept", "in_matmul", "axes")
+_COLLECTIVE_KEYS += ("in_outer_loop",)
+
+
+def _is_in_outer_loop(op_name: str) -> bool:
+    """Returns True for a name stack with a loop outside of the differentiated function."""
+    before, derivative, _ = op_name.partition("jvp(")
+    return bool(derivative) and "while/" in before
 
 
 def _attention_key(origins: Origins, inside: Computation, call: Instruction) -> tuple[Any, ...]:

@@ -49,8 +49,11 @@ def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> 
         auditor.notes[_EMULATED] = None
     if compiled is not None:
         names = auditor.locations.names
-        compilation = read_program(compiled, names, auditor.root, traced.optimizer_arrays())
-        program = _compiled_program(compilation, findings, auditor)
+        compilation = read_program(
+            compiled, names, auditor.root, traced.optimizer_arrays(), traced.may_be_weights()
+        )
+        axes = _fsdp_axes(compiled, traced)
+        program = _compiled_program(compilation, findings, auditor, axes)
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
     notes = (*auditor.notes, *rows.pop("notes", ()))
@@ -69,13 +72,25 @@ def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> 
 
 
 def _compiled_program(
-    compilation: Compilation, findings: list[Finding], auditor: Auditor
+    compilation: Compilation, findings: list[Finding], auditor: Auditor, fsdp_axes: frozenset[str]
 ) -> CompiledProgram:
     fp8 = {
         (module_of(names, auditor.root), phase, *line): dtype
         for (names, phase, line), dtype in auditor.fp8.items()
     }
-    return CompiledProgram(compilation, tuple(findings), fp8)
+    return CompiledProgram(compilation, tuple(findings), fp8, fsdp_axes)
+
+
+def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
+    """Returns the mesh axes that split both parameters and the first dimension of the batch."""
+    of_weights: set[str] = set()
+    of_batch: set[str] = set()
+    for sharding, is_weight in zip(compiled.shardings, traced.may_be_weights(), strict=True):
+        spec = getattr(sharding, "spec", ())
+        for entry in spec if is_weight else spec[:1]:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            (of_weights if is_weight else of_batch).update(map(str, filter(None, names)))
+    return frozenset(of_weights & of_batch)
 
 
 def _gpu_text(compiled: Compiled) -> str:

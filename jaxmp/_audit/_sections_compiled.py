@@ -85,20 +85,23 @@ def attention_kernels(attention: Iterable[AttentionRow], gpu: str) -> Section:
 
 def collectives(collectives: Iterable[CollectiveRow]) -> Section:
     """Returns the arrays that devices send to one another."""
-    rows = tuple(
+    rows = [
         (
             row.operation,
             row.dtype,
             bytes_text(row.bytes),
             counted(row.count, "array"),
+            row.content,
+            ", ".join(row.axes),
             row.phase,
             module_text(row.module),
             row.location,
         )
         for row in collectives
-    )
-    columns = ("collective", "dtype", "bytes", "count", "pass", "module", "line")
-    return Section("Collectives per device", "", columns, rows[:MAX_ROWS])
+    ]
+    columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
+    text = left_out_text(rows, "collectives")
+    return Section("Collectives per device", text, columns, tuple(rows[:MAX_ROWS]))
 
 
 def memory(memory: MemoryRow | None) -> Section:

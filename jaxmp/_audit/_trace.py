@@ -80,6 +80,19 @@ class Traced:
         flags = self.optimizer_leaves()
         return [flags[number] for number in self.variables]
 
+    def may_be_weights(self) -> list[bool]:
+        """Returns for each array among the arguments whether it may be a parameter.
+
+        A step returns its parameters, or gradients of the same shapes. If no argument has the shape
+        of a result, each of them may be a parameter.
+        """
+        shapes = {aval.shape for _, aval in self.results if aval.size > 1}
+        flags = [
+            aval.shape in shapes or is_stored
+            for aval, is_stored in zip(self.arrays, self.optimizer_arrays(), strict=True)
+        ]
+        return flags if any(flags) else [True] * len(flags)
+
     def first_use(self, number: int) -> tuple[str, int]:
         """Returns (file, line) of the user's code that reads an argument first, or ("", 0).
 

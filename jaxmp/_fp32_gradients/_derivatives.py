@@ -60,7 +60,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
         if again:
             # Otherwise XLA keeps the array that the forward pass gathered, or gathers the weights
             # of several layers before it computes their gradients.
-            low, cotangent = lax.optimization_barrier((low, cotangent))
+            low, cotangent = lax.optimization_barrier((split(low, layout), cotangent))
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype of its operands, as in
         # `_core._wide_dot`.
@@ -170,7 +170,8 @@ def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int
         if (mark is not None and mark.again)
         or (n >= first and jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
     ]
-    new = dict(zip(tied, lax.optimization_barrier([saved[n] for n in tied]), strict=True))
+    values = lax.optimization_barrier([split(saved[n], marks[n]) for n in tied])
+    new = dict(zip(tied, values, strict=True))
     return [new.get(n, array) for n, array in enumerate(saved)]
 
 

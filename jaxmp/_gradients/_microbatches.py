@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
@@ -83,10 +84,19 @@ def _split(batch: PyTree, argnum: int, options: Options) -> list[Array]:
             )
         if options.interleave:
             return jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
-        return leaf.reshape(count, -1, *leaf.shape[1:])
+        shape = count, leaf.shape[0] // count, *leaf.shape[1:]
+        return lax.reshape(leaf, shape, out_sharding=_sharding_of_parts(leaf))
 
     flat = _trees.leaves_with_path(batch)
     return [split_leaf(names, leaf) for names, leaf in flat if _has_rows(leaf)]
+
+
+def _sharding_of_parts(leaf: Array) -> NamedSharding | None:
+    """Returns the sharding of an array's parts on explicit mesh axes: that of its rows."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or not any(sharding.spec[:1]):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def _has_rows(leaf: object) -> bool:

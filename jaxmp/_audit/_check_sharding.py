@@ -1,0 +1,231 @@
+"""Checks of the collectives of a program compiled for several GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT
+from jaxmp._audit._check_hlo import CompiledProgram, finding, requires_16_bits
+from jaxmp._audit._checks import ERROR, WARNING, Check
+from jaxmp._audit._dataflow import Update
+from jaxmp._audit._gpu_rows import CollectiveRow
+from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
+from jaxmp._audit._program import OpOccurrence
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._units import bytes_text
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, inners, phase_of
+
+FP32_ALL_GATHER = Check(
+    id="fp32_all_gather",
+    severity=ERROR,
+    explanation="Devices gather a weight in FP32 that all operations cast to 16 bits or FP8. A"
+    " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
+    fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
+    "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)",
+    needs_target="yes",
+)
+ACTIVATION_ALL_GATHER = Check(
+    id="activation_all_gather",
+    severity=WARNING,
+    explanation="Devices gather activations over a mesh axis that splits both the parameters and"
+    " the batch: XLA made tensor parallelism of a program for FSDP.",
+    fix="x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))",
+    needs_target="yes",
+)
+KEPT_WEIGHTS = Check(
+    id="kept_weights",
+    severity=WARNING,
+    explanation="Weights that were gathered for the forward pass remain in memory until the"
+    " backward pass, instead of being gathered again.",
+    fix="model = recipe.wrap(model, shardings=params_shardings)",
+    needs_target="yes",
+)
+REDUCTION_PER_MICROBATCH = Check(
+    id="reduction_per_microbatch",
+    severity=WARNING,
+    explanation="Gradients are summed over devices once in each microbatch, instead of once after"
+    " all of them.",
+    fix="grads_fn = jax.shard_map(grads_fn, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),"
+    " axis_names={'data'})",
+    needs_target="yes",
+)
+
+# Smaller arrays, such as those of norms and losses, may be sent in any dtype.
+_SMALL = 4096  # bytes
+# A smaller share of the gathered weights may be kept until the backward pass.
+_FEW = 0.1
+_HALF = ("bfloat16", "float16")
+_WIDE = ("float32", "float64")
+
+# Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
+_FIX_REDUCE = "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)"
+_FIX_GATHER = """\
+Cast the weight while it is split, and gather the copy:
+    w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)
+    w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)
+For all weights of a Flax model whose gradients jaxmp computes:
+    model = recipe.wrap(model, shardings=params_shardings)"""
+_FIX_UPDATE = """\
+ZeRO-1 gathers parameters in the dtype in which they are stored. Store them in 16 bits, with FP32
+masters in the optimizer state:
+    recipe = jaxmp.load_recipe('bf16_params')"""
+_FIX_ACTIVATIONS = """\
+Constrain the activations of each block to the rows of the batch, so that XLA gathers weights:
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P({axis!r})))"""
+_FIX_KEPT = """\
+Gather weights again in the backward pass, which requires their shardings and jaxmp's gradients:
+    model = recipe.wrap(model, shardings=params_shardings)
+Or compute each block again in the backward pass (nn.remat and nnx.remat in Flax):
+    block = jax.checkpoint(block)"""
+_FIX_REGATHER = """\
+The recipe has regather=False. Gather weights again in the backward pass:
+    recipe = recipe.replace(regather=True)"""
+_FIX_MICROBATCHES = """\
+Compute the gradients in jax.shard_map over the axis of the batch; other axes remain automatic:
+    def grads_fn(params, batch):
+        run = jaxmp.value_and_grad(loss_fn, microbatches={length}, axis_name={axis!r})
+        return run(params, batch)
+
+    grads_fn = jax.shard_map(
+        grads_fn, mesh=mesh, in_specs=(P(), P({axis!r})), out_specs=P(), axis_names={{{axis!r}}}
+    )
+    loss, grads = grads_fn(params, batch)"""
+
+
+@ALL_REDUCE_16BIT.on_compiled
+def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports sums over devices in 16 bits that the compiler inserted."""
+    reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
+    for row in _large(program.rows.collectives):
+        is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
+        if not is_sum or (row.file, row.line) in reported:
+            continue
+        is_gradient = row.content == GRADIENT
+        name = "gradients" if is_gradient else "activations"
+        size = bytes_text(row.bytes)
+        message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
+        fix = _FIX_REDUCE if is_gradient else "No change is required for activations."
+        is_error = is_gradient and audit.context.requires_fp32_reductions
+        reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
+        yield dataclasses.replace(reduction, severity=ERROR if is_error else WARNING)
+
+
+@FP32_ALL_GATHER.on_compiled
+def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports weights that devices gather in a wider dtype than operations read."""
+    updates: list[CollectiveRow] = []
+    for row in _gathers(program, _WIDE):
+        has_policies = audit.context.policies is not None
+        if has_policies and not requires_16_bits(audit, row.module):
+            continue
+        if row.content == UPDATE and has_policies:
+            updates.append(row)
+        elif row.content == WEIGHT and row.read_as not in _WIDE:
+            size = bytes_text(row.bytes)
+            message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
+            gather = finding(FP32_ALL_GATHER, row, message, _FIX_GATHER)
+            yield dataclasses.replace(gather, severity=ERROR if has_policies else WARNING)
+    if updates:
+        message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
+        yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
+
+
+@ACTIVATION_ALL_GATHER.on_compiled
+def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports activations that devices gather where they could gather weights."""
+    del audit
+    rows = [
+        row
+        for row in _gathers(program)
+        if row.content == ACTIVATION
+        and row.in_matmul
+        and not program.fsdp_axes.isdisjoint(row.axes)
+    ]
+    if rows:
+        axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
+        message = (
+            f"{_total(rows)} of activations are gathered over the axis {axis!r}, which splits the"
+            " parameters and the batch, instead of weights."
+        )
+        yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
+
+
+@KEPT_WEIGHTS.on_compiled
+def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports gathered weights that the backward pass reads."""
+    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    rows = [row for row in weights if row.is_kept]
+    # The backward pass reads the last weights, such as those of the head, at once.
+    if _bytes(rows) > _FEW * _bytes(weights):
+        recipe = audit.context.recipe
+        fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
+        message = f"{_total(rows)} of gathered weights are kept until the backward pass."
+        yield _whole(KEPT_WEIGHTS, rows, message, fix)
+
+
+class _MicrobatchLoop(NamedTuple):
+    """Loop that contains whole backward passes and updates no argument."""
+
+    length: int | None
+
+
+@REDUCTION_PER_MICROBATCH.on_result("scan", "while")
+def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the loops over microbatches; a loop over training steps updates its arguments."""
+    if op.location.differentiated or op.location.phase != FORWARD:
+        return
+    body = inners(op.equation)[-1].jaxpr
+    labels = audit.flow.of_all(body.outvars)
+    if any(isinstance(label, Update) for label in labels):
+        return
+    stacks = (str(equation.source_info.name_stack) for equation in equations(body))
+    if any(phase_of(stack) == BACKWARD for stack in stacks):
+        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.equation.params.get("length")))
+
+
+@REDUCTION_PER_MICROBATCH.on_compiled
+def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports sums of gradients in a loop over microbatches."""
+    loops = audit.collected[_MicrobatchLoop]
+    rows = [
+        row
+        for row in _large(program.rows.collectives)
+        if row.content == GRADIENT and row.in_outer_loop and row.axes
+    ]
+    if loops and rows:
+        length = loops[0].length
+        message = (
+            f"{_total(rows)} of gradients are summed over devices in a loop over"
+            f" {length or 'an unknown number of'} microbatches, once in each of them."
+        )
+        axis = rows[0].axes[0]
+        fix = _FIX_MICROBATCHES.format(length=length or "k", axis=axis)
+        yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
+
+
+def _large(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+    return (row for row in rows if row.bytes >= _SMALL * row.count)
+
+
+def _gathers(program: CompiledProgram, dtypes: tuple[str, ...] = ()) -> Iterator[CollectiveRow]:
+    for row in _large(program.rows.collectives):
+        if row.operation == "all-gather" and (not dtypes or row.dtype in dtypes):
+            yield row
+
+
+def _bytes(rows: list[CollectiveRow]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _total(rows: list[CollectiveRow]) -> str:
+    return bytes_text(_bytes(rows))
+
+
+def _whole(check: Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
+    """Returns a warning about several rows, at the location of the largest."""
+    count = sum(row.count for row in rows)
+    whole = finding(check, max(rows, key=lambda row: row.bytes), message, fix)
+    return dataclasses.replace(whole, severity=WARNING, count=count)

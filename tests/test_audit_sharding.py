@@ -1,0 +1,460 @@
+"""The audit of the collectives of sharded steps that are compiled for H200."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp import audit
+from jaxmp._audit._hlo_collectives import mesh_axes
+from jaxmp._core._hlo import Program
+
+BF16 = "p=f32,c=bf16,o=f32"
+WIDTH, ROWS, LAYERS = 512, 2048, 3
+CHECKS = {"all_reduce_16bit", "fp32_all_gather", "activation_all_gather", "kept_weights"}
+CHECKS |= {"reduction_per_microbatch"}
+
+
+def mesh_of(axis_type=AxisType.Auto, **axes):
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+MESH = mesh_of(data=8)
+MESH_2D = mesh_of(data=4, model=2)
+SPLIT = P("data", None)
+
+
+def shape(sizes, spec, dtype=jnp.float32, mesh=MESH):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def constrain(x, spec=SPLIT, mesh=MESH):
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def low(w):
+    return w.astype(jnp.bfloat16)
+
+
+def unchanged(x):
+    return x
+
+
+def mlp(params, x, *, cast=low, block=unchanged, rows=constrain):
+    """Mean square of the output of one matmul for each parameter."""
+
+    @block
+    def layer(x, w):
+        return rows(jax.nn.relu(x @ cast(w)))
+
+    x = rows(low(x))
+    for n, w in enumerate(params):
+        with jax.named_scope("Net"), jax.named_scope(f"layer_{n}"):
+            x = layer(x, w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def step_of(loss_fn, value_and_grad=jaxmp.value_and_grad):
+    def step(params, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        return [p - 0.1 * g.astype(p.dtype) for p, g in zip(params, grads, strict=True)], loss
+
+    return step
+
+
+PARAMS = [shape((WIDTH, WIDTH), SPLIT)] * LAYERS
+BATCH = shape((ROWS, WIDTH), P("data"))
+ONE = WIDTH * WIDTH  # elements of a parameter
+
+
+def compiled(step, params=PARAMS, batch=BATCH, policies=BF16):
+    return audit(step, params, batch, policies=policies, target="h200")
+
+
+def severities(report):
+    """Returns check -> severity of the findings about collectives."""
+    return {f.check: f.severity for f in report.findings if f.check in CHECKS}
+
+
+def the_only(report, check):
+    (finding,) = (finding for finding in report.findings if finding.check == check)
+    return finding
+
+
+def sent(report, content, operation=""):
+    """Returns dtype -> bytes of the arrays above 4 kB with a content."""
+    sums = {}
+    for row in report.collectives:
+        is_large = row.bytes >= 4096 * row.count
+        if is_large and row.content == content and row.operation.startswith(operation):
+            sums[row.dtype] = sums.get(row.dtype, 0) + row.bytes
+    return sums
+
+
+# ---------------------------------------------------------------------------
+# Sums
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
+    plain = step_of(mlp, jax.value_and_grad)
+    report = compiled(plain, policies="bf16")
+    assert severities(report)["all_reduce_16bit"] == "error"
+    assert sent(report, "gradient") == {"bfloat16": 2 * LAYERS * ONE}
+    allowed = jaxmp.load_recipe("bf16").replace(reduce_dtype="bfloat16")
+    assert severities(compiled(plain, policies=allowed))["all_reduce_16bit"] == "warning"
+    report = compiled(step_of(mlp), policies="bf16")
+    assert "all_reduce_16bit" not in severities(report)
+    assert sent(report, "gradient") == {"float32": 4 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_the_gradient_of_an_activation_that_only_a_scale_reads_is_no_error():
+    """In tensor parallelism, the gradient of the first layer's input is summed in 16 bits."""
+
+    def loss_fn(params, x):
+        scale, up, down = map(low, params)
+        with jax.named_scope("Net"), jax.named_scope("mlp"):
+            y = jax.nn.relu((low(x) * scale[None]) @ up) @ down
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    params = [
+        shape((WIDTH,), P(), mesh=MESH_2D),
+        shape((WIDTH, 4 * WIDTH), P(None, "model"), mesh=MESH_2D),
+        shape((4 * WIDTH, WIDTH), P("model", None), mesh=MESH_2D),
+    ]
+    report = compiled(step_of(loss_fn), params, shape((ROWS, WIDTH), P("data"), mesh=MESH_2D))
+    assert severities(report) == {"all_reduce_16bit": "warning"}
+    rows = {(r.content, r.dtype, r.axes) for r in report.collectives if r.bytes > 4096}
+    assert rows == {("activation", "bfloat16", ("model",)), ("gradient", "float32", ("data",))}
+
+
+@needs_compiler
+def test_gradients_that_an_optimizer_multiplies_are_gradients():
+    """Muon multiplies gradients; a loop over steps multiplies the parameters they update."""
+
+    def muon(params, x):
+        grads = jax.grad(mlp)(params, x)
+        return [p - 0.1 * (g @ g.T) @ g for p, g in zip(params, grads, strict=True)]
+
+    step = step_of(mlp, jax.value_and_grad)
+
+    def steps(params, x):
+        return lax.scan(lambda params, _: step(params, x), params, None, length=3)
+
+    for fn, times in ((muon, 1), (steps, 3)):
+        report = compiled(fn, [shape((WIDTH, WIDTH), P())] * LAYERS)
+        assert severities(report) == {"all_reduce_16bit": "error"}
+        assert sent(report, "gradient") == {"bfloat16": 2 * LAYERS * ONE * times}
+
+
+# ---------------------------------------------------------------------------
+# Gathers
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_weight_gathered_wider_than_it_is_read_is_an_error():
+    """The obvious constraint of the gathered weight lets XLA gather before it casts."""
+    wide = functools.partial(mlp, cast=lambda w: constrain(low(w), P(None, None)))
+    report = compiled(step_of(wide, jax.value_and_grad))
+    errors = [f for f in report.errors if f.check == "fp32_all_gather"]
+    assert [f.module for f in errors] == ["layer_1", "layer_2"]
+    assert "1.05 MB of weights are gathered in float32 and read in bfloat16." in errors[0].message
+    report = compiled(step_of(wide, jax.value_and_grad), policies=None)
+    assert severities(report)["fp32_all_gather"] == "warning"
+
+    code = [line.strip() for line in errors[0].fix.splitlines() if line.startswith("    ")]
+    names = {"jax": jax, "jnp": jnp, "sharding_of_w": NamedSharding(MESH, SPLIT)}
+    names["gathered_sharding_of_w"] = NamedSharding(MESH, P(None, None))
+
+    def fixed(w):
+        scope = names | {"w": w}
+        exec("\n".join(code[:2]), scope)
+        return scope["w"]
+
+    report = compiled(step_of(functools.partial(mlp, cast=fixed), jax.value_and_grad))
+    assert "fp32_all_gather" not in severities(report)
+    assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_weights_that_are_read_in_fp32_or_in_fp8_are_gathered_in_the_right_dtype():
+    def loss_fn(params, x):
+        scale, router, up = params
+        x = constrain(x)
+        with jax.named_scope("Net"):
+            with jax.named_scope("norm"):
+                x = low(x * constrain(scale, P(None))[None])
+            with jax.named_scope("router"):
+                gates = x.astype(jnp.float32) @ constrain(router, P(None, None))
+            with jax.named_scope("up"):
+                y = jaxmp.fp8.dot_general("current")(
+                    x, low(constrain(up)), (((1,), (0,)), ((), ()))
+                )
+        return jnp.mean(constrain(y).astype(jnp.float32) ** 2) + jnp.mean(gates**2)
+
+    sizes = (8 * WIDTH,), (8 * WIDTH, 64), (8 * WIDTH, WIDTH)
+    params = [shape(size, P("data", *[None] * (len(size) - 1))) for size in sizes]
+    recipe = jaxmp.load_recipe("fp8")
+    rules = [jaxmp.Rule("router", "c=f32"), *recipe.data.policies.rules]
+    policies = recipe.replace(policies=dataclasses.replace(recipe.data.policies, rules=rules))
+    report = compiled(step_of(loss_fn), params, shape((256, 8 * WIDTH), P("data")), policies)
+    assert report.ok and "fp32_all_gather" not in severities(report)
+    gathered = {(r.module, r.dtype) for r in report.collectives if r.content == "weight"}
+    assert {("router", "float32"), ("up", "float8_e4m3fn")} <= gathered
+
+
+@functools.cache
+def zero_1(name):
+    recipe = jaxmp.load_recipe(name)
+    tx = recipe.optimizer(optax.adam(1e-3))
+
+    def init():
+        params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
+        return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(mlp)(batch)
+        return state.apply_gradients(grads=grads), loss
+
+    state = jax.eval_shape(init)
+    whole = [NamedSharding(MESH, P())] * LAYERS
+    shardings = jaxmp.sharding.state_shardings(state, whole, optimizer="data")
+    state = jax.tree.map(lambda x, at: shape(x.shape, at.spec, x.dtype), state, shardings)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam
+        return compiled(step, state, policies=recipe)
+
+
+@needs_compiler
+def test_zero_1_gathers_updated_parameters_as_they_are_stored():
+    report = zero_1("bf16")
+    assert report.ok and severities(report) == {"fp32_all_gather": "warning"}
+    assert sent(report, "update", "all-gather") == {"float32": 4 * LAYERS * ONE}
+    finding = the_only(report, "fp32_all_gather")
+    assert "of updated parameters are gathered in float32" in finding.message
+    exec(finding.fix.splitlines()[-1].strip(), {"jaxmp": jaxmp}, scope := {})
+    report = zero_1(scope["recipe"].name)
+    assert report.ok and severities(report) == {}
+    assert sent(report, "update", "all-gather") == {"bfloat16": 2 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_activations_gathered_over_the_axis_of_the_weights():
+    """Few rows are cheaper to gather than weights, until the activations are constrained."""
+    params = [
+        shape((WIDTH, 4 * WIDTH), P(None, "data")),
+        shape((4 * WIDTH, WIDTH), P("data", None)),
+    ]
+    batch = shape((64, WIDTH), P("data"))
+    report = compiled(step_of(functools.partial(mlp, rows=unchanged)), params, batch)
+    finding = the_only(report, "activation_all_gather")
+    assert finding.severity == "warning" and finding.module == "layer_0"
+    assert "65.5 kB of activations are gathered over the axis 'data'" in finding.message
+    assert sent(report, "weight") == {}
+
+    def rows(x):
+        scope = {"jax": jax, "NamedSharding": NamedSharding, "P": P, "mesh": MESH, "x": x}
+        exec(finding.fix.splitlines()[-1].strip(), scope)
+        return scope["x"]
+
+    report = compiled(step_of(functools.partial(mlp, rows=rows)), params, batch)
+    assert "activation_all_gather" not in severities(report)
+    assert set(sent(report, "weight")) == {"bfloat16"}
+
+
+@needs_compiler
+def test_gathered_weights_that_are_kept_until_the_backward_pass():
+    report = compiled(step_of(mlp))
+    finding = the_only(report, "kept_weights")
+    # The backward pass does not multiply by the first weight.
+    kept = 2 * (LAYERS - 1) * ONE
+    assert finding.severity == "warning" and f"{kept / 1e6:.2f} MB" in finding.message
+    assert sum(row.bytes for row in report.collectives if row.is_kept) == kept
+    assert report.ok and "jax.checkpoint(block)" in finding.fix
+
+    remat = functools.partial(mlp, block=jax.checkpoint)
+    split = functools.partial(mlp, cast=lambda w: low(constrain(w)))
+    for loss_fn, passes in ((remat, 2 * LAYERS), (split, 2 * LAYERS - 1)):
+        report = compiled(step_of(loss_fn))
+        assert severities(report) == {}
+        assert sent(report, "weight") == {"bfloat16": 2 * ONE * passes}
+
+    recipe = jaxmp.load_recipe("bf16").replace(regather=False)
+    step = step_of(split, functools.partial(jaxmp.value_and_grad, regather=recipe.regather))
+    finding = the_only(compiled(step, policies=recipe), "kept_weights")
+    exec(finding.fix.splitlines()[-1].strip(), scope := {"recipe": recipe})
+    assert scope["recipe"].regather
+
+
+# ---------------------------------------------------------------------------
+# Microbatches
+# ---------------------------------------------------------------------------
+
+PARTS = 4
+WHOLE = [shape((WIDTH, WIDTH), P())] * LAYERS
+
+
+def in_microbatches(loss_fn, **options):
+    return jaxmp.value_and_grad(loss_fn, microbatches=PARTS, **options)
+
+
+def free(params, x):
+    """The loss without constraints, for `shard_map`."""
+    return mlp(params, x, rows=unchanged)
+
+
+def run_fix(fix, mesh):
+    """Returns the function that the remedy of `reduction_per_microbatch` defines."""
+    code = "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
+    *definition, call = code.splitlines()
+    scope = {"jax": jax, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
+    exec("\n".join(definition), scope)
+    assert call == "loss, grads = grads_fn(params, batch)"
+    return scope["grads_fn"]
+
+
+@needs_compiler
+def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once():
+    whole = 4 * LAYERS * ONE
+    report = compiled(step_of(mlp, in_microbatches), WHOLE)
+    assert severities(report) == {"reduction_per_microbatch": "warning"}
+    finding = the_only(report, "reduction_per_microbatch")
+    assert "12.6 MB of gradients" in finding.message and "a loop over 4" in finding.message
+    # XLA adds the loss to the same array.
+    assert sent(report, "gradient") == {"float32": pytest.approx(PARTS * whole, rel=1e-4)}
+
+    summed_once = run_fix(finding.fix, MESH)
+    report = compiled(step_of(free, lambda _: summed_once), WHOLE)
+    assert severities(report) == {}
+    assert sent(report, "gradient") == {"float32": pytest.approx(whole, rel=1e-4)}
+    assert sum(row.count for row in report.collectives if row.bytes > 4096) == 1
+
+
+@needs_compiler
+def test_the_remedy_for_microbatches_leaves_other_axes_automatic():
+    mesh = MESH_2D
+    columns = [P(None, "model"), P("model", None)]
+    params = [shape((WIDTH, WIDTH), spec, mesh=mesh) for spec in columns]
+    batch = shape((ROWS, WIDTH), P("data"), mesh=mesh)
+    by_rows = functools.partial(
+        mlp, rows=functools.partial(constrain, spec=P("data", P.UNCONSTRAINED), mesh=mesh)
+    )
+    report = compiled(step_of(by_rows, in_microbatches), params, batch)
+    finding = the_only(report, "reduction_per_microbatch")
+    summed_once = run_fix(finding.fix, mesh)
+    report = compiled(step_of(free, lambda _: summed_once), params, batch)
+    assert severities(report) == {"all_reduce_16bit": "warning"}
+    # Each device has half of each gradient, and sums the activations of each microbatch.
+    assert sent(report, "gradient") == {"float32": pytest.approx(4 * ONE, rel=1e-4)}
+    sums = [r for r in report.collectives if r.content == "activation" and r.bytes > 4096]
+    assert {(row.axes, row.count, row.in_outer_loop) for row in sums} == {(("model",), PARTS, True)}
+
+
+@needs_compiler
+def test_a_loop_over_steps_is_no_loop_over_microbatches():
+    step = step_of(mlp)
+
+    def steps(params, x):
+        return lax.scan(lambda params, _: step(params, x), params, None, length=PARTS)
+
+    assert severities(compiled(steps, WHOLE)) == {}
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_interleaved_microbatches_leave_rows_on_their_devices(axis_type):
+    mesh = mesh_of(axis_type, data=8)
+    params = [shape((WIDTH, WIDTH), P(), mesh=mesh)]
+    batch = shape((ROWS, WIDTH), P("data"), mesh=mesh)
+    operations = []
+    for interleave in (False, True):
+        options = functools.partial(in_microbatches, interleave=interleave)
+        report = compiled(step_of(free, options), params, batch)
+        assert "reduction_per_microbatch" in severities(report)
+        rows = [row for row in report.collectives if row.bytes >= 4096 * row.count]
+        operations.append({row.operation for row in rows})
+    assert operations[0] > {"all-reduce"} and operations[1] == {"all-reduce"}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("form", ["jit", "shard_map"])
+def test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch(axis_type, form):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 4)).astype(np.float32)
+    w = rng.normal(size=(4, 4)).astype(np.float32)
+    loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    expected = jax.value_and_grad(loss_fn)(w, x)
+    on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))
+    whole = jax.device_put(w, NamedSharding(mesh, P()))
+    if form == "jit":
+        run = in_microbatches(loss_fn)
+    else:
+        run = in_microbatches(loss_fn, axis_name="data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with jax.set_mesh(mesh):
+        loss, grads = jax.jit(run)(whole, on_mesh)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(grads, expected[1], rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------
+# Rows of the report
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_views_list_collectives_with_content_dtype_bytes_axes_and_module():
+    report = compiled(step_of(mlp))
+    rows = [line.split() for line in report.to_text(full=True, width=160).splitlines()]
+    for n in range(LAYERS):
+        gather = ["all-gather", "bfloat16", "524", "kB", "1", "array", "weight", "data", "forward"]
+        assert any(row[:10] == [*gather, f"layer_{n}"] for row in rows)
+        reduction = ["reduce-scatter", "float32", "1.05", "MB", "1", "array", "gradient", "data"]
+        assert any(row[:10] == [*reduction, "backward", f"layer_{n}"] for row in rows)
+    assert "all-gather" in report.to_html(full=True)
+    fields = json.loads(report.to_json())["collectives"]
+    assert {"operation", "content", "dtype", "bytes", "axes", "module"} <= set(fields[0])
+    assert jaxmp.AuditReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
+        ("mesh['axis_0'=8] {'axis_0'}", ("data", "model")),
+        ("[4,2]<=[8]", ("model",)),
+        ("[2,4]<=[4,2]T(1,0)", ("data",)),
+        ("[1,8]<=[8]", ("data", "model")),
+        ("{{0,2,4,6},{1,3,5,7}}", ("data",)),
+        ("{}", ("data", "model")),
+        ("{{0,3},{1,2},{4,7},{5,6}}", ("data", "model")),
+        # Two of the four devices along an axis, and groups of which one is not known.
+        ("mesh['data'=4,'model'=2] {'data':(2)2}", ("data",)),
+        ("mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_0'}", ("data",)),
+        ("{{0,1,2},{3,4}}", ()),
+    ],
+)
+def test_replica_groups_are_mesh_axes(groups, axes):
+    text = f"""
+ENTRY %main (a: f32[8]) -> f32[8] {{
+  %a = f32[8]{{0}} parameter(0)
+  ROOT %r = f32[8]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add
+}}
+"""
+    sum_of = Program(text).entry.root
+    assert mesh_axes(sum_of, {"data": 4, "model": 2}) == axes
