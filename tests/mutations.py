@@ -462,6 +462,23 @@ MUTATIONS = [
         ("test_audit.py::test_a_half_softmax",),
     ),
     Mutation(
+        "the audit confuses the axes of a mesh",
+        "jaxmp/_audit/_hlo_collectives.py",
+        "along != along[:, :1]",
+        "along == along[:, :1]",
+        ("test_audit_sharding.py::test_replica_groups_are_mesh_axes",),
+    ),
+    Mutation(
+        "microbatches of rows on explicit axes lose their sharding",
+        "jaxmp/_gradients/_microbatches.py",
+        "out_sharding=_sharding_of_parts(leaf)",
+        "out_sharding=None",
+        (
+            "test_audit_sharding.py::"
+            "test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch",
+        ),
+    ),
+    Mutation(
         "the audit reports matmuls that a rule wants in FP32",
         "jaxmp/_audit/_check_matmuls.py",
         "    elif FLOAT32 not in allowed:\n",

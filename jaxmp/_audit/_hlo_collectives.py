@@ -98,7 +98,7 @@ def named_reader(
 
 
 class Content(NamedTuple):
-    """What an array that devices send contains.
+    """Content of an array that devices send.
 
     name: "weight", "gradient", "activation", "update" (of a parameter), or "".
     read_as: for weights, the dtype to which all readers cast the array; its own if one does not.
