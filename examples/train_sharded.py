@@ -298,7 +298,8 @@ def train(
     init, _, train_step = prepare(recipe, gpt, tx, device_mesh, seed=seed)
     text, losses, start = standard_library_text().train, [], time.perf_counter()
     devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-    say(f"{recipe}: {mesh} on {devices}, {jax.process_count()} processes")
+    count = jax.process_count()
+    say(f"{recipe}: {mesh} on {devices}, {count} process{'es' * (count > 1)}")
 
     saved = Checkpointer(checkpoint_dir, keep=2) if checkpoint_dir else contextlib.nullcontext()
     with ended_with_others(), saved as checkpointer:

@@ -1,5 +1,6 @@
 """The example of sharded training: shardings, skipped steps, cluster detection, and processes."""
 
+import functools
 import signal
 import time
 
@@ -261,7 +262,28 @@ def start_training(port, count, *more):
     small = ("--layers", 1, "--width", 32, "--seq-len", 16, "--batch-size", 8, "--print-every", 5)
     command = [ROOT / "examples/train_sharded.py", "--mesh", "data=4,model=2", "--distributed"]
     command += ["--coordinator", f"localhost:{port}", "--processes", count, *small, *more]
-    return [start([*command, "--process-index", index]) for index in range(count)]
+    # Without the number of devices that conftest.py sets.
+    start_one = functools.partial(start, XLA_FLAGS="")
+    return [start_one([*command, "--process-index", index]) for index in range(count)]
+
+
+@pytest.mark.slow
+def test_one_two_and_four_processes_print_the_same_losses():
+    printed = {}
+    for count in (1, 2, 4):
+        processes = start_training(free_port(), count, "--steps", 10)
+        try:
+            outputs = [process.communicate(timeout=900) for process in processes]
+        finally:
+            stop(processes)
+        for process, (_, errors) in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, errors[-3000:]
+        losses = lambda text: [line for line in text.splitlines() if line.startswith("step ")]
+        first, *others = [losses(text) for text, _ in outputs]
+        assert not any(others)  # only process 0 prints
+        printed[count] = first
+    assert len(printed[1]) == 2  # of steps 5 and 10
+    assert printed[1] == printed[2] == printed[4]
 
 
 @pytest.mark.slow
