@@ -67,10 +67,10 @@ from jaxmp.errors import SkippedStepsWarning as SkippedStepsWarning
 from jaxmp.errors import ValidationError as ValidationError
 from jaxmp.errors import ValidationFailedError as ValidationFailedError
 from jaxmp.fp8._scaling import ScalingLike as ScalingLike
-from jaxmp.optim._find import check as check
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params
-from jaxmp.optim._find import get_skip_stats as get_skip_stats
+from jaxmp.optim._skipped_steps import check as check
+from jaxmp.optim._skipped_steps import get_skip_stats as get_skip_stats
 
 if TYPE_CHECKING:
     from jaxmp import checkpoint as checkpoint

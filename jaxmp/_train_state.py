@@ -21,6 +21,7 @@ from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
 from jaxmp.optim._apply import apply_update
+from jaxmp.optim._composition import check_composition
 from jaxmp.optim._gradient_dtypes import GradientDtypesState
 
 
@@ -199,7 +200,7 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
-    _find.check_composition(jax.eval_shape(tx.init, trainable))
+    check_composition(jax.eval_shape(tx.init, trainable))
     opt_state = tx.init(trainable)
     _find.shared_loss_scale(opt_state)
     _check_rules(opt_state, trainable)

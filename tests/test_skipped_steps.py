@@ -13,7 +13,7 @@ from flax import nnx
 import jaxmp
 from jaxmp import optim
 from jaxmp._core import _trees
-from jaxmp.optim import _find
+from jaxmp.optim import _skipped_steps
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
@@ -23,7 +23,7 @@ BAD = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan, 1.0]), "x": jnp.arr
 @pytest.fixture(autouse=True)
 def fresh_reports():
     """Resets the record of warnings that are shown once in a process."""
-    _find._reported.clear()
+    _skipped_steps._reported.clear()
 
 
 def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):

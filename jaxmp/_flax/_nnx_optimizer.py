@@ -23,6 +23,7 @@ from jaxmp._loss_scale import DynamicLossScale, LossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find
 from jaxmp.optim._apply import apply_update
+from jaxmp.optim._composition import check_composition
 
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
 # They are not a field, because the tree structure of the optimizer must not change in between.
@@ -62,7 +63,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Filter = nnx.Param,
     ) -> None:
         params = nnx.as_pure(nnx.state(model, trained(wrt)))
-        _find.check_composition(jax.eval_shape(tx.init, params))
+        check_composition(jax.eval_shape(tx.init, params))
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))

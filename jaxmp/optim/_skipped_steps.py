@@ -1,0 +1,181 @@
+"""Counters of skipped steps, and the checks that read them on the host."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxmp._core import _compat
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale
+from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
+from jaxmp.optim._find import find, is_variable, only
+from jaxmp.optim._master import master_states
+from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+
+# Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
+_SKIPPED_IN_A_ROW = 10
+
+
+def get_skip_stats(state: PyTree) -> SkipStats:
+    """Returns the counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
+
+    Args:
+      state: an optimizer state, a train state or any other tree that contains counters.
+
+    Returns:
+      The counters, as scalar arrays.
+
+    Raises:
+      JaxmpError: if there are none, or more than one set, with their paths.
+
+    Warns:
+      SkippedStepsWarning: once, if the last 10 steps or more were skipped and the counters are
+        already on the host, so that reading them does not wait for the device.
+
+    Example:
+      >>> tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
+      >>> int(get_skip_stats(tx.init({"w": jnp.ones(2)})).total)
+      0
+    """
+    _warn_where_known(state)
+    return only(find(state, SkipStats), "set of skip counters")
+
+
+def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
+    """Raises if training cannot continue, and warns if steps are no longer applied.
+
+    Call it on the host from time to time. It waits for the last step to finish.
+
+    Args:
+      state: a train state, optimizer state, or any other tree that contains one.
+      skipped_in_a_row: warn if at least this number of consecutive steps were skipped.
+
+    Warns:
+      SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
+        gradient was not finite, and the possible causes, most likely first.
+
+    Raises:
+      ScaleCollapsedError: if gradients still overflow at the minimum scale.
+      MasterOverflowError: if a master became too large for the 16-bit dtype of its parameter in
+        the last step.
+
+    Example:
+      >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+      >>> check(tx.init({"w": jnp.ones(2)}))
+    """
+    for _, node in find(state, SkipNonfiniteState):
+        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+            raise JaxmpError(
+                "check reads values, but this state is traced. Call it on the host, outside of "
+                "jax.jit: state = train_step(state, batch); jaxmp.check(state)."
+            )
+        # Replicated and vmapped states have one value per member; report the worst.
+        overflow, at_floor, total = (
+            int(np.max(jax.device_get(x)))
+            for x in (stats.overflow_leaf, stats.at_floor, stats.total)
+        )
+        if overflow >= 0:
+            raise _master_overflow(node, overflow)
+        if at_floor > 0:
+            scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
+            raise ScaleCollapsedError(
+                f"The loss scale is at its minimum, {scale:g}, and {at_floor} consecutive step(s) "
+                f"still overflowed ({total} skipped in total).{_first_nonfinite(node, stats)} The "
+                "loss scale is therefore not the cause. Look for a NaN in the batch or an overflow "
+                "in the forward pass, or train with jaxmp.load_recipe('bf16')."
+            )
+        if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
+            warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
+
+
+# Steps that `get_skip_stats` has reported: (path of the state, number of steps skipped before).
+_reported: set[tuple[str, int]] = set()
+
+
+def _warn_where_known(state: PyTree) -> None:
+    """Warns once of consecutive skipped steps, if the counters are on the host."""
+    for path, node in find(state, SkipNonfiniteState):
+        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
+        if not all(_compat.is_on_host(leaf) for leaf in (stats.consecutive, stats.total)):
+            continue
+        consecutive, total = (int(np.max(x)) for x in (stats.consecutive, stats.total))
+        key = path, total - consecutive
+        if consecutive >= _SKIPPED_IN_A_ROW and key not in _reported:
+            _reported.add(key)
+            warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=3)
+
+
+def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
+    """Returns the message about consecutive skipped steps."""
+    consecutive, total = (int(np.max(jax.device_get(x))) for x in (stats.consecutive, stats.total))
+    scale = ""
+    if not isinstance(node.loss_scale, NoLossScale):
+        value = np.min(jax.device_get(_compat.plain_array(node.loss_scale.scale_value)))
+        scale = f" The loss scale is {float(value):g}."
+    causes = enumerate(_causes(node.loss_scale), start=1)
+    return (
+        f"The last {consecutive} steps were skipped ({total} in total), because their gradients "
+        "were not finite. The parameters no longer change."
+        f"{scale}{_first_nonfinite(node, stats)} Possible causes, most likely first:"
+        + "".join(f"\n  {number}. {cause}" for number, cause in causes)
+    )
+
+
+def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
+    """Returns a sentence about the first non-finite gradient, with a leading space, or ""."""
+    leaf = int(np.max(jax.device_get(stats.nonfinite_leaf)))
+    paths = [row[0] for each in master_states(node.inner_state) for row in each.layout.storage]
+    if not 0 <= leaf < len(paths):
+        return ""
+    all_nan = "" if leaf else ", the first parameter: a non-finite loss makes all gradients NaN"
+    return f" The first non-finite gradient is that of {paths[leaf]!r}{all_nan}."
+
+
+_NOT_FINITE = (
+    "The batch or the loss is not finite: check jnp.isfinite(loss), and set "
+    'jax.config.update("jax_debug_nans", True) to locate the operation.'
+)
+_DIVERGED = (
+    "The parameters have diverged: lower the learning rate, clip gradients by "
+    "recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), inner)), and restart from an "
+    "earlier checkpoint."
+)
+_FORWARD = (
+    "An activation exceeds 65504, the largest float16 number: compute its module in FP32 by "
+    'jaxmp.Rule("path/of/module", "c=f32"), or use jaxmp.load_recipe("bf16").'
+)
+
+
+def _causes(loss_scale: LossScale) -> tuple[str, ...]:
+    """Returns possible causes of non-finite gradients, most likely first."""
+    if isinstance(loss_scale, NoLossScale):
+        return _NOT_FINITE, _DIVERGED
+    if isinstance(loss_scale, StaticLossScale):
+        fixed = (
+            "The loss scale is too large for these gradients: use a dynamic one, "
+            "recipe.replace(loss_scale=jaxmp.DynamicLossScale())."
+        )
+        return fixed, _FORWARD, _NOT_FINITE, _DIVERGED
+    high = (
+        "If these are the first steps, the loss scale is still too large, and decreases with each "
+        "skipped step. Start with a smaller one: recipe.replace(loss_scale=jaxmp.DynamicLossScale("
+        "init_scale=2.0**8))."
+    )
+    return _FORWARD, _NOT_FINITE, high, _DIVERGED
+
+
+def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError:
+    storage = [
+        (*row, state) for state in master_states(node.inner_state) for row in state.layout.storage
+    ]
+    path, dtype, _ = storage[leaf]
+    consequence = "the step was skipped" if dtype == "f16" else "it was saturated"
+    return MasterOverflowError(
+        f"The FP32 master of {path!r} is too large for {dtype}, the dtype of the parameter, so "
+        f"{consequence}. Store it in FP32: Rule({path!r}, 'p=f32'), or lower the learning rate."
+    )
