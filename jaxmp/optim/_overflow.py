@@ -68,7 +68,7 @@ def _overflow_states(state: PyTree) -> list[OverflowState]:
 
 
 def can_overflow(state: PyTree) -> bool:
-    """Returns True if a step can fail because a parameter cannot hold its new value."""
+    """Returns True if a step can fail because a parameter cannot represent its new value."""
     return any(node.can_overflow for node in _overflow_states(state))
 
 
