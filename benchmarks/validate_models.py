@@ -13,6 +13,7 @@ Experiments:
     small, large   the same GPT with 30,000 and with 670,000 parameters, healthy recipes and two
                    without a safeguard: the verdicts of the small one should be those of the large
     adam           training in FP16 throughout, with Adam's default epsilon and with two remedies
+    clipping       scaled FP16 gradients that are clipped before they are unscaled, and after it
 
 Each experiment writes OUT/validation_NAME_cpu.json: verdicts, comparisons and errors of gradients,
 without the curves, which are in the HTML pages. Requires pip install "jaxmp[examples]".
@@ -36,7 +37,14 @@ import optax
 
 import jaxmp
 from jaxmp._validate._sections import figure_text
-from validation_runs import adam_in_fp16, byte_gpt, byte_gpt_nnx, digits, optimizer
+from validation_runs import (
+    adam_in_fp16,
+    byte_gpt,
+    byte_gpt_nnx,
+    clipping_by_hand,
+    digits,
+    optimizer,
+)
 
 FP16 = jaxmp.load_recipe("fp16")
 HEALTHY = {name: jaxmp.load_recipe(name) for name in ("bf16", "fp16", "fp8")}
@@ -49,6 +57,11 @@ ADAM = {
     "fp16, epsilon 1e-8": PURE_FP16.replace(name="fp16, epsilon 1e-8"),
     "fp16, epsilon 1e-4": PURE_FP16.replace(name="fp16, epsilon 1e-4"),
     "fp16_params": jaxmp.load_recipe("fp16_params"),
+}
+
+CLIPPING = {
+    name: FP16.replace(name=name, loss_scale="none")
+    for name in ("clip, then unscale", "unscale, then clip")
 }
 
 SMALL = dict(layers=1, width=32, heads=2, seq_len=32, batch_size=8, eval_batches=16)
@@ -75,10 +88,11 @@ def of_size(size: Mapping[str, int]) -> Any:
 EXPERIMENTS = {
     "byte_gpt": Experiment(byte_gpt, HEALTHY, 300, 3),
     "byte_gpt_nnx": Experiment(byte_gpt_nnx, HEALTHY, 300, 3),
-    "digits": Experiment(digits, {k: HEALTHY[k] for k in ("bf16", "fp16")}, 210, 3),
+    "digits": Experiment(digits, {k: HEALTHY[k] for k in ("bf16", "fp16")}, 210, 8),
     "small": Experiment(of_size(SMALL), HEALTHY | UNSAFE, 200, 3),
     "large": Experiment(of_size(LARGE), HEALTHY | UNSAFE, 200, 3),
     "adam": Experiment(adam_in_fp16, ADAM, 100, 3),
+    "clipping": Experiment(clipping_by_hand, CLIPPING, 100, 3),
 }
 
 

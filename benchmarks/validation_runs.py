@@ -29,7 +29,7 @@ from vision_digits import CNN, handwritten_digits, shuffled_batches
 
 LEARNING_RATE = 3e-3
 WARMUP = 20  # steps
-ADAM_RATE = 1e-3  # of `adam_in_fp16`
+ADAM_RATE = 1e-3  # of `adam_in_fp16` and `clipping_by_hand`
 
 # ---------------------------------------------------------------------------
 # Byte-level GPT
@@ -229,5 +229,69 @@ def adam_in_fp16(
 
     evaluate = lambda state: mean_loss(loss_fn, state["params"], held_out)
     state = {"params": params, "opt_state": tx.init(params)}
+    batches = text_batches(seed, batch_size, seq_len)
+    return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
+
+
+# ---------------------------------------------------------------------------
+# Clipping of scaled FP16 gradients
+# ---------------------------------------------------------------------------
+
+
+def clipping_by_hand(
+    recipe: jaxmp.Recipe,
+    seed: int,
+    *,
+    layers: int = 1,
+    width: int = 32,
+    heads: int = 2,
+    seq_len: int = 32,
+    batch_size: int = 8,
+    eval_batches: int = 16,
+) -> jaxmp.TrainingRun:
+    """Returns a run with clipping and Adam; a recipe without loss scale is a loop by hand.
+
+    The loop has FP32 parameters, an FP16 copy of them for the gradients, and a static loss scale.
+    It divides the gradients by the scale and then clips them; or, if the recipe's name begins with
+    "clip", it clips the scaled gradients first. The sum of their squares exceeds 65504, so that the
+    norm is infinite and each update zero.
+    """
+    clip, adam = optax.clip_by_global_norm(1.0), optax.adam(ADAM_RATE)
+    if "unscale" not in recipe.name:
+        sizes = dict(layers=layers, width=width, heads=heads, seq_len=seq_len)
+        sizes |= dict(batch_size=batch_size, eval_batches=eval_batches)
+        return byte_gpt(recipe, seed, **sizes, tx=optax.chain(clip, adam))
+    gpt = GPT(layers, width, heads, seq_len)
+    model = recipe.wrap(gpt)
+    params = initializer(gpt)(seed)
+    held_out = held_out_batches(eval_batches, batch_size, seq_len)
+    cast = lambda tree, dtype: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+    def loss_fn(variables: Any, tokens_BS: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply(variables, tokens_BS[:, :-1]), tokens_BS)
+
+    def scaled(variables: Any, tokens_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss = loss_fn(variables, tokens_BS)
+        return loss * HAND_SCALE, loss
+
+    def clipped(grads: Any) -> Any:
+        return clip.update(grads, clip.init(params))[0]
+
+    def step(state: dict[str, Any], tokens_BS: jax.Array) -> Any:
+        half = cast(state["params"], jnp.float16)
+        (_, loss), scaled_grads = jax.value_and_grad(scaled, has_aux=True)(half, tokens_BS)
+        unscale = lambda tree: jax.tree.map(lambda g: g / HAND_SCALE, cast(tree, jnp.float32))
+        grads = unscale(scaled_grads)
+        is_clipped_first = recipe.name.startswith("clip")
+        received = unscale(clipped(scaled_grads)) if is_clipped_first else clipped(grads)
+        updates, opt_state = adam.update(received, state["opt_state"])
+        state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+        return state, {"loss": loss, "grads": grads}
+
+    def evaluate(state: dict[str, Any]) -> dict[str, jax.Array]:
+        losses = jax.lax.map(lambda tokens_BS: loss_fn(state["params"], tokens_BS), held_out)
+        return {"loss": jnp.mean(losses)}
+
+    state = {"params": params, "opt_state": adam.init(params)}
     batches = text_batches(seed, batch_size, seq_len)
     return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)

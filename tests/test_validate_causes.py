@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jaxmp
@@ -246,3 +247,142 @@ def test_moments_in_float16_underflow():
     assert verdicts(report) == {"hand": "fail", "fp16": "pass"}
     line = first_line(report, "hand")
     assert line.startswith("hand FAILS: the optimizer's moments in 16 bits underflow")
+
+
+def test_steps_skipped_by_a_loss_scale_that_is_too_large():
+    scale = jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**40)
+    large, static = FP16.replace(loss_scale=scale), FP16.replace(loss_scale=2.0**40)
+    candidates = {"large": large, "static": static}
+    report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-2), seeds=1)
+    assert report["static"].headline.startswith(
+        "static FAILS: 100 % of the steps were skipped with a loss scale of 1.09951e+12; "
+    )
+    line = first_line(report, "large")
+    assert line.startswith("large FAILS: ") and " of the steps were skipped until the loss" in line
+    (cause,) = (each for each in report["large"].causes if each.id == "skipped_steps")
+    scale = report["large"].training.final_loss_scale[0]
+    assert 2.0 <= scale < 2.0**40
+    assert cause.fix == f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({scale:g}))"
+    remedy = {"remedy": eval(cause.fix.partition("= ")[2], {"recipe": large, "jaxmp": jaxmp})}
+    report = run(Perceptron(), remedy, squared_error, (64, 8), optax.adam(3e-2), seeds=1)
+    assert verdicts(report) == {"remedy": "pass"} and report["remedy"].training.skipped == 0
+
+
+def test_a_loss_in_bfloat16():
+    def loss_fn(model, x):
+        logits = 300 + model(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, x[..., :4].argmax(-1))
+        return losses.astype(jnp.float32).mean()
+
+    narrow = BF16.replace(policies="p=f32,c=bf16,o=bf16")
+    report = run(Perceptron(), {"narrow": narrow}, loss_fn, (64, 8), optax.adam(1e-2))
+    assert first_line(report, "narrow").startswith("narrow FAILS: a loss in 16 bits in ")
+
+
+class Waves(nn.Module):
+    """Sine of angles up to 2,000, which bfloat16 rounds to multiples of 8."""
+
+    @nn.compact
+    def __call__(self, x):
+        angles = 1000 * nn.Dense(16, name="angles")(x)
+        return nn.Dense(4, name="out")(jnp.sin(angles))
+
+
+def test_angles_in_bfloat16():
+    report = run(Waves(), ["bf16"], squared_error, (64, 8), optax.adam(1e-3))
+    line = first_line(report, "bf16")
+    assert line.startswith("bf16 FAILS: 16-bit arithmetic in (root) (test_validate_causes.py:")
+
+
+class Averaged(nnx.Module):
+    """Linear layer after a running average of its input, which starts at 100."""
+
+    def __init__(self, dtype, seed):
+        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
+        self.mean = nnx.BatchStat(jnp.full(8, 100.0, dtype))
+
+    def __call__(self, x):
+        mean = self.mean[...].astype(jnp.float32)
+        return self.out(x - mean + 100)
+
+    def observe(self, x):
+        mean = self.mean[...]
+        self.mean[...] = mean + (0.01 * (x.mean(0) - mean)).astype(mean.dtype)
+
+
+def test_batch_statistics_stored_in_bfloat16():
+    def make_run(recipe, seed):
+        model = Averaged(jnp.bfloat16 if recipe.name == "bf16" else jnp.float32, seed)
+        tx = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(1e-4)))
+        x = batches((64, 8))(seed)
+
+        def step(model, tx, x):
+            model.observe(x + 80)
+            loss, grads = tx.value_and_grad(squared_error)(model, x)
+            tx.update(model, grads)
+            return {"loss": loss, "grads": grads}
+
+        evaluate = lambda model, tx: squared_error(model, x[0])
+        return jaxmp.TrainingRun(state=(model, tx), step=step, batches=x, evaluate=evaluate)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = jaxmp.validate(make_run, {"narrow": "bf16"}, seeds=2, steps=STEPS)
+    line = first_line(report, "narrow")
+    assert line.startswith("narrow FAILS: batch statistics are stored in 16 bits in ")
+
+
+# ---------------------------------------------------------------------------
+# Errors without a known cause
+# ---------------------------------------------------------------------------
+
+
+def make_by_hand(*, clip=lambda grads: grads, weight=1.0):
+    """Returns a function that makes runs with an error in the update or in a module."""
+
+    def make_run(recipe, seed):
+        is_reference = recipe.name == "fp32"
+        model, tx = Perceptron(), optax.adam(1e-2)
+        x = batches((64, 8))(seed)
+        params = model.init(jax.random.key(seed), x[0])
+
+        def loss_fn(params, x):
+            if not is_reference:
+                hidden = params["params"]["hidden"]
+                scaled = {**hidden, "kernel": weight * hidden["kernel"]}
+                params = {"params": {**params["params"], "hidden": scaled}}
+            return squared_error(lambda x: model.apply(params, x), x)
+
+        def step(state, x):
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, x)
+            received = grads if is_reference else clip(grads)
+            return state.apply_gradients(grads=received), {"loss": loss, "grads": grads}
+
+        state = flax_train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+        evaluate = lambda state: loss_fn(state.params, x[0])
+        return jaxmp.TrainingRun(state=state, step=step, batches=x, evaluate=evaluate)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jaxmp.validate(make_run, {"hand": "bf16"}, seeds=2, steps=STEPS)
+
+
+def test_an_error_in_the_update_is_located():
+    """The norm of gradients that are clipped in FP16 before they are unscaled is infinite."""
+
+    def clip(grads):
+        scaled = jax.tree.map(lambda g: (g * 2.0**14).astype(jnp.float16), grads)
+        clipped, _ = optax.clip_by_global_norm(1.0).update(scaled, optax.EmptyState())
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / 2.0**14, clipped)
+
+    line = first_line(report := make_by_hand(clip=clip), "hand")
+    assert line.startswith(
+        "hand FAILS: gradients agree (error 0 %), and the update of step 0 is zero; held-out loss +"
+    )
+    assert report["hand"].causes[0].id == "update"
+    assert report["hand"].gradients[0].update_ratio == 0
+
+
+def test_an_error_in_a_module_is_located():
+    report = make_by_hand(weight=1.5)
+    line = first_line(report, "hand")
+    assert line.startswith("hand FAILS: the error first appears in the output of hidden")
+    assert report["hand"].causes[0].id == "module"

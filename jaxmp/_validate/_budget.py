@@ -15,7 +15,7 @@ from jaxmp.errors import ValidationError, did_you_mean
 
 LOSS = "loss"
 # Below this share of its initial value, a held-out loss is compared in absolute terms.
-SMALL_LOSS = 0.05
+SMALL_LOSS = 0.1
 # Last parts of the names of metrics that are better if larger.
 _HIGHER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "bleu", "precision", "recall", "score")
 
@@ -116,7 +116,7 @@ def choose_metric(reference: Sequence[TrainingRecord]) -> MetricChoice:
     """Chooses the metric that decides, from the evaluations of the reference.
 
     A held-out loss decides by its ratio to the reference, unless training has reduced it to less
-    than 5 % of its initial value. The logarithm of such a loss depends on a few examples, and
+    than 10 % of its initial value. The logarithm of such a loss depends on a few examples, and
     rounding changes it by several percent without any effect on the predictions.
 
     Raises:

@@ -19,6 +19,8 @@ from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED, _FLUSHED = 0.02, 0.05, 0.01
+# Difference of the size of an update that counts as a symptom.
+_CHANGED = 0.05
 # Error of a module's output relative to that of its predecessor that counts as growth.
 _GROWTH = 3.0
 
@@ -33,6 +35,7 @@ class Evidence:
       training: comparison of the whole training.
       lacks_masters: True if a parameter is stored in 16 bits and has no FP32 master.
       scale: smallest loss scale of the runs.
+      gradient_budget: largest error of the gradient that passes.
       is_finite: False if a loss of the candidate is not finite.
     """
 
@@ -41,6 +44,7 @@ class Evidence:
     training: TrainingRow
     lacks_masters: bool
     scale: float
+    gradient_budget: float
     is_finite: bool
 
     @property
@@ -71,11 +75,15 @@ Diagnosis = tuple[float, Cause] | None
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
-    """Returns the causes that the evidence supports, the most important first."""
+    """Returns the causes that the evidence supports, the most important first.
+
+    If there is none, and gradients were compared, the only item is the location of the error.
+    """
     results = [function(evidence) for function in _DIAGNOSES]
     supported = [result for result in results if result is not None]
     supported.sort(key=lambda result: -result[0])
-    return tuple(cause for _, cause in supported)
+    causes = tuple(cause for _, cause in supported)
+    return causes if causes or not evidence.measurements.gradients else (_located(evidence),)
 
 
 def _percent(value: float) -> str:
@@ -111,7 +119,8 @@ def _underflow(evidence: Evidence) -> Diagnosis:
 
 
 def _masters(evidence: Evidence) -> Diagnosis:
-    rows = evidence.measurements.gradients
+    # Updates of zero leave parameters unchanged in every dtype.
+    rows = [row for row in evidence.measurements.gradients if row.update_ratio != 0]
     share = max((row.stalled - row.reference_stalled for row in rows), default=0.0)
     if not evidence.lacks_masters or share < _STALLED:
         return None
@@ -274,8 +283,8 @@ def _overflow(evidence: Evidence) -> Diagnosis:
     rows = evidence.measurements.modules
     broken = [row for row in rows if row.activation_error == math.inf]
     share = max((row.nonfinite for row in evidence.measurements.gradients), default=0.0)
-    if evidence.is_finite and not broken and share == 0:
-        return None
+    if evidence.is_finite and not broken and (share == 0 or evidence.training.skipped):
+        return None  # gradients that overflow with the loss scale alone are skipped
     first = min(broken, key=lambda row: (row.step, row.order)).module if broken else ""
     where = f"the output of {first or '(root)'}" if broken else "a gradient or the loss"
     return (1.5 if broken else 1.0), Cause(
@@ -295,18 +304,20 @@ def _skipped(evidence: Evidence) -> Diagnosis:
     if not training.skipped or not evidence.is_finite:
         return None
     low, _ = training.final_loss_scale
-    return min(share, 1.0), Cause(
+    scale = f"until the loss scale had fallen to {low:g}"
+    fix = f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({low:g}))"
+    if share == 1:
+        scale = f"with a loss scale of {low:g}"
+        fix = "recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())"
+    return share, Cause(
         id="skipped_steps",
-        summary=(
-            f"{_percent(share)} of the steps were skipped until the loss scale had fallen to "
-            f"{low:g}"
-        ),
+        summary=f"{_percent(share)} of the steps were skipped {scale}",
         evidence=(
             f"{training.skipped} steps were skipped in all seeds, {training.skipped_after_warmup} "
             "of them after the first tenth of the training. In a short run, such steps delay the "
             "loss curve."
         ),
-        fix=f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({low:g}))",
+        fix=fix,
     )
 
 
@@ -324,6 +335,48 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _overflow,
     _skipped,
 )
+
+
+# ---------------------------------------------------------------------------
+# Location of an error without a known cause
+# ---------------------------------------------------------------------------
+
+
+def _located(evidence: Evidence) -> Cause:
+    """Returns where the error arises: in the update, in a module, or after the compared steps."""
+    rows, error = evidence.measurements.gradients, evidence.gradient_error
+    changed = [row for row in rows if abs(row.update_ratio - 1) > _CHANGED]
+    if changed and error <= evidence.gradient_budget:
+        row = max(changed, key=lambda row: abs(math.log(max(row.update_ratio, 1e-30))))
+        size = f"{row.update_ratio:.3g} times as large as that of the reference"
+        return Cause(
+            id="update",
+            summary=(
+                f"gradients agree (error {_percent(error)}), and the update of step {row.step} is "
+                f"{size if row.update_ratio else 'zero'}"
+            ),
+            evidence=(
+                "On the same parameters and batch, the loss and its gradient agree, so the error "
+                "arises after them: in clipping, in the optimizer's state or in its arithmetic."
+            ),
+            fix="tx = recipe.optimizer(tx)  # FP32 moments, masters and gradient norms",
+        )
+    origin = find_origin(evidence.measurements.modules)
+    module = origin.growth or origin.forward
+    if module and error > evidence.gradient_budget:
+        grows = f" and grows most in {origin.growth}" if origin.growth else ""
+        return Cause(
+            id="module",
+            summary=f"the error first appears in the output of {origin.forward}{grows}",
+            evidence=origin.text,
+            fix=f'jaxmp.Rule({module!r}, "c=f32", why="its error is too large in 16 bits")',
+        )
+    return Cause(
+        id="unknown",
+        summary=f"gradients agree at the compared steps (error {_percent(error)})",
+        evidence="The error accumulates over many steps, or begins after these steps.",
+        fix="report = jaxmp.validate(make_run, steps=500, compare_steps=[0, 100, 200, 300, 499])",
+    )
 
 
 # ---------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmp._audit import AuditReport, audit
+from jaxmp._audit._section import abbreviate
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
@@ -84,10 +85,11 @@ def run_validation(
     make_run: MakeRun, settings: Settings, store: Store, on_run: OnRun, on_steps: OnSteps
 ) -> ValidationReport:
     """Trains all recipes and returns the report."""
-    results = {
-        name: _train_recipe(name, recipe, make_run, settings, store, on_run, on_steps)
-        for name, recipe in settings.recipes.items()
-    }
+    results: dict[str, Trained] = {}
+    for name, recipe in settings.recipes.items():
+        results[name] = _train_recipe(name, recipe, make_run, settings, store, on_run, on_steps)
+        if name == settings.reference[0]:
+            _check_finite(results[name].records)
     reference = results[settings.reference[0]]
     metric = choose_metric(reference.records)
     candidates = []
@@ -95,12 +97,6 @@ def run_validation(
         _check_data(reference.records, results[name].records)
         candidates.append(
             judge(name, recipe.name, reference, results[name], metric, settings.budgets[name])
-        )
-    notes = []
-    if not any(trained.measurements.gradients for trained in results.values()):
-        notes.append(
-            "Gradients were not compared, because the step does not return them: "
-            'return state, {"loss": loss, "grads": grads}.'
         )
     return ValidationReport(
         reference=settings.reference[0],
@@ -113,8 +109,46 @@ def run_validation(
         candidates=tuple(candidates),
         runs=tuple(record for trained in results.values() for record in trained.records),
         program=reference.program,
-        notes=tuple(notes),
+        notes=tuple(_notes(candidates)),
     )
+
+
+def _check_finite(reference: Sequence[TrainingRecord]) -> None:
+    """Checks that the reference has losses to compare with.
+
+    Raises:
+      ValidationError: naming the first step of a run that did not end with finite values.
+    """
+    for record in reference:
+        last = {name: values[-1] for name, values in record.evaluations.items()}
+        if np.isfinite([record.losses[-1], *last.values()]).all():
+            continue
+        broken = np.flatnonzero(~np.isfinite(record.losses))
+        start = f", first at step {broken[0]}" if broken.size else ""
+        raise ValidationError(
+            f"The reference {record.name!r} ends with a training loss of {record.losses[-1]} and "
+            f"{last} on held-out data for seed {record.seed}{start}, so nothing can be compared "
+            "with it. Correct the run, for example by a smaller learning rate, and start again."
+        )
+
+
+def _notes(candidates: Sequence[CandidateResult]) -> Iterator[str]:
+    """Yields the comparisons that were not made."""
+    if not any(candidate.gradients for candidate in candidates):
+        yield (
+            "Gradients were not compared, because the step does not return them: "
+            'return state, {"loss": loss, "grads": grads}.'
+        )
+    rows = [row for candidate in candidates for row in candidate.modules if row.module]
+    compared = {row.module for row in rows if row.activation_error is not None}
+    missing = list(dict.fromkeys(row.module for row in rows if row.module not in compared))
+    if missing:
+        yield (
+            f"The gradients of {abbreviate(missing)} were compared, and their outputs were not: "
+            "these modules have no name scope of their own in the forward pass, run in a branch "
+            "that was not taken, or run inside an operation that validate does not enter, such "
+            "as lax.platform_dependent."
+        )
 
 
 def judge(
@@ -141,6 +175,7 @@ def judge(
                 training=training,
                 lacks_masters=candidate.lacks_masters,
                 scale=min(min(record.loss_scales) for record in candidate.records),
+                gradient_budget=budget.gradient,
                 is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
             )
         )

@@ -18,6 +18,7 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._capture import with_outputs
 from jaxmp._validate._pure import PureRun
 from jaxmp._validate._rows import GradientRow, ModuleRow
+from jaxmp._validate._train import global_norm
 
 # Path of a parameter, such as "block_0/dense:kernel" -> values on the host.
 Leaves = Mapping[str, np.ndarray]
@@ -31,6 +32,7 @@ class Probe(NamedTuple):
       grads: gradients by path; empty if the step does not return them.
       outputs: a sample of the output of each module, in the order of the forward pass.
       stalled: share of the parameters with a nonzero gradient that the update does not change.
+      update: norm of the difference that the step makes to all parameters.
       statistics: batch statistics after the step, by path; empty for a state without any.
       fp8: losses of the casts to FP8, as in `fp8.with_stats`; empty for other recipes.
     """
@@ -39,6 +41,7 @@ class Probe(NamedTuple):
     grads: Leaves
     outputs: Leaves
     stalled: float
+    update: float
     statistics: Leaves
     fp8: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
@@ -111,14 +114,17 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
         step = with_stats(run.step) if is_fp8 else lambda *args: (run.step(*args), {})
         ((new, result), fp8), outputs = with_outputs(step)(arrays, batch)
         paths[:] = outputs
-        stalled = _stalled(run.params(arrays), run.params(new), result.grads)
-        return result, list(outputs.values()), stalled, run.statistics(new), fp8
+        before, after = run.params(arrays), run.params(new)
+        changes = _stalled(before, after, result.grads), _update_norm(before, after)
+        return result, list(outputs.values()), changes, run.statistics(new), fp8
 
     paths: list[tuple[str, ...]] = []
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
-        result, outputs, stalled, statistics, fp8 = jax.device_get(compiled(arrays, batch))
+        result, outputs, (stalled, update), statistics, fp8 = jax.device_get(
+            compiled(arrays, batch)
+        )
         names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
         root = root_of(names)
         modules = [module_of(path, root) for path in paths]
@@ -131,6 +137,7 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
                 if output.is_computed
             },
             stalled=float(stalled),
+            update=float(update),
             statistics=leaves_of(statistics),
             fp8={
                 _operand_name(place, root): {
@@ -167,6 +174,12 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
     unchanged = sum(jnp.sum((p == q) & moving(g), dtype=jnp.float32) for p, q, g in leaves)
     moved = sum(jnp.sum(moving(g), dtype=jnp.float32) for _, _, g in leaves)
     return jnp.asarray(unchanged / jnp.maximum(moved, 1.0), jnp.float32)
+
+
+def _update_norm(before: PyTree, after: PyTree) -> Array:
+    """Returns the norm of the difference of two trees of parameters, in FP32."""
+    wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+    return global_norm(jax.tree.map(jnp.subtract, wide(after), wide(before)))
 
 
 # ---------------------------------------------------------------------------
@@ -215,6 +228,7 @@ def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
         nonfinite=float(np.mean(~np.isfinite(y))) if y.size else 0.0,
         stalled=candidate.stalled,
         reference_stalled=reference.stalled,
+        update_ratio=candidate.update / reference.update if reference.update else float("nan"),
         loss_error=abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30),
     )
 

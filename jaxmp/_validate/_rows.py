@@ -64,7 +64,9 @@ class Cause:
 
     Args:
       id: "fp16_underflow", "missing_masters", "softmax_16bit", "accumulator_16bit",
-        "norm_statistics_16bit", "fp8_weights", "overflow" or the id of a check of the audit.
+        "norm_statistics_16bit", "fp8_weights", "overflow", "skipped_steps" or the id of a check of
+        the audit. Without a known cause, "update", "module" or "unknown" with the location of the
+        error.
       summary: the cause in a few words; the headline contains it.
       evidence: the measurements that show it.
       fix: the remedy, as code.
@@ -131,6 +133,8 @@ class GradientRow:
       stalled: share of the candidate's parameters with a nonzero gradient that the update does not
         change; 0 for the initial steps of a warm-up with a learning rate of zero.
       reference_stalled: the same share in the reference.
+      update_ratio: norm of the candidate's update, from its own optimizer state, over that of the
+        reference; NaN if the reference's update is zero.
       loss_error: absolute difference of the loss of this batch over that of the reference.
     """
 
@@ -142,6 +146,7 @@ class GradientRow:
     nonfinite: float = 0.0
     stalled: float = 0.0
     reference_stalled: float = 0.0
+    update_ratio: float = 1.0
     loss_error: float = 0.0
 
 

@@ -124,10 +124,12 @@ def _gradients(candidate: CandidateResult) -> Section:
             f"{100 * row.underflow:.3g} %",
             f"{100 * row.nonfinite:.3g} %",
             f"{100 * row.stalled:.3g} %",
+            f"{row.update_ratio:.4g}",
         )
         for row in candidate.gradients
     )
     columns = ("step", "error", "cosine", "became zero", "not finite", "unchanged parameters")
+    columns += ("update size",)
     return Section(f"{candidate.name}: gradients", candidate.origin.text, columns, rows)
 
 

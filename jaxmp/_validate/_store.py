@@ -115,7 +115,7 @@ class Store:
         arrays |= {f"grad {path}": leaf for path, leaf in probe.grads.items()}
         arrays |= {f"output {module}": leaf for module, leaf in probe.outputs.items()}
         arrays |= {f"statistic {path}": leaf for path, leaf in probe.statistics.items()}
-        arrays["scalars"] = np.array([probe.loss, probe.stalled])
+        arrays["scalars"] = np.array([probe.loss, probe.stalled, probe.update])
         self._save_arrays(f"reference/{step}.npz", arrays)
 
     def step(self, step: int) -> tuple[Leaves, Probe] | None:
@@ -128,12 +128,13 @@ class Store:
             for key, value in arrays.items()
             if key.startswith(prefix)
         }
-        loss, stalled = map(float, arrays["scalars"])
+        loss, stalled, update = map(float, arrays["scalars"])
         probe = Probe(
             loss=loss,
             grads=select("grad "),
             outputs=select("output "),
             stalled=stalled,
+            update=update,
             statistics=select("statistic "),
         )
         return select("param "), probe
