@@ -14,7 +14,10 @@ import fp8_program
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["bf16, functional.gelu", "current", "delayed"])
+@pytest.mark.parametrize(
+    "name",
+    ["bf16, functional.gelu", "bf16, functional.gelu and linear", "current", "delayed"],
+)
 def test_an_mlp_stays_within_its_limits(name):
     variant = fp8_program.VARIANTS[name]
     # A residual of a layer in FP32 and one in BF16 is FP32 while `init` runs without policies.

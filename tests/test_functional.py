@@ -385,3 +385,55 @@ def test_activations_save_their_inputs_alone_and_can_be_transformed(name):
 def test_activations_refuse_what_does_not_fit(call, message):
     with pytest.raises(JaxmpError, match=message):
         call()
+
+
+# ---------------------------------------------------------------------------
+# Linear layers
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_layers_are_those_of_fp64_and_gradients_of_parameters_are_not_rounded(dtype):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape, dtype=jnp.float32: jnp.asarray(rng.normal(size=shape), dtype)
+    x, d_out = draw(3, 5, 24, dtype=dtype), draw(3, 5, 16, dtype=dtype)
+    # FP32 parameters that the compute dtype represents exactly.
+    kernel, bias = (draw(*shape).astype(dtype).astype(jnp.float32) for shape in ((24, 16), (16,)))
+    out, backward = jax.vjp(functional.linear, x, kernel, bias)
+    d_x, d_kernel, d_bias = backward(d_out)
+    assert (out.dtype, d_x.dtype, d_kernel.dtype, d_bias.dtype) == (dtype, dtype, *["float32"] * 2)
+    rows, d_rows = f64(x).reshape(-1, 24), f64(d_out).reshape(-1, 16)
+    np.testing.assert_allclose(d_kernel, rows.T @ d_rows, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(d_bias, d_rows.sum(0), rtol=0, atol=2e-5)
+    assert_rounded_once(d_x, f64(d_out) @ f64(kernel).T, fp32=1e-5)
+    # The product is rounded before the bias is added.
+    exact, eps = f64(x) @ f64(kernel) + f64(bias), float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(f64(out), exact, rtol=eps, atol=eps * 16)
+
+
+def test_linear_layers_multiply_in_16_bits_and_convert_no_gradient():
+    x, kernel, d_out = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6)), jnp.ones((4, 6))
+
+    def gradients(x, kernel, d_out):
+        _, backward = jax.vjp(functional.linear, x, kernel)
+        return backward(d_out.astype(x.dtype))
+
+    equations = jax.make_jaxpr(jax.vmap(gradients))(x[None], kernel[None], d_out[None]).eqns
+    dots = [e for e in equations if e.primitive.name == "dot_general"]
+    assert [str(v.aval.dtype) for e in dots for v in e.invars] == ["bfloat16"] * 2 * len(dots)
+    assert sorted(str(e.outvars[0].aval.dtype) for e in dots) == ["bfloat16"] * 2 + ["float32"]
+    converted = [e for e in equations if e.primitive.name == "convert_element_type"]
+    assert all(e.params["new_dtype"] == jnp.bfloat16 for e in converted)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 8), (6, 8)), r"x must be \[\.\.\., K\]"),
+        (((4, 8), (8,)), r"kernel\.T"),
+        (((4, 8), (8, 6), (8,)), r"bias\.reshape\(6\)"),
+    ],
+)
+def test_linear_layers_refuse_what_does_not_fit(shapes, message):
+    with pytest.raises(JaxmpError, match=message):
+        functional.linear(*map(jnp.ones, shapes))
