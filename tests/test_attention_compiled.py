@@ -13,6 +13,7 @@ import jaxmp
 import mask_declaration
 from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp import audit, dot_product_attention
 
 pytestmark = needs_compiler
@@ -130,7 +131,7 @@ def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
     assert [kernel for kernel, _ in kernels(fn, params, x, mask)] == MASKED
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=EXPENSIVE)])
 def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand(framework):
     sizes = dict(layers=1, width=128, heads=2, length=512, batch=2)
     rows = {way: mask_declaration.count(framework, way, **sizes) for way in mask_declaration.WAYS}

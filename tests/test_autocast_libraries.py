@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxmp
+from grids import EXPENSIVE
 from jaxmp import PolicyMap, Rule, RuleError, autocast, full_precision
 from models import MIXED
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
@@ -367,6 +368,7 @@ def test_a_rule_that_matches_nothing_is_refused():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_the_gradient_of_an_implicit_diffrax_solve():
     """The backward pass repeats the solver in FP32, as in the forward pass; in 16 bits no step
     converges.

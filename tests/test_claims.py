@@ -11,6 +11,7 @@ import claims_cost
 import claims_precision
 from claims_precision import UPDATE, UPDATES, shares_of, sum_of_updates
 from claims_result import NOT_MEASURED
+from grids import EXPENSIVE
 
 REPORT = json.loads(claims.RESULTS.read_text("utf-8"))
 ROWS = {row["name"]: row for row in REPORT["rows"]}
@@ -60,6 +61,7 @@ def test_rows_of_recorded_results(name):
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_powers_of_two_do_not_change_the_bits_of_gradients():
     result = claims_precision.power_of_two_scale(TINY)
 
@@ -71,6 +73,7 @@ def test_powers_of_two_do_not_change_the_bits_of_gradients():
     assert all(float(changed[recipe, "1000"].rstrip("%")) > 10 for recipe in ("fp32", "bf16"))
 
 
+@EXPENSIVE
 def test_a_larger_scale_leaves_fewer_zeros(monkeypatch):
     monkeypatch.setattr(claims_precision, "SCALES", (2.0**-8, 1.0, 2.0**16))
     result = claims_precision.fp16_underflow(TINY, steps=2)

@@ -16,6 +16,7 @@ import by_hand
 import gpt
 import llama
 import run_gpu
+from grids import EXPENSIVE
 from rounds import Rounds
 from train_step import model_of
 from workload_sizes import TOY, WORKLOADS
@@ -67,13 +68,20 @@ def test_flops_of_a_workload_count_each_matrix_six_times_per_token():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("name", ["w1", "w5"])
+@pytest.mark.parametrize(
+    ("name", "chunked"),
+    [
+        ("w1", True),
+        ("w5", False),
+        pytest.param("w1", False, marks=EXPENSIVE),
+        pytest.param("w5", True, marks=EXPENSIVE),
+    ],
+)
 def test_the_hand_written_model_is_that_of_the_example(name, chunked):
     size = dataclasses.replace(TOY[name], unroll=False)
     model = model_of(size)
     module = llama.Llama(model) if size.is_llama else model
-    params = module.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     tokens = jax.random.randint(jax.random.key(1), (size.batch, size.length + 1), 0, 250)
     loss = by_hand.llama_loss if size.is_llama else by_hand.gpt_loss
     own = jax.jit(jax.value_and_grad(loss(model, "xla", chunked)))(params, tokens)

@@ -14,6 +14,7 @@ import language_models
 import llama
 from gpt_programs import count_step
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 
 TOY = llama.Shape(2, 32, 4, 2, 48, 128, 16)
 TOKENS_BS = np.random.default_rng(0).integers(0, TOY.vocabulary, (2, 17)).astype(np.int32)
@@ -99,7 +100,7 @@ def reference_loss(params, shape=TOY):
     [
         ("linen", "fp32", TOY, 1e-6),
         ("nnx", "fp32", dataclasses.replace(TOY, tied=True), 1e-6),
-        ("nnx", "fp16", TOY, 2e-3),
+        pytest.param("nnx", "fp16", TOY, 2e-3, marks=EXPENSIVE),
     ],
 )
 def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
@@ -109,7 +110,7 @@ def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
     language_models.check_gradient(reference, params(shape), gradient, tolerance)
 
 
-@pytest.mark.parametrize("remat", ["mlp", "full"])
+@pytest.mark.parametrize("remat", ["mlp", pytest.param("full", marks=EXPENSIVE)])
 def test_remat_changes_no_result(remat):
     loss, gradient = loss_and_gradient("fp32", "linen")
     shape = dataclasses.replace(TOY, remat=remat)
@@ -119,7 +120,10 @@ def test_remat_changes_no_result(remat):
         np.testing.assert_allclose(other, own, rtol=0, atol=1e-5 * np.abs(own).max())
 
 
-@pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp16"), ("nnx", "bf16_params")])
+@pytest.mark.parametrize(
+    ("framework", "recipe"),
+    [("linen", "fp16"), pytest.param("nnx", "bf16_params", marks=EXPENSIVE)],
+)
 def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
     file = tmp_path / "tokens.bin"
     (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(file)
@@ -145,6 +149,7 @@ def counts(framework, recipe="bf16", **changes):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_both_frameworks_compile_to_the_same_kernels():
     linen, in_nnx = (counts(framework) for framework in MAKERS)
     assert linen._replace(framework="nnx") == in_nnx

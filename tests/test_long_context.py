@@ -17,6 +17,7 @@ import attention_gpu
 import attention_memory
 import byte_gpt
 import long_context
+from grids import EXPENSIVE
 from long_context import GIB, LongGPT, OutOfMemoryError, Point
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +141,7 @@ def test_only_the_end_of_memory_is_the_end_of_memory():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_blocks_take_memory_linear_in_the_length():
     def temporary(implementation, length):
         query = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)

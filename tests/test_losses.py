@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 import loss_memory
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp import losses
 from jaxmp._core._hlo import Program
 from jaxmp.errors import JaxmpError
@@ -200,13 +201,14 @@ def test_gradient_by_soft_labels():
     labels = jnp.array([[0.2, 0.5, 0.3]])
     loss_fn = lambda labels: softmax(logits, labels, label_smoothing=0.25)
     by_hand = -0.75 * jax.nn.log_softmax(logits)
-    np.testing.assert_allclose(jax.grad(loss_fn)(labels), by_hand, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss_fn))(labels), by_hand, rtol=1e-6)
 
 
 def test_an_infinite_or_nan_logit_is_not_hidden():
+    run = jax.jit(jax.value_and_grad(softmax))
     for bad in (jnp.inf, jnp.nan):
         logits = jnp.array([[1.0, bad, 0.0]])
-        loss, slope = jax.value_and_grad(softmax)(logits, jnp.array([0]))
+        loss, slope = run(logits, jnp.array([0]))
         assert np.isnan(loss) and np.isnan(slope).any()
 
 
@@ -246,7 +248,8 @@ def test_rows_that_do_not_count_may_hold_anything(loss_fn, how):
     given = labels
     if how == "ignore_index":
         options, given = {"ignore_index": -100}, jnp.where(skip, -100, labels)
-    loss, slopes = jax.value_and_grad(loss_fn, (0, 1))(bad, kernel, given, **options)
+    run = jax.jit(jax.value_and_grad(functools.partial(loss_fn, **options), (0, 1)))
+    loss, slopes = run(bad, kernel, given)
     exact = layer_oracle(hidden, kernel, labels, weights=~skip)
     np.testing.assert_allclose(loss, exact[0], rtol=1e-6)
     if loss_fn is by_chunks:  # elsewhere the kernel meets the rows in the user's own product
@@ -291,7 +294,8 @@ def test_gradient_by_weights(loss_fn):
     hidden, kernel, labels = layer()
     each = oracle(f64(hidden) @ f64(kernel), labels)[0]
     weights = jnp.array([0.5, 2.0, 0.0, 1.0, 1.5])
-    found = jax.grad(lambda weights: loss_fn(hidden, kernel, labels, weights=weights))(weights)
+    of_weights = lambda weights: loss_fn(hidden, kernel, labels, weights=weights)
+    found = jax.jit(jax.grad(of_weights))(weights)
     mean = (each * f64(weights)).sum() / 5
     np.testing.assert_allclose(found, (each - mean) / 5, rtol=1e-5, atol=1e-6)
 
@@ -311,8 +315,10 @@ def test_microbatches_of_unequal_weight_mean_what_the_batch_means(loss_fn):
         )
 
     batch = {"hidden": hidden, "labels": labels, "weights": weights}
-    loss, slope = jaxmp.value_and_grad(pair, weighted=True, microbatches=4)(kernel, batch)
-    whole, slope_1 = jax.value_and_grad(loss_fn, 1)(hidden, kernel, labels, weights=weights)
+    parts = jaxmp.value_and_grad(pair, weighted=True, microbatches=4)
+    loss, slope = jax.jit(parts)(kernel, batch)
+    run = jax.jit(jax.value_and_grad(functools.partial(loss_fn, weights=weights), 1))
+    whole, slope_1 = run(hidden, kernel, labels)
     np.testing.assert_allclose(loss, whole, rtol=1e-6)
     np.testing.assert_allclose(slope, slope_1, rtol=1e-5, atol=1e-6)
 
@@ -332,11 +338,11 @@ def test_a_class_index_out_of_range(loss_fn, wrong):
     # If its value is not known, the loss is NaN.
     each = loss_fn(hidden, kernel, labels, reduction="none")
     assert np.flatnonzero(np.isnan(each)).tolist() == [2]
-    loss, slope = jax.value_and_grad(loss_fn)(hidden, kernel, labels)
+    loss, slope = jax.jit(jax.value_and_grad(loss_fn))(hidden, kernel, labels)
     assert np.isnan(loss)
     assert (slope[2] == 0).all() and np.isfinite(slope).all() and (slope[0] != 0).any()
     # And jaxmp's gradients of it are NaN: the step is skipped.
-    assert np.isnan(jaxmp.grad(loss_fn)(hidden, kernel, labels)).any()
+    assert np.isnan(jax.jit(jaxmp.grad(loss_fn))(hidden, kernel, labels)).any()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32"])
@@ -623,6 +629,7 @@ def test_memory_on_a_cpu():
 
 
 @needs_compiler
+@EXPENSIVE
 def test_memory_on_an_h200():
     found = shares("h200")
     for dtype in ("float32", "bfloat16"):

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jaxmp
+from grids import EXPENSIVE
 
 STEPS = 24
 FP16, BF16, BF16_PARAMS = map(jaxmp.load_recipe, ("fp16", "bf16", "bf16_params"))
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         return nn.Dense(4, name="out")(jax.nn.softmax(logits).astype(value.dtype) @ value)
 
 
-@pytest.mark.parametrize("is_fp32", [False, True])
+@pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
 def test_half_softmax_at_large_logits(is_fp32):
     report = run(
         Attention(is_fp32), ["bf16"], squared_error, (8, 8, 8), optax.adam(1e-3), budgets=0.05
@@ -160,7 +161,7 @@ class Normalized(nn.Module):
         return nn.Dense(4, name="out")(nn.relu(Norm(self.is_fp32, name="norm")(h)))
 
 
-@pytest.mark.parametrize("is_fp32", [False, True])
+@pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
 def test_16_bit_batch_norm_statistics(is_fp32):
     report = run(Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3))
     if is_fp32:
@@ -188,7 +189,7 @@ def cross_entropy(model, x):
     return optax.softmax_cross_entropy_with_integer_labels(logits, x.argmax(-1)).mean()
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("size", [pytest.param(1.0, marks=EXPENSIVE), 30.0])
 def test_fp8_head_with_large_weights(size):
     report = run(Head(size), ["fp8"], cross_entropy, (256, 16), optax.adam(1e-4), budgets=0.1)
     if size == 1:
