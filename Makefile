@@ -3,6 +3,7 @@
 #   make demo                 train one model in four precisions; table and loss curves in demo_out/
 #   make test                 the fast tests; make test-slow the slow ones
 #   make test-all             both, and the rest of each grid of which they run a subset
+#   make test-compiled        the slow tests that need XLA's GPU compiler: EXTRA=aot, Python >= 3.12
 #   make test-versions        the fast tests that depend on the versions of JAX and Flax
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
@@ -31,7 +32,7 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-.PHONY: env demo test test-versions test-slow test-all test-lowest bench lint format clean
+.PHONY: env demo test test-versions test-slow test-compiled test-all test-lowest bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -48,6 +49,9 @@ test-versions: $(STAMP)/dev
 
 test-slow: $(STAMP)/dev
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
+
+test-compiled: $(STAMP)/dev
+	$(PYTEST) -m "gpu_compiler and slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP)/dev
 	$(PYTEST) $(ARGS)

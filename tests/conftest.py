@@ -16,6 +16,8 @@ import hypothesis
 import jax
 import pytest
 
+from gpu_compiler import needs_compiler
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
@@ -54,16 +56,19 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("jaxmp")
 
 
-# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too.
+# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too. Of
+# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
     *("attention", "attention_splash", "docs", "frame", "leaks", "ops"),
     # The Flax adapters, which intercept modules and subclass layers.
     *("boundary", "fp8_models", "fp8_nnx", "inputs", "linen", "linen_transforms", "masks"),
-    *("models", "nnx", "nnx_gradients", "nnx_policies", "share", "train_state"),
+    *("models", "nnx", "nnx_gradients", "nnx_policies", "register_layer", "share"),
+    "train_state",
     # Interpreters and readers of jaxprs, whose primitives change between versions.
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_steps", "hlo"),
+    *("gathers", "validate_capture"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
     "optim",
@@ -74,6 +79,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem.removeprefix("test_") in VERSION_SENSITIVE:
             item.add_marker("versions")
+        if needs_compiler.mark in item.iter_markers("skipif"):
+            item.add_marker("gpu_compiler")
 
 
 def pytest_unconfigure():
