@@ -141,7 +141,8 @@ def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)
     program = Program(compiled.text)
-    rows = read_program(compiled, {}, (), [False] * len(traced.arrays))
+    unmarked = [False] * len(traced.arrays)
+    rows = read_program(compiled, {}, (), unmarked, unmarked)
     matmuls, attention = Counter(), Counter()
     for row in rows.gemms:
         matmuls[f"{row.lhs} x {row.rhs}"] += row.flops
