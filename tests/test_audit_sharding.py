@@ -252,14 +252,20 @@ def test_zero_1_gathers_updated_parameters_as_they_are_stored():
 
 
 @needs_compiler
-def test_activations_gathered_over_the_axis_of_the_weights():
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
     """Few rows are cheaper to gather than weights, until the activations are constrained."""
     params = [
         shape((WIDTH, 4 * WIDTH), P(None, "data")),
         shape((4 * WIDTH, WIDTH), P("data", None)),
     ]
-    batch = shape((64, WIDTH), P("data"))
-    report = compiled(step_of(functools.partial(mlp, rows=unchanged)), params, batch)
+    batch = shape((64, WIDTH), P("data") if is_placed else P())
+    step = jax.jit(step_of(functools.partial(mlp, rows=unchanged)))
+
+    def placed_step(params, x):
+        return step(params, constrain(x, P("data")))
+
+    report = compiled(step if is_placed else jax.jit(placed_step), params, batch)
     finding = the_only(report, "activation_all_gather")
     assert finding.severity == "warning" and finding.module == "layer_0"
     assert "65.5 kB of activations are gathered over the axis 'data'" in finding.message

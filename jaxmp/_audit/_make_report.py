@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
+from jax.extend.core import Jaxpr
+
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_hlo import CompiledProgram
 from jaxmp._audit._check_matmuls import FP32_MATMUL, MISALIGNED_MATMUL
@@ -19,7 +21,7 @@ from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow
 from jaxmp._audit._trace import Traced
-from jaxmp._core._jaxprs import Path
+from jaxmp._core._jaxprs import Atom, Path, inners
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MULTIPLES
 from jaxmp._policies._policy import without_inputs
@@ -85,12 +87,38 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
     of_weights: set[str] = set()
     of_batch: set[str] = set()
-    for sharding, is_weight in zip(compiled.shardings, traced.may_be_weights(), strict=True):
+    batch: list[Atom] = []
+    rows = zip(compiled.shardings, traced.may_be_weights(), traced.jaxpr.invars, strict=True)
+    for sharding, is_weight, var in rows:
         spec = getattr(sharding, "spec", ())
-        for entry in spec if is_weight else spec[:1]:
-            names = entry if isinstance(entry, tuple) else (entry,)
-            (of_weights if is_weight else of_batch).update(map(str, filter(None, names)))
-    return frozenset(of_weights & of_batch)
+        if is_weight:
+            of_weights |= {name for entry in spec for name in _axis_names(entry)}
+        else:
+            of_batch |= {name for entry in spec[:1] for name in _axis_names(entry)}
+            batch.append(var)
+    return frozenset(of_weights & (of_batch | _constrained_axes(traced.jaxpr, batch)))
+
+
+def _constrained_axes(jaxpr: Jaxpr, batch: list[Atom]) -> set[str]:
+    """Returns the mesh axes to which the program constrains the rows of its batch."""
+    axes: set[str] = set()
+    for equation in jaxpr.eqns:
+        operands = [var for var in equation.invars if any(var is other for other in batch)]
+        if operands and equation.primitive.name == "sharding_constraint":
+            spec = getattr(equation.params["sharding"], "spec", ())
+            axes |= {name for entry in spec[:1] for name in _axis_names(entry)}
+        elif operands and equation.primitive.name in ("jit", "pjit"):
+            for inner in inners(equation):
+                pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
+                inside = [var for outer, var in pairs if any(outer is o for o in operands)]
+                axes |= _constrained_axes(inner.jaxpr, inside)
+    return axes
+
+
+def _axis_names(entry: object) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a partition spec."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _gpu_text(compiled: Compiled) -> str:
