@@ -206,6 +206,7 @@ def test_both_frameworks_learn_alike(recipe):
     assert jaxmp.get_loss_scale(in_nnx.state) == jaxmp.get_loss_scale(linen.state)
 
 
+@EXPENSIVE
 def test_microbatches_train_alike():
     whole = tiny_run("fp32")
     parts = train_lm.train("fp32", microbatches=2, **TINY)

@@ -17,7 +17,7 @@ from jax import lax
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
-from grids import REST
+from grids import EXPENSIVE, REST
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
@@ -575,6 +575,7 @@ def test_an_a100_is_refused(framework):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
     emulated = load_recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
     report = compiled_gradients("linen", emulated, "a100")
