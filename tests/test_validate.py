@@ -391,6 +391,18 @@ def test_bad_arguments_raise(options, match):
         jaxmp.validate(make_run, **options)
 
 
+def test_a_list_of_too_few_batches_is_refused_before_the_training():
+    def make(recipe, seed):
+        def step(state, x):
+            raise AssertionError("the step was traced")
+
+        return dataclasses.replace(make_run(recipe, seed), batches=data(seed, 4), step=step)
+
+    match = r"make_run\('fp32', 0\) has 4 batches, and validate trains for 5 steps\. Pass steps=4"
+    with pytest.raises(jaxmp.ValidationError, match=match):
+        jaxmp.validate(make, ["bf16"], steps=5, seeds=1)
+
+
 def test_a_wrong_result_of_make_run_is_named():
     with pytest.raises(
         jaxmp.ValidationError, match=r"returned int instead of a jaxmp\.TrainingRun"

@@ -241,7 +241,9 @@ def _train_recipe(
     """Trains all seeds of a recipe that are not in the store yet."""
     seeds, schedule = settings.seeds, settings.schedule
     is_reference = name == settings.reference[0]
-    run = lambda seed: as_pure(make_run(recipe, seed), f"make_run({name!r}, {seed})")
+    run = lambda seed: as_pure(
+        make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
+    )
     first = run(seeds[0])
     prints = {seeds[0]: fingerprint(first)}
     runs = {seeds[0]: first}

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -61,15 +61,16 @@ class PureRun(NamedTuple):
     audited: tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
 
-def as_pure(run: object, name: str) -> PureRun:
+def as_pure(run: object, name: str, steps: int) -> PureRun:
     """Converts the result of `make_run`.
 
     Args:
       run: what `make_run` returned.
       name: the call, for error messages.
+      steps: number of training steps.
 
     Raises:
-      ValidationError: if it is not a `TrainingRun`.
+      ValidationError: if it is not a `TrainingRun`, or is known to have fewer batches than steps.
     """
     if not isinstance(run, TrainingRun):
         raise ValidationError(
@@ -82,10 +83,20 @@ def as_pure(run: object, name: str) -> PureRun:
         first = next(batches)
     except StopIteration:
         raise ValidationError(f"{name} returned no batches.") from None
+    if isinstance(run.batches, Sized) and len(run.batches) < steps:
+        raise too_few_batches(name, len(run.batches), steps)
     stream = first, itertools.chain([first], batches)
     nodes = run.state if isinstance(run.state, tuple) else ()
     is_nnx = bool(nodes) and any(isinstance(node, nnx.Module) for node in nodes)
     return _pure_nnx(run, *stream) if is_nnx else _pure_tree(run, *stream)
+
+
+def too_few_batches(name: str, count: int, steps: int) -> ValidationError:
+    """Returns the error for a run with fewer batches than steps."""
+    return ValidationError(
+        f"{name} has {count} batches, and validate trains for {steps} steps. Pass "
+        f"steps={count}, or return more batches from make_run."
+    )
 
 
 def as_arrays(batch: PyTree) -> PyTree:

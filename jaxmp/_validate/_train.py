@@ -16,9 +16,8 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._validate._pure import PureRun, as_arrays, checksum
+from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
-from jaxmp.errors import ValidationError
 
 # Called before step `n` with (seed index, n, arrays, batch), if `n` is a step to compare.
 OnCompare = Callable[[int, int, PyTree, PyTree], None]
@@ -132,10 +131,7 @@ def take_batches(run: PureRun, steps: int, name: str) -> Iterator[PyTree]:
         count += 1
         yield batch
     if count < steps:
-        raise ValidationError(
-            f"{name} has {count} batches, and validate trains for {steps} steps. Pass "
-            f"steps={count}, or return more batches from make_run."
-        )
+        raise too_few_batches(name, count, steps)
 
 
 # ---------------------------------------------------------------------------
