@@ -54,24 +54,13 @@ from test_validate_target import make_larger_run
 def test_the_command_compares_the_program_for_the_target(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
+    (tmp_path / "target_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
 
     def run(function, *options):
-        arguments = [
-            "--steps",
-            "2",
-            "--seeds",
-            "1",
-            "--candidates",
-            "bf16",
-            "--budget",
-            "0.9",
-            "--target",
-            "h200",
-        ]
+        common = ["--steps", "2", "--seeds", "1", "--candidates", "bf16", "--target", "h200"]
         with pytest.raises(SystemExit) as stop:
             cli.main(
-                ["validate", f"my_run.py:{function}", *arguments, "--target", "h200", *options]
+                ["validate", f"target_run.py:{function}", *common, "--budget", "0.9", *options]
             )
         return stop.value.code, capsys.readouterr()
 
