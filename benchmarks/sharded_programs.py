@@ -1,11 +1,10 @@
 """Counts the bytes that sharded training steps send, by dtype, compiled for 8 and 16 H200.
 
-    python benchmarks/sharded_programs.py --out sharded.json        # all programs
-    python benchmarks/sharded_programs.py --pairwise                # a subset
+    python benchmarks/sharded_programs.py --out sharded.json        # a subset
+    python benchmarks/sharded_programs.py --full                    # all programs
     python benchmarks/sharded_programs.py --recipes bf16 --layouts FSDP --devices 8 --forms scan
 
-All programs are those for the first number of GPUs, and a subset for the others, which contains
-each pair of recipe, framework, form and layout.
+The subset contains each pair of recipe, framework, form and layout, for each number of GPUs.
 
 The model is an embedding, four residual blocks of two Dense layers, and a head. It is written in
 Linen and in NNX; its blocks are a Python loop ("plain"), a scan, or a scan of rematerialized blocks
@@ -432,16 +431,16 @@ def main() -> None:
     """Prints a line for each program and the table, and writes both as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=[*WAYS, *RECIPES])
-    parser.add_argument("--forms", nargs="+", default=["plain", "remat"])
+    parser.add_argument("--forms", nargs="+", default=["plain", "remat"], choices=FORMS)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16])
-    parser.add_argument("--pairwise", action="store_true")
+    parser.add_argument("--full", action="store_true", help="all programs instead of a subset")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen: list[tuple[Any, ...]] = []
-    for number, count in enumerate(args.devices):
+    for count in args.devices:
         all_programs = list(programs(args.recipes, args.forms, args.layouts, count))
-        chosen += pairwise(all_programs) if number or args.pairwise else all_programs
+        chosen += all_programs if args.full else pairwise(all_programs)
     rows = []
     for number, program in enumerate(chosen, 1):
         row = measure(*program)

@@ -16,7 +16,9 @@ from jaxmp._fp32_gradients._layout import (
     Layout,
     Saved,
     as_gathered,
+    as_stored,
     gathered,
+    gathered_again,
     run_gathered,
     split,
 )
@@ -52,7 +54,8 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
         return call(other, gathered(low, layout))
 
     def matmul_fwd(other: Array, low: Array, carrier: Array) -> Any:
-        whole = gathered(low, layout)
+        low = as_stored(low, layout)
+        whole = gathered_again(low, layout)
         return call(other, whole), (other, low if again else whole)
 
     def matmul_bwd(saved: tuple[Array, Array], cotangent: Array) -> Any:

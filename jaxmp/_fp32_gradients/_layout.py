@@ -41,6 +41,7 @@ ELEMENTWISE = frozenset(
         "ge",
         "gt",
         "is_finite",
+        "layout_constraint",
         "le",
         "lt",
         "max",
@@ -144,13 +145,28 @@ class Layout:
 
 def gathered(array: Array, layout: Layout | None) -> Array:
     """Returns a weight in the sharding in which matmuls read it."""
+    return gathered_again(as_stored(array, layout), layout)
+
+
+def as_stored(array: Array, layout: Layout | None) -> Array:
+    """Constrains a weight to its own sharding. Otherwise XLA may gather it before it was cast.
+
+    Backward passes that gather again must save this result. XLA (Shardy) replaces later uses of an
+    array that two constraints follow by the result of the second one, which is the gathered weight.
+    """
+    if layout is None or not layout.is_split or layout.is_explicit:
+        return array
+    assert layout.stored is not None
+    return lax.with_sharding_constraint(array, layout.stored)
+
+
+def gathered_again(array: Array, layout: Layout | None) -> Array:
+    """Returns the result of `as_stored` in the sharding in which matmuls read it."""
     if layout is None or not layout.is_split:
         return array
-    assert layout.stored is not None and layout.gathered is not None
+    assert layout.gathered is not None
     if layout.is_explicit:
         return jax.reshard(array, layout.gathered)
-    # Without the first constraint, XLA may gather the array before it was cast.
-    array = lax.with_sharding_constraint(array, layout.stored)
     return lax.with_sharding_constraint(array, layout.gathered)
 
 
@@ -376,7 +392,9 @@ def _run(
     if not is_outermost:
         return results
     return [
-        (gather(var), None) if mark is not None and not mark.again else (array, mark)
+        (gather(var), None)
+        if mark is not None and not mark.again
+        else (as_stored(array, mark), mark)
         for var, (array, mark) in zip(jaxpr.outvars, results, strict=True)
     ]
 
