@@ -26,6 +26,7 @@ per device and step, of arrays above 4 kB:
     gathered                    all-gather, by dtype
     weights                     elements of the weights that a device must gather per step
     gathered_weights            elements that are gathered in the compute dtype or in FP8
+    kept                        gathered weights that the backward pass reads, too
     temporary                   memory that the program allocates beside arguments and results
 """
 
@@ -333,7 +334,7 @@ def measure(
     report = jaxmp.audit(jitted, state, tokens, policies=policies, target="h200")
     sums: Counter[str] = Counter()
     gathered: Counter[str] = Counter()
-    gathered_weights = 0
+    gathered_weights = kept = 0
     for row in report.collectives:
         if row.bytes < 4096 * row.count:
             continue
@@ -342,6 +343,7 @@ def measure(
             sums["fp32" if row.dtype == "float32" else "16-bit"] += row.bytes
         elif row.operation == "all-gather":
             gathered[row.dtype] += row.bytes
+            kept += row.bytes if row.is_kept else 0
             if row.dtype != "float32":
                 gathered_weights += row.bytes // (1 if row.dtype.startswith("float8") else 2)
     return {
@@ -353,8 +355,10 @@ def measure(
         "sums_16_bit": sums["16-bit"],
         "sums_fp32": sums["fp32"],
         "gathered": dict(sorted(gathered.items())),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "weights": weights_to_gather(params, mesh, layout),
         "gathered_weights": gathered_weights,
+        "kept": kept,
         "temporary": report.memory.temporary,
     }
 
@@ -386,6 +390,26 @@ def pairwise(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def violations(row: dict[str, Any]) -> list[str]:
+    """Returns the limits that the program of a recipe exceeds, as text.
+
+    Weight gradients are summed in FP32. Under FSDP, the elements that are gathered in 16 bits and
+    in FP8 are those of the weights, once per pass, and only small arrays are gathered in FP32. The
+    backward pass reads none of the arrays that the forward pass gathered, except for the table.
+    """
+    limits = {"sums_16_bit": row["sums_16_bit"] == 0}
+    if row["layout"] == "ZeRO-1":
+        # The updated parameters are gathered in the dtype in which they are stored.
+        stored = 2 if row["recipe"].endswith("_params") else 4
+        own = sum(row["gathered"].values())
+        limits["gathered"] = own <= 1.01 * stored * row["parameters"]
+    else:
+        limits["gathered_weights"] = abs(row["gathered_weights"] / row["weights"] - 1) <= 0.01
+        limits["gathered"] = row["gathered"].get("float32", 0) <= 0.01 * row["weights"]
+        limits["kept"] = row["kept"] <= 0.1 * sum(row["gathered"].values())
+    return [f"{name}: {row[name]}" for name, is_within in limits.items() if not is_within]
 
 
 # ---------------------------------------------------------------------------
@@ -445,7 +469,8 @@ def main() -> None:
     for number, program in enumerate(chosen, 1):
         row = measure(*program)
         rows.append(row)
-        print(f"{number}/{len(chosen)} {json.dumps(row)}", flush=True)
+        exceeded = "" if row["recipe"] in WAYS else "; ".join(violations(row))
+        print(f"{number}/{len(chosen)} {json.dumps(row)} {exceeded}", flush=True)
         if args.out:
             versions = {"jax": jax.__version__, "flax": flax.__version__}
             versions["python"] = platform.python_version()

@@ -394,6 +394,30 @@ def test_scanned_layers_have_a_state_each():
     np.testing.assert_array_equal(states(model)["blocks/dense"]["fp8_age"], 1)
 
 
+def test_an_optimizer_updates_the_states_of_scanned_layers():
+    """Rematerialized functions return the states that are active during the step."""
+    policies = load_recipe("fp8_delayed").replace(fp8=DELAYED, loss_scale="dynamic")
+    model, x = policies.wrap(Stack()), of_size(4, 8, 32)
+    optimizer = Optimizer(model, policies.optimizer(optax.sgd(1e-3)))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        _, grads = optimizer.value_and_grad(lambda model, x: jnp.sum(model(x)))(model, x)
+        optimizer.update(model, grads)
+
+    history = lambda: states(model)["blocks/dense"]["fp8_input_amax_history"]
+    step(model, optimizer, x)
+    first = np.asarray(history())
+    step(model, optimizer, 2 * x)
+    assert first.shape == history().shape == (3, 3)
+    # The newest amax is the first element, and that of the first step the second one.
+    np.testing.assert_array_equal(history()[:, 1], first[:, 0])
+    assert history()[0, 0] == 2 * first[0, 0]
+    before = np.asarray(history())
+    step(model, optimizer, x * jnp.inf)
+    np.testing.assert_array_equal(history(), before)
+
+
 def test_stacked_states_that_are_not_split_are_refused_with_the_axes_to_name():
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
     model = apply_policy(Stack(axes), POLICIES)

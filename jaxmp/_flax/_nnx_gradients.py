@@ -252,12 +252,14 @@ class _Call:
             for i, (path, leaf) in enumerate(zip(self.paths, inner, strict=True))
         }
         plan = _Plan(graphdef)
+        states = {index for indices in self.overwritten.values() for index in indices}
         present: dict[int, Any] = {}
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             i = known.get(id(leaf) if isinstance(leaf, nnx.Variable) else path)
             if i is not None:
                 present[i] = leaf
-            changed = i is None or not same(_value(leaf), put[i])
+            # Rematerialized functions return all Variables. FP8 states change by their gradients.
+            changed = i is None or not (i in states or same(_value(leaf), put[i]))
             plan.add(path, leaf, i, changed, self)
         self.plan = plan
         values, plan.values = plan.values, []

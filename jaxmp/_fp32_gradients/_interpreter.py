@@ -14,12 +14,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
-from jaxmp._core._jaxprs import equations, sub_jaxprs
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
 from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
+from jaxmp._fp32_gradients._equations import forwarded, quantizes
 from jaxmp._fp32_gradients._layout import (
     CALLS,
     ELEMENTWISE,
@@ -51,9 +51,6 @@ _MERGES = frozenset(
     | {"sub"}
 )
 
-
-# Operations that run a jaxpr once.
-_INLINE = CALLS | {"checkpoint", "remat2"}
 
 # Operations for which rows of a table remain a copy: they may be weights that data selects.
 _OF_ROWS = (
@@ -325,7 +322,7 @@ def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
 
 def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a function with its own derivative. One that quantizes gathers weights in FP8."""
-    if any(map(_is_gathered_later, operands)) and _quantizes(equation):
+    if any(map(_is_gathered_later, operands)) and quantizes(equation):
         operands = [
             _narrowed(v, FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
             for v in operands
@@ -338,15 +335,6 @@ def _is_gathered_later(value: Value) -> bool:
     if not isinstance(value, Weight) or value.array.dtype != FLOAT32:
         return False
     return value.origin is not None or (value.layout is not None and value.layout.is_split)
-
-
-def _quantizes(equation: JaxprEqn) -> bool:
-    """Returns True if a function casts to FP8."""
-    return any(
-        inner.primitive.name == "convert_element_type" and is_fp8(inner.params["new_dtype"])
-        for jaxpr in sub_jaxprs(equation)
-        for inner in equations(jaxpr)
-    )
 
 
 def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -368,21 +356,8 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     results = jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves)
     return [
         result if index is None else operands[index]
-        for result, index in zip(results, _forwarded(jaxpr), strict=True)
+        for result, index in zip(results, forwarded(jaxpr), strict=True)
     ]
-
-
-def _forwarded(jaxpr: Jaxpr) -> list[int | None]:
-    """Returns for each result the index of the argument that it is; None if it is computed."""
-    arguments: dict[Var, int] = {var: index for index, var in enumerate(jaxpr.invars)}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in _INLINE:
-            inner, _ = jaxpr_body(equation.params["jaxpr"])
-            for var, index in zip(equation.outvars, _forwarded(inner), strict=True):
-                operand = None if index is None else equation.invars[index]
-                if isinstance(operand, Var) and operand in arguments:
-                    arguments[var] = arguments[operand]
-    return [arguments.get(var) if isinstance(var, Var) else None for var in jaxpr.outvars]
 
 
 def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -412,10 +387,10 @@ def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights, and
     # might split the copies over devices.
     xs = dict(enumerate(operands[num_consts + num_carry :], num_consts + num_carry))
-    forwarded = _forwarded(jaxpr)[num_carry:]
+    returned = forwarded(jaxpr)[num_carry:]
     ys = (
         array if index is None else xs.get(index, array)
-        for array, index in zip(stacked, forwarded, strict=True)
+        for array, index in zip(stacked, returned, strict=True)
     )
     return [*carry, *ys]
 
