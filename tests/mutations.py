@@ -593,8 +593,8 @@ MUTATIONS = [
     Mutation(
         "gathered weights are never kept for the backward pass",
         "jaxmp/_fp32_gradients/_layout.py",
-        "if mark is not None and not mark.again else",
-        "if False else",
+        "        if mark is not None and not mark.again\n",
+        "        if False\n",
         ("test_gathers.py::test_gathered_weights_can_be_kept",),
     ),
     # FP8 states of a whole step.
