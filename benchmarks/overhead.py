@@ -87,7 +87,7 @@ def peers_ahead(rows: dict[str, dict[str, Any]]) -> list[str]:
         f"{peer} is ahead in {key}: {rows[peer][key]}, and the recipe has {rows[OURS][key]}"
         for peer in PEERS
         for key in ROWS
-        if peer in rows and rows[peer].get(key, np.inf) < rows[OURS][key]
+        if rows.get(peer, {}).get(key, np.inf) < rows[OURS].get(key, -np.inf)
     ]
 
 

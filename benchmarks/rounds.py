@@ -1,4 +1,4 @@
-"""Results of programs that run in turn: written after each round, with ratios within a round."""
+"""Results of programs that run in turn: written after each result, with ratios within a round."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Rounds:
         print(f"{self.report['workload']} {arm}: {json.dumps(row)}", flush=True)
 
     def write(self) -> None:
-        """Writes the file, so that an interrupted run keeps its rounds."""
+        """Writes the file, so that an interrupted run keeps its results."""
         if self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)

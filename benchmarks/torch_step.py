@@ -219,7 +219,7 @@ def main() -> None:
             if device == "cuda":
                 torch.cuda.empty_cache()
             rounds.add(arm, row)
-        rounds.write()
+            rounds.write()
     print(json.dumps(rounds.summary("hand"), indent=2))
 
 

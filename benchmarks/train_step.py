@@ -17,7 +17,7 @@ parameters and see the same random tokens. They run in turn in each round; ratio
 round.
 benchmarks/torch_step.py times PyTorch with the same workloads.
 
---out FILE is written after each round, and a later run adds its rounds to it.
+--out FILE is written after each result, and a later run adds its rounds to it.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def main() -> None:
                 row = {"failed": str(error).splitlines()[0]}
             gc.collect()
             rounds.add(name, row)
-        rounds.write()
+            rounds.write()
     print(json.dumps(rounds.summary("hand"), indent=2))
 
 
