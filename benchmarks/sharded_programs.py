@@ -132,7 +132,8 @@ class NnxStack(nnx.Module):
             self.blocks: Any = nnx.List([NnxBlock(constrain, rngs) for _ in range(LAYERS)])
         else:
             make = lambda rngs: NnxBlock(constrain, rngs)
-            self.blocks = nnx.vmap(make, in_axes=0, out_axes=0)(rngs.fork(split=LAYERS))
+            stacked = nnx.vmap(make, in_axes=0, out_axes=0)
+            self.blocks = nnx.split_rngs(splits=LAYERS)(stacked)(rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the logits of tokens_BT."""
@@ -418,7 +419,7 @@ def violations(row: dict[str, Any]) -> list[str]:
 
 HEADER = (
     "| layout | step | programs | sums in 16 bits | sums in FP32 | gathered | gathered / weights | "
-    "temporary |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "kept | temporary |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -438,14 +439,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ratios = [row["gathered_weights"] / row["weights"] for row in rows if row["weights"]]
     sums = (_range([row[key] / 1e6 for row in rows]) for key in ("sums_16_bit", "sums_fp32"))
     cells = [first["layout"], first["recipe"], str(len(rows)), *sums, ", ".join(gathered) or "0.0"]
-    cells += [_range(ratios, 3) if ratios else "", _range([row["temporary"] / 1e6 for row in rows])]
+    cells.append(_range(ratios, 3) if ratios else "")
+    cells += [_range([row[key] / 1e6 for row in rows]) for key in ("kept", "temporary")]
     return f"| {' | '.join(cells)} |"
 
 
 def table(rows: list[dict[str, Any]], devices: int) -> str:
     """Returns the table of the programs for a number of GPUs."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
+    order = lambda row: (LAYOUTS.index(row["layout"]), (*WAYS, *RECIPES).index(row["recipe"]))
+    for row in sorted(rows, key=order):
         if row["devices"] == devices:
             groups.setdefault((row["layout"], row["recipe"]), []).append(row)
     return "\n".join([HEADER, *map(markdown, groups.values())])
