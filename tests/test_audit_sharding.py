@@ -216,6 +216,22 @@ def test_weights_that_are_read_in_fp32_or_in_fp8_are_gathered_in_the_right_dtype
     assert {("router", "float32"), ("up", "float8_e4m3fn")} <= gathered
 
 
+@needs_compiler
+def test_rows_of_a_table_are_activations_if_the_batch_selects_them():
+    """The table of positions is gathered as a weight, although its rows are looked up."""
+
+    def loss_fn(params, tokens):
+        tokens_table, positions_table, w = params
+        x = low(tokens_table)[tokens] + low(positions_table)[jnp.arange(tokens.shape[1])][None]
+        return jnp.mean((constrain(x, P("data")) @ low(w)).astype(jnp.float32) ** 2)
+
+    params = [shape((4096, WIDTH), P(None, "data")), shape((256, WIDTH), P(None, "data")), *PARAMS]
+    tokens = jax.ShapeDtypeStruct((64, 256), jnp.int32, sharding=NamedSharding(MESH, P("data")))
+    report = compiled(step_of(lambda p, t: loss_fn(p[:3], t)), params, tokens)
+    assert "activation_all_gather" not in severities(report)
+    assert 256 * WIDTH * 2 in {r.bytes for r in report.collectives if r.content == "weight"}
+
+
 @functools.cache
 def zero_1(name):
     recipe = jaxmp.load_recipe(name)

@@ -21,7 +21,7 @@ from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, inners, phase_of
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",
     severity=ERROR,
-    explanation="Devices gather a weight in FP32 that all operations cast to 16 bits or FP8. A"
+    explanation="Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A"
     " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
     fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
     "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)",
@@ -55,7 +55,7 @@ REDUCTION_PER_MICROBATCH = Check(
 
 # Smaller arrays, such as those of norms and losses, may be sent in any dtype.
 _SMALL = 4096  # bytes
-# A smaller share of the gathered weights may be kept until the backward pass.
+# Smaller sums than this share of the gathered weights are not reported.
 _FEW = 0.1
 _HALF = ("bfloat16", "float16")
 _WIDE = ("float32", "float64")
@@ -123,7 +123,7 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
             continue
         if row.content == UPDATE and has_policies:
             updates.append(row)
-        elif row.content == WEIGHT and row.read_as not in _WIDE:
+        elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
             size = bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
             gather = finding(FP32_ALL_GATHER, row, message, _FIX_GATHER)
@@ -144,7 +144,8 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
         and row.in_matmul
         and not program.fsdp_axes.isdisjoint(row.axes)
     ]
-    if rows:
+    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    if _bytes(rows) > _FEW * _bytes(weights):
         axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
         message = (
             f"{_total(rows)} of activations are gathered over the axis {axis!r}, which splits the"

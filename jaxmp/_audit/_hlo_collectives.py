@@ -32,7 +32,7 @@ WEIGHT, GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation", "upda
 # Instructions besides matmuls after which a gradient of an activation is no gradient of a weight.
 _COMBINES = named("scatter reduce reduce-window sort gather")
 # Instructions besides matmuls whose result is an activation, whatever their operands are.
-_LOOKUPS = named("scatter gather sort rng-bit-generator")
+_MIXES = named("scatter rng-bit-generator")
 # Instructions after which an array is still the same weight, in another layout or dtype.
 _LAYOUT = named(
     "bitcast copy transpose reshape convert dynamic-slice dynamic-update-slice slice tuple"
@@ -190,7 +190,9 @@ class Contents:
                 and value.elements > 1
             ):
                 number = int(value.instruction.rest.partition(")")[0])
-                is_weight = number >= len(self._is_weight) or self._is_weight[number]
+                # Rows of a table are activations if the batch selects them.
+                is_float = bool(_arrays(value))
+                is_weight = is_float and self._is_weight[number]
                 has_weight |= is_weight
                 mixes |= not is_weight
         if has_weight and not mixes:
@@ -208,7 +210,7 @@ class Contents:
     @staticmethod
     def _mixes(value: Value) -> bool:
         """Returns True for an operation whose result is an activation or a gradient."""
-        return is_matmul(value.instruction) or value.instruction.opcode in _LOOKUPS
+        return is_matmul(value.instruction) or value.instruction.opcode in _MIXES
 
     def _of_weight(self, result: Value) -> Content:
         phases = {
@@ -244,6 +246,12 @@ class Contents:
         arrays = [operand for operand in operands if operand.shapes[0].elements > 1]
         others = [operand for operand in arrays if operand.opcode not in ("broadcast", "constant")]
         return len(others) <= 1
+
+
+def _arrays(value: Value) -> list[Shape]:
+    """Returns the shapes of floating-point arrays."""
+    shapes = value.instruction.shapes
+    return [shape for shape in shapes if shape.dtype.startswith(("float", "bfloat"))]
 
 
 def _casts_down(value: Value) -> bool:
