@@ -194,7 +194,7 @@ def test_margins_that_are_none(margin):
     ("call", "message"),
     [
         (lambda: fp8.quantize(jnp.arange(3), 1.0, "e4m3fn"), r"fp8.quantize: x is int32"),
-        (lambda: fp8.quantize("x", 1.0, "e4m3fn"), r"x is str \(x\), no array of numbers"),
+        (lambda: fp8.quantize("x", 1.0, "e4m3fn"), r"x is str \(x\), not an array of numbers"),
         (
             lambda: fp8.quantize(jnp.ones((4, 3)), jnp.ones((4,)), "e4m3fn"),
             r"scale has shape \(4,\), which does not broadcast to x's \(4, 3\)",
