@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body, target
@@ -171,4 +172,5 @@ def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
 def is_16bit_aval(aval: object) -> bool:
     """Returns True for the type of a 16-bit floating-point array."""
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and is_16bit(dtype)
+    # NumPy does not know the extended dtypes of JAX, such as those of keys and of FP8 states.
+    return isinstance(dtype, np.dtype) and is_16bit(dtype)

@@ -20,8 +20,11 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._call import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jaxmp.fp8._call import Call, differentiated_once, named, named_values, shield
 from jaxmp.fp8._dims import Dims, make_dims
+from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product
 from jaxmp.fp8._known_scales import are_shared
+from jaxmp.fp8._layer import explain_kernels, linear
+from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import Operand, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
@@ -132,7 +135,16 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
-        if state is not None and not is_explicit and are_shared(scaling, dict(state)):
+        row = captured_row(call, lhs, rhs, None if state is None else dict(state))
+        if row is not None:
+            return row
+        is_known = state is not None and not is_explicit and are_shared(scaling, dict(state))
+        if isinstance(scaling, DelayedScaling) and scaling.kernels == "pallas":
+            reason = explain_kernels(call, lhs, rhs, is_known)
+            note_kernels(reason)
+            if state is not None and not reason:
+                return linear(call, lhs, rhs, dict(state))
+        if state is not None and is_known:
             return known_product(call, lhs, rhs, dict(state))
         return _product(call, lhs, rhs, None if state is None else dict(state))
 

@@ -27,6 +27,9 @@ _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 _E4M3 = ("e4m3fn", "e4m3fn")
 
+# Values of the setting `kernels`.
+KERNELS = ("xla", "pallas")
+
 # Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
 MX_BLOCK = 32
 
@@ -181,6 +184,15 @@ class DelayedScaling(Scaling):
       interval: number of steps between updates of the scales. The history is updated at each step.
       calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
         so that the cast never waits for an amax.
+      kernels: "xla", or "pallas" for a CUDA kernel that reads a tensor once, and writes it and its
+        transpose in FP8, and its amax. It applies in a program for one GPU, under
+        `jaxmp.value_and_grad`, to sizes that are multiples of 64. Elsewhere XLA computes the same
+        values, and `fp8.explain` lists the reason. It was compiled for an H200, but not timed.
+      bounded_amax: in `fp8.mlp` with "gelu" or "silu", use a bound instead of the amax of the
+        activation and of the gradient behind it: the amax of the activation's input, and 1.13 or
+        1.1 times that of the gradient in front of it. XLA then measures them with less memory
+        traffic. Scales are smaller if the bound is not reached, which loses range for small
+        values.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
@@ -198,9 +210,15 @@ class DelayedScaling(Scaling):
     amax_compute: str = "max"
     interval: int = 1
     calibrate: bool = True
+    kernels: str = "xla"
+    bounded_amax: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.bounded_amax, bool):
+            raise _bad(self, "bounded_amax", "True or False", "True")
+        if self.kernels not in KERNELS:
+            raise _bad(self, "kernels", "'xla' or 'pallas'", "'pallas'")
         if not isinstance(self.calibrate, bool):
             raise _bad(self, "calibrate", "True or False", "True")
         check_count(self, "amax_history_len", low=1, high=2**20)

@@ -15,6 +15,7 @@ from jaxmp._core._compat._context import current_context as current_context
 from jaxmp._core._compat._context import current_mesh as current_mesh
 from jaxmp._core._compat._context import target as target
 from jaxmp._core._compat._context import target_capability as target_capability
+from jaxmp._core._compat._devices import described_gpu as described_gpu
 from jaxmp._core._compat._devices import described_gpus as described_gpus
 from jaxmp._core._compat._devices import unchecked_cuda as unchecked_cuda
 from jaxmp._core._compat._jaxprs import is_in_custom_vjp as is_in_custom_vjp
