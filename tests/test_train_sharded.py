@@ -37,7 +37,7 @@ def test_a_run_resumes_exactly_and_prints_once(tmp_path, capsys):
     run = dict(mesh="data=2,model=2", recipe="bf16_params", print_every=2, **ARGUMENTS)
     whole = train_sharded.train(steps=4, **run)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("bf16_params: data=2,model=2 on 4 x cpu, 1 processes")
+    assert lines[0].startswith("bf16_params: data=2,model=2 on 4 x cpu, 1 process")
     assert [line.split()[:2] for line in lines[1:3]] == [["step", "2"], ["step", "4"]]
     # The schedule depends on the number of steps, so the first part runs to the end, too.
     folder = dict(checkpoint_dir=tmp_path, checkpoint_every=2)
