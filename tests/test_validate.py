@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -104,6 +105,13 @@ def test_records_have_an_item_per_step_and_evaluation(report):
         assert record.eval_steps == report.eval_steps == (*range(0, STEPS, 2), STEPS)
         assert len(record.evaluations["loss"]) == len(record.weight_norms) == len(report.eval_steps)
         assert min(record.gradient_norms) > 0
+
+
+def test_differences_have_a_sign_and_errors_none(report):
+    rows = [re.split(r" {2,}", line.strip()) for line in str(report).splitlines()]
+    values = {row[1]: row[2] for row in rows if row[0] == "bf16" and len(row) > 3}
+    assert values["held-out loss"][0] in "+-"
+    assert values["gradient error"][0].isdigit()
 
 
 def test_comparisons_are_paired(report):

@@ -44,7 +44,10 @@ def _figures(report: ValidationReport) -> Section:
         (
             each.name,
             label(comparison.name),
-            figure_text(comparison.value, comparison.scale),
+            # An error has no sign; the other figures are differences.
+            figure_text(
+                comparison.value, comparison.scale, sign=comparison.name != "gradient_error"
+            ),
             _interval_text(comparison),
             figure_text(comparison.budget, comparison.scale, sign=False),
             comparison.verdict,
