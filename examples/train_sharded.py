@@ -118,16 +118,25 @@ def prepare(
     the activations between the blocks; XLA's partitioner derives all others.
     """
     recipe = jaxmp.load_recipe(recipe)
-    # Without this constraint XLA may gather activations in place of weights.
-    rows = NamedSharding(mesh, BATCH)
-    model = recipe.wrap(gpt.clone(constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)))
     tx = recipe.optimizer(tx)
 
-    def init() -> jaxmp.TrainState:
+    def init_params() -> Any:
         # The initial parameters do not depend on the batch, which is too small for the mesh.
         tokens_BT = jnp.zeros((1, gpt.max_length), jnp.int32)
-        params = recipe.wrap(gpt).init(jax.random.key(seed), tokens_BT)
-        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        return recipe.wrap(gpt).init(jax.random.key(seed), tokens_BT)
+
+    # FP8 recipes have a second collection beside the parameters, which is replicated.
+    params_shardings = jax.tree_util.tree_map_with_path(
+        functools.partial(parameter_sharding, mesh), jax.eval_shape(init_params)["params"]
+    )
+    # Without this constraint XLA may gather activations in place of weights.
+    rows = NamedSharding(mesh, BATCH)
+    model = gpt.clone(constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+    # With the shardings, weights are gathered in the compute dtype, and again in the backward pass.
+    model = recipe.wrap(model, shardings={"params": params_shardings})
+
+    def init() -> jaxmp.TrainState:
+        return jaxmp.TrainState.create(apply_fn=model.apply, params=init_params(), tx=tx)
 
     def loss_fn(params: Any, tokens_BS: jax.Array) -> jax.Array:
         logits_BTV = model.apply(params, tokens_BS[:, :-1])
@@ -137,12 +146,7 @@ def prepare(
         loss, grads = state.value_and_grad(loss_fn, microbatches=microbatches)(tokens_BS)
         return state.apply_gradients(grads=grads), loss
 
-    shapes = jax.eval_shape(init)
-    # FP8 recipes have a second collection beside the parameters, which is replicated.
-    params_shardings = jax.tree_util.tree_map_with_path(
-        functools.partial(parameter_sharding, mesh), shapes.params["params"]
-    )
-    shardings = jaxmp.sharding.state_shardings(shapes, {"params": params_shardings})
+    shardings = jaxmp.sharding.state_shardings(jax.eval_shape(init), {"params": params_shardings})
     step = jax.jit(
         train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P()))
     )
