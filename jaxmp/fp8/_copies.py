@@ -70,6 +70,7 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
+@functools.partial(jax.jit, static_argnames="source")
 def quantize_copies(
     xs: tuple[jax.Array, ...],
     state: OperandState | None,
@@ -86,17 +87,6 @@ def quantize_copies(
       earlier: scales of the operands of the layer that are already quantized.
       source: static arguments.
     """
-    return _quantize_copies(xs, state, known, earlier, source=source)
-
-
-@functools.partial(jax.jit, static_argnames="source")
-def _quantize_copies(
-    xs: tuple[jax.Array, ...],
-    state: OperandState | None,
-    known: Known | None,
-    earlier: tuple[jax.Array, ...],
-    source: Source,
-) -> Quantized:
     # With the barrier, XLA computes the tensor again instead of storing it.
     again = lambda: _measured(source, lax.optimization_barrier(xs))
     if state is None or known is None:
