@@ -2,9 +2,10 @@
 #
 #   make demo                 train one model in four precisions; table and loss curves in demo_out/
 #   make test                 the fast tests; make test-slow the slow ones
-#   make test-all             both, and the rest of each grid of which they run a subset
-#   make test-compiled        the slow tests that need XLA's GPU compiler: EXTRA=aot, Python >= 3.12
-#   make test-versions        the fast tests that depend on the versions of JAX and Flax
+#   make test-expensive       those that repeat a behaviour of a fast test in other combinations, and
+#                             slow ones that need XLA's GPU compiler: EXTRA=aot, Python >= 3.12
+#   make test-versions        of the first two, those that depend on the versions of JAX and Flax
+#   make test-all             all, with the rest of each grid of which the others run a subset
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
 #   make bench                the benchmarks that require only a CPU, and docs/benchmarks.md
@@ -32,7 +33,7 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-.PHONY: env demo test test-versions test-slow test-compiled test-all test-lowest bench lint format clean
+.PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -42,16 +43,16 @@ demo: $(STAMP)/examples
 env: $(STAMP)/dev
 
 test: $(STAMP)/dev
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not expensive" $(ARGS)
+
+test-expensive: $(STAMP)/dev
+	$(PYTEST) -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
 
 test-versions: $(STAMP)/dev
 	$(PYTEST) -m "versions and not slow" $(ARGS)
 
 test-slow: $(STAMP)/dev
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
-
-test-compiled: $(STAMP)/dev
-	$(PYTEST) -m "gpu_compiler and slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP)/dev
 	$(PYTEST) $(ARGS)

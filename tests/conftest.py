@@ -91,10 +91,9 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def compile_cheaply(request):
-    """Disables the optimizations of XLA, except in slow tests that are not only expensive."""
-    slow = request.node.get_closest_marker("slow")
-    is_optimized = slow is not None and slow.kwargs.get("optimized", True)
-    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    """Disables the optimizations of XLA, except in slow tests."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_slow)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import pytest
 
 # Marks of the cases of a grid beyond the subset that CI runs.
 REST = (pytest.mark.slow, pytest.mark.exhaustive)
-# Mark of tests that compile large programs, whose behaviour cheaper tests guard too: slow, but
-# without XLA's optimizations.
-EXPENSIVE = pytest.mark.slow(optimized=False)
+# Mark of tests that compile large programs, or many, and whose behaviour cheaper tests guard too.
+EXPENSIVE = pytest.mark.expensive
 
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:

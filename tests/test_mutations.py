@@ -34,7 +34,7 @@ def decorators(file: str, function: str) -> list[str]:
 @pytest.mark.parametrize("test", sorted({t for m in MUTATIONS for t in m.tests}))
 def test_the_tests_of_defects_are_in_the_fast_suite(test):
     file, _, function = test.partition("::")
-    slow = ("pytest.mark.slow", "EXPENSIVE")
+    slow = ("pytest.mark.slow", "pytest.mark.expensive", "EXPENSIVE")
     assert not [name for name in decorators(file, function) if name.startswith(slow)]
 
 
