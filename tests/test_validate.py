@@ -1,10 +1,12 @@
 """Paired runs, statistics, resume, baselines and the command of a validation."""
 
 import dataclasses
+import gc
 import json
 import math
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import flax.linen as nn
@@ -171,7 +173,7 @@ def test_a_stopped_validation_resumes(report, tmp_path):
         made.append(seed)
         number = len(made)
         for step, batch in enumerate(data(seed)):
-            if number == 4 and step == stop_at:  # the candidate's second seed
+            if number == 6 and step == stop_at:  # the candidate's second seed
                 raise KeyboardInterrupt
             yield batch
 
@@ -187,6 +189,27 @@ def test_a_stopped_validation_resumes(report, tmp_path):
         run(directory=tmp_path, seeds=3)
     with pytest.raises(jaxmp.ValidationError, match=r"The training step of 'fp32' has changed"):
         run(directory=tmp_path, optimizer=optax.adam(2e-3))
+
+
+def test_states_of_few_seeds_are_in_memory_at_once():
+    made = []
+    most = 0
+
+    def make_run(recipe, seed):
+        nonlocal most
+        state = {"params": jnp.zeros(4)}
+        step = lambda state, batch: (state, {"loss": jnp.sum(batch)})
+        evaluate = lambda state: jnp.sum(state["params"])
+        new = jaxmp.TrainingRun(state=state, step=step, batches=[*data(0)], evaluate=evaluate)
+        made.append(weakref.ref(new))
+        gc.collect()
+        most = max(most, sum(run() is not None for run in made))
+        return new
+
+    jaxmp.validate(make_run, ["bf16"], seeds=5, steps=2, vectorize=False)
+    # That of the first seed, which defines the program, and that of the current seed; those of the
+    # reference and of a candidate are not in memory together.
+    assert most == 2
 
 
 def test_seeds_in_one_program_give_the_same_numbers(report):

@@ -288,8 +288,13 @@ def _norm_quantiles(
 
 
 def _drift(reference: Records, candidate: Records) -> float:
-    drifts = [
-        np.max(np.abs(np.array(c.weight_norms) / np.array(r.weight_norms) - 1))
-        for r, c in zip(reference, candidate, strict=True)
-    ]
+    """Returns the mean over seeds of the largest relative difference of the parameters' norms.
+
+    Steps whose norm is zero in the reference, such as the first of parameters that are initialized
+    to zero, are not compared.
+    """
+    drifts: list[float] = []
+    for r, c in zip(reference, candidate, strict=True):
+        x, y = np.array(r.weight_norms), np.array(c.weight_norms)
+        drifts.append(float(np.max(np.abs(y[x != 0] / x[x != 0] - 1), initial=0.0)))
     return float(np.mean(drifts))

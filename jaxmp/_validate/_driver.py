@@ -245,13 +245,19 @@ def _train_recipe(
         make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
     )
     first = run(seeds[0])
-    prints = {seeds[0]: fingerprint(first)}
+    in_one_program = _fits(settings.vectorize, first, len(seeds))
     runs = {seeds[0]: first}
-    for seed in seeds[1:]:
-        runs[seed] = run(seed)
-        prints[seed] = fingerprint(runs[seed])
-    for seed in seeds:
-        _check_initial(name, seed, runs[seed], store, is_reference)
+
+    def check(seed: int) -> str:
+        """Checks the initial parameters of a seed and returns the fingerprint of its step."""
+        current = runs.get(seed) or run(seed)
+        _check_initial(name, seed, current, store, is_reference)
+        # Without a common program, the run is made again later, to free the memory of its state.
+        if in_one_program:
+            runs[seed] = current
+        return fingerprint(current)
+
+    prints = {seed: check(seed) for seed in seeds}
     on_compare = _Comparer(first, format_of(recipe) == "fp8", store, is_reference)
     done = {seed: store.record(name, seed, prints[seed]) for seed in seeds}
     if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
@@ -273,7 +279,7 @@ def _train_recipe(
             done[record.seed] = record
 
     same = len({prints[seed] for seed in missing}) == 1
-    if len(missing) > 1 and same and _fits(settings.vectorize, first, len(missing)):
+    if len(missing) > 1 and same and in_one_program:
         on_run(name)
         each = [runs[seed] for seed in missing]
         states, batches = (
@@ -284,15 +290,19 @@ def _train_recipe(
         compared = on_compare if missing[0] == seeds[0] else _ignore
         save(train(name, missing, each, stacked, schedule, on_compare=compared, on_step=on_steps))
         missing = []
+
+    def train_one(seed: int) -> list[TrainingRecord]:
+        current, own = runs.get(seed) or run(seed), program
+        if prints[seed] != prints[seeds[0]]:
+            own = make_program(current, current.arrays, batch, None)
+        compared = on_compare if seed == seeds[0] else _ignore
+        return train(
+            name, [seed], [current], own, schedule, on_compare=compared, on_step=on_steps
+        )
+
     for seed in missing:
         on_run(f"{name}, seed {seed}")
-        own = program
-        if prints[seed] != prints[seeds[0]]:
-            own = make_program(runs[seed], runs[seed].arrays, batch, None)
-        compared = on_compare if seed == seeds[0] else _ignore
-        save(
-            train(name, [seed], [runs[seed]], own, schedule, on_compare=compared, on_step=on_steps)
-        )
+        save(train_one(seed))
     measurements = store.measurements(name) or Measurements()
     return Trained(
         records=[_present(done[seed]) for seed in seeds],
