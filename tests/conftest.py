@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from gpu_compiler import needs_compiler
+from grids import mark_expensive_cases
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -76,7 +77,9 @@ VERSION_SENSITIVE = {
 }
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
     for item in items:
         if item.path.stem.removeprefix("test_") in VERSION_SENSITIVE:
             item.add_marker("versions")

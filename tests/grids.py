@@ -13,6 +13,39 @@ REST = (pytest.mark.slow, pytest.mark.exhaustive)
 EXPENSIVE = pytest.mark.expensive
 
 
+def fast_cases(*ids: str) -> pytest.MarkDecorator:
+    """Returns a mark for a parametrized test, whose other cases become `EXPENSIVE`.
+
+    Args:
+      *ids: the cases that stay in the fast suite, as pytest prints them in brackets.
+    """
+    return pytest.mark.fast_cases(*ids)
+
+
+def mark_expensive_cases(items: Sequence[pytest.Item], is_complete: bool) -> None:
+    """Adds `EXPENSIVE` to the cases of tests with the mark `fast_cases` that it does not name.
+
+    Args:
+      items: the collected tests.
+      is_complete: True if all cases of each test are among them.
+
+    Raises:
+      pytest.UsageError: if a mark names a case that does not exist.
+    """
+    missing = {}
+    for item in items:
+        mark = item.get_closest_marker("fast_cases")
+        if mark is None:
+            continue
+        test, _, case = item.nodeid.removesuffix("]").partition("[")
+        missing.setdefault(test, set(mark.args)).discard(case)
+        if case not in mark.args:
+            item.add_marker(EXPENSIVE)
+    stale = [f"{test}[{case}]" for test, cases in missing.items() for case in sorted(cases)]
+    if is_complete and stale:
+        raise pytest.UsageError(f"fast_cases names cases that do not exist: {', '.join(stale)}")
+
+
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Returns a subset of a grid in which every pair of values of two parameters occurs.
 

@@ -13,7 +13,7 @@ import jaxmp
 import mask_declaration
 from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp import audit, dot_product_attention
 
 pytestmark = needs_compiler
@@ -59,6 +59,15 @@ LENGTHS = shape(2, dtype=jnp.int32)
     ids=["causal", "lengths", "window", "grouped", "padded-heads", "mask", "bias"],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@fast_cases(
+    "bfloat16-causal",
+    "float16-lengths",
+    "bfloat16-window",
+    "float16-grouped",
+    "bfloat16-padded-heads",
+    "float16-mask",
+    "bfloat16-bias",
+)
 def test_fused_forwards_and_backwards(options, given, heads, expected, dtype):
     query, key = shape(2, 256, 8, heads[1], dtype=dtype), shape(2, 256, *heads, dtype=dtype)
     if "bias" in given:
@@ -132,6 +141,7 @@ def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
 
 
 @pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=EXPENSIVE)])
+@EXPENSIVE
 def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand(framework):
     sizes = dict(layers=1, width=128, heads=2, length=512, batch=2)
     rows = {way: mask_declaration.count(framework, way, **sizes) for way in mask_declaration.WAYS}
@@ -205,6 +215,7 @@ def fully_sharded(tree, mesh):
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
+@EXPENSIVE
 def test_fully_sharded_parameters(framework):
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     # By default, XLA shards the key over the head size, and the query over the batch.
@@ -231,6 +242,7 @@ def test_fully_sharded_parameters(framework):
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("heads", [8, 2, 1])
+@fast_cases("8-False", "2-True", "1-False")
 def test_operands_whose_shardings_differ(explicit, heads):
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 import test_attention
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp import AttentionError, dot_product_attention, explain_attention
 from jaxmp import _attention as attention
 from jaxmp._attention._arguments import arguments
@@ -72,6 +72,7 @@ def lengths(*values):
     ],
     ids=["lengths", "window", "causal", "sizes", "blocks"],
 )
+@fast_cases("window")
 def test_results_and_gradients_against_fp64(monkeypatch, positions, heads, sizes, options):
     monkeypatch.setattr(test_attention, "IMPLEMENTATIONS", {"splash": INTERPRETED})
     operands = inputs(*positions, *heads, *sizes, dtype=jnp.bfloat16)
@@ -79,6 +80,7 @@ def test_results_and_gradients_against_fp64(monkeypatch, positions, heads, sizes
         test_attention.check_errors(arguments(*operands, **options))
 
 
+@EXPENSIVE
 def test_transformations_and_explicit_axes(tpu):
     query, key, value = inputs(130, 130, 2, 2, 8, 8, jnp.bfloat16)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))

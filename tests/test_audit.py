@@ -25,7 +25,7 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
-from grids import each_value
+from grids import each_value, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
 from jaxmp._audit._checks import Check, documentation_table
@@ -91,6 +91,7 @@ def audit_small(framework, recipe="bf16", **sizes):
 @pytest.mark.parametrize(
     ("framework", "recipe"), each_value(["linen", "nnx"], ["bf16", "fp16", "bf16_params", "fp32"])
 )
+@fast_cases("linen-bf16", "nnx-fp32")
 def test_a_clean_step_has_no_error(framework, recipe):
     report = audit_small(framework, recipe)
     assert report.ok, str(report)
@@ -707,6 +708,7 @@ def test_optimizer_state_in_bf16():
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
+@fast_cases("nnx")
 def test_optimizer_state_in_train_states(framework):
     tx = relaxed(optax.adam(1e-3, mu_dtype=jnp.float16))
     if framework == "nnx":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxmp
 from byte_gpt import GPT
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
 from jaxmp._audit._trace import trace
@@ -105,14 +107,16 @@ def test_the_update_of_the_example_moves_what_it_must():
 @needs_compiler
 @pytest.mark.parametrize(("recipe", "dtype"), [("fp32", "float32"), ("tf32", "tf32")])
 def test_fp32_products_round_to_tf32_unless_the_recipe_says_highest(recipe, dtype):
-    model, tokens = jaxmp.load_recipe(recipe).wrap(SMALL), shape(4, 16, dtype=jnp.int32)
-    params = jax.eval_shape(SMALL.init, jax.random.key(0), tokens)
-    gradient = jax.grad(lambda params, tokens: model.apply(params, tokens).sum())
-    report = audit(gradient, params, tokens, policies=recipe, target="h200")
+    plain, x = nn.Dense(64), shape(128, 64, dtype=jnp.float32)
+    model = jaxmp.load_recipe(recipe).wrap(plain)
+    params = jax.eval_shape(plain.init, jax.random.key(0), x)
+    gradient = jax.grad(lambda params, x: jnp.square(model.apply(params, x)).sum())
+    report = audit(gradient, params, x, policies=recipe, target="h200")
     assert operands(report) == {(dtype, dtype)}
 
 
 @needs_compiler
+@EXPENSIVE
 def test_nnx_steps():
     model, optimizer, step, _ = prepare_nnx("bf16", SMALL, relaxed(optax.adamw(1e-3)))
     report = audit(step, model, optimizer, SMALL_BATCH, policies="bf16", target="h200")
@@ -775,6 +779,7 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
 
 
 @needs_compiler
+@EXPENSIVE
 def test_the_command_prints_nothing_of_missing_cuda_libraries(small_step):
     # JAX warns of a cached program that was compiled for a GPU which is not present.
     unset = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")

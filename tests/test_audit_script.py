@@ -13,6 +13,7 @@ import pytest
 
 import jaxmp
 import script_audits
+from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
 from jaxmp._audit._script import audit_script, has_backward, updates_state
 from jaxmp._core import _compat
@@ -237,6 +238,7 @@ SLOW_STYLES = ("absl", "ahead_of_time", "thread")
     "style",
     [pytest.param(style, marks=[pytest.mark.slow] * (style in SLOW_STYLES)) for style in STYLES],
 )
+@fast_cases("jit", "nnx", "pmap")
 def test_a_script_is_audited_without_an_edit(run, folder, style):
     if style == "equinox" and importlib.util.find_spec("equinox") is None:
         pytest.skip("equinox is not installed")
@@ -369,6 +371,7 @@ def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message)
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_the_benchmark_runs_a_script_with_stand_ins(folder):
     text = "import tensorflow as tf, tensorflow_datasets as tfds\ntf.random.set_seed(0)\n"
     text += MODEL + "batches = tfds.load('mnist', split='train').map(None).batch(8)\n"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import fast_cases
 from jaxmp import audit
 from jaxmp._audit._hlo_collectives import mesh_axes
 from jaxmp._core._hlo import Program
@@ -269,6 +270,7 @@ def test_zero_1_gathers_updated_parameters_as_they_are_stored():
 
 @needs_compiler
 @pytest.mark.parametrize("is_placed", [True, False])
+@fast_cases("True")
 def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
     """Few rows are cheaper to gather than weights, until the activations are constrained."""
     params = [
@@ -397,6 +399,7 @@ def test_a_loop_over_steps_is_no_loop_over_microbatches():
 
 @needs_compiler
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@fast_cases("AxisType.Explicit")
 def test_interleaved_microbatches_leave_rows_on_their_devices(axis_type):
     mesh = mesh_of(axis_type, data=8)
     params = [shape((WIDTH, WIDTH), P(), mesh=mesh)]

@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
-from grids import REST
+from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import OpError, PolicyError, PolicyMap, Rule, RuleError, autocast, full_precision
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
 from programs import dtypes, equations, module_path, named, products, relative_error, trace
@@ -197,6 +197,7 @@ def test_the_gradient_of_an_embedding_is_summed_in_fp32():
     ("method", "dtype"),
     [("add", F32), ("subtract", F32), ("multiply", F32), ("min", BF16), ("max", BF16)],
 )
+@fast_cases("add-float32", "max-bfloat16")
 def test_scatters_run_in_the_dtype_of_their_row(method, dtype):
     """Scatters that add or multiply run in FP32; those that select values keep 16 bits."""
     index = jnp.array([1, 3, 0, 2])
@@ -381,6 +382,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMED))
+@fast_cases("grad of autocast", "jit", "forward mode", "vmap", "autocast of checkpoint")
 def test_transformations(name):
     make = TRANSFORMED[name]
     arguments = (jnp.float32(1), W, X) if name == "forward mode" else (W, X)
@@ -517,6 +519,7 @@ CUSTOM_VJP_CALLS = {
 
 
 @pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
+@fast_cases("plain", "scan", "vmap")
 def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     """Differentiation does not change the equations of the rules, so a tolerance for FP32 is
     reached.
@@ -725,6 +728,24 @@ NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
     [pytest.param(build, marks=REST if str(build) in SECOND else ()) for build in BUILDS],
     ids=str,
 )
+@fast_cases(
+    "mlp-nnx",
+    "mlp_wide_head-linen",
+    "einsum-nnx",
+    "tied-linen",
+    "cnn-linen",
+    "fast_lstm-linen",
+    "simple_cell-nnx",
+    "mgu-linen",
+    "attention-linen",
+    "qk_norm-nnx",
+    "shared-linen",
+    "hard_coded-nnx",
+    "raw_param-linen",
+    "nested_params-nnx",
+    "moe-nnx",
+    "lora-nnx",
+)
 def test_models(build):
     """Checks the operand dtypes of all matmuls, norms and softmaxes."""
     _, program, forward = under_autocast(build)
@@ -776,18 +797,19 @@ def log_error_ratios(build, traced):
 
 # Networks of each kind of layer, alternately of the two frameworks.
 FEW = ("mlp-linen", "cnn-nnx", "attention-linen")
+BY_NAME = {str(build): build for build in BUILDS}
 
 
 @pytest.mark.parametrize(
     "builds",
     [
-        pytest.param([build for build in BUILDS if str(build) in FEW], id="few"),
+        pytest.param([BY_NAME[FEW[0]]], id="one"),
+        pytest.param([BY_NAME[name] for name in FEW], marks=EXPENSIVE, id="few"),
         pytest.param(BUILDS, marks=pytest.mark.slow, id="all"),
     ],
 )
 def test_models_are_as_close_to_fp32_as_at_module_level(builds):
     """Neither a network nor the geometric mean over the networks has a larger error."""
-    assert len(builds) >= len(FEW)
     ratios = {}
     for build in builds:
         logs = log_error_ratios(build, under_autocast(build)[0])

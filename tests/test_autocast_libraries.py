@@ -138,6 +138,7 @@ def test_equinox_products_norms_and_softmax():
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(F32)}
 
 
+@EXPENSIVE
 def test_equinox_autocast_of_the_gradient():
     gradients, arrays = equinox_gradients(encoder_loss, encoder())
     exact = jax.jit(gradients)(arrays)
@@ -145,6 +146,7 @@ def test_equinox_autocast_of_the_gradient():
     assert relative_error(jax.jit(autocast(gradients, MIXED))(arrays), exact) < 0.02
 
 
+@EXPENSIVE
 def test_equinox_trains():
     model = encoder()
     state = model, TX.init(eqx.filter(model, eqx.is_array))
@@ -248,6 +250,7 @@ def test_haiku_state_is_written_and_stays_in_fp32(haiku_variables):
     assert 0 < relative_error(new, exact) < 0.01
 
 
+@EXPENSIVE
 def test_haiku_trains(haiku_variables):
     params, state = haiku_variables
     runs = [

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import fast_cases
 from jaxmp import linen as jl
 from jaxmp import nnx as jn
 from jaxmp._core._trees import saturating_cast
@@ -160,6 +161,7 @@ def _assert_as_written(wrapped, plain):
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float64"])
+@fast_cases("complex64")
 def test_linen_layers_keep_complex_and_float64_operands(dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for name, layer in _linen_layers(dtype).items():
@@ -198,6 +200,7 @@ def test_nnx_layers_keep_complex_and_float64_operands(dtype):
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@fast_cases("bf16")
 def test_complex_layers_give_plain_results(policy):
     x = jnp.asarray(
         np.random.default_rng(0).normal(size=(2, 4, 2)) @ np.array([1, 1j]), "complex64"

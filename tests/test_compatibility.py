@@ -17,7 +17,7 @@ import compatibility
 import jaxmp
 from compatibility import AUTHOR, COMPILER, is_16_bit
 from compatibility_models import INSTALLED, tokens
-from grids import EXPENSIVE, REST
+from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._policies._resolve import resolve_policy
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +79,7 @@ def one_recipe_each():
 
 
 @pytest.mark.parametrize(("name", "recipe"), one_recipe_each())
+@fast_cases("Graph convolutions with BatchNorm-bf16_params")
 def test_outputs_and_gradients_stay_near_those_of_fp32(name, recipe):
     measured = compatibility.differences(build(name), jaxmp.load_recipe(recipe), reference(name))
     rounding = OUTPUTS[recipe]
@@ -88,6 +89,10 @@ def test_outputs_and_gradients_stay_near_those_of_fp32(name, recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp16", marks=REST)])
 @pytest.mark.parametrize("name", NAMES)
+@fast_cases(
+    *("GPT-2, language model-bf16", "Graph convolutions with BatchNorm-bf16"),
+    "Graph attention with LayerNorm-bf16",
+)
 def test_matmuls_have_16_bit_operands_but_where_the_author_says_otherwise(name, recipe):
     paths = [path for path, *_ in wide_products(build(name), recipe)]
     if name.startswith("NanoMoE"):  # Router_0: one matmul, two gradients
@@ -165,6 +170,7 @@ def test_a_rule_of_ones_own_goes_before_the_recipes():
 
 
 @pytest.mark.parametrize("name", ["GPT-2, language model", "Mamba-2, language model"])
+@fast_cases("GPT-2, language model")
 def test_fp32_gives_what_the_author_gives(name):
     ours = compatibility.run(build(name), jaxmp.load_recipe("fp32"))
     jax.tree.map(np.testing.assert_array_equal, ours, reference(name))

@@ -36,7 +36,7 @@ import plan_llama
 import train_lm
 import train_sharded
 import vision_digits
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +112,7 @@ def test_a_byte_is_predicted_from_those_before_it():
     assert (before[:, 9:] != after[:, 9:]).any(axis=-1).all()
 
 
+@EXPENSIVE
 def test_nnx_computes_what_linen_computes():
     gpt = byte_gpt.GPT(layers=2, width=32, heads=2, max_length=16)
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
@@ -273,6 +274,7 @@ def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_demo_prints_a_table_and_draws(tmp_path, capsys, monkeypatch):
     # Two recipes suffice for the table and the figure.
     trained = lambda recipe: tiny_run(recipe if recipe == "bf16_params" else "fp32")
@@ -354,6 +356,7 @@ def test_an_epoch_moves_each_image_by_a_pixel_at_most():
 
 
 @pytest.mark.parametrize("recipe", ["fp16_params", pytest.param("bf16", marks=EXPENSIVE)])
+@EXPENSIVE
 def test_vision_learns_and_skips_what_overflows(recipe):
     run = tiny_vision_run(recipe)
     assert len(run.losses) == len(run.scales) == len(run.skipped) == 8
@@ -365,6 +368,7 @@ def test_vision_learns_and_skips_what_overflows(recipe):
     assert np.isfinite(run.losses).all()
 
 
+@EXPENSIVE
 def test_vision_prints_a_table_draws_and_fails_below_its_goal(tmp_path, capsys, monkeypatch):
     digits = few_digits(128)
     good = dataclasses.replace(tiny_vision_run("fp16_params"), accuracies=[50.0, 98.0])
@@ -453,6 +457,7 @@ def test_an_overflow_of_one_player_leaves_the_other_untouched(wild):
     assert [int(optimizer.step[...]) for optimizer in both[2:]] == [int(s == CALM) for s in scales]
 
 
+@EXPENSIVE
 def test_gan_draws_each_digit_and_its_two_scales(tmp_path, capsys):
     gan.main("bf16", epochs=1, batch_size=256, width=4, out=tmp_path)
     printed = capsys.readouterr().out
@@ -530,6 +535,7 @@ def run_gpu_smoke(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@EXPENSIVE
 def test_gpu_smoke_without_gpu_says_so():
     done = run_gpu_smoke()
     assert done.returncode == 1
@@ -617,6 +623,7 @@ SLOW_PAGES = ["index", "autocast", "attention", "losses", "fp8", "sharding", "va
 @pytest.mark.parametrize(
     "name", [*PAGES, *(pytest.param(page, marks=pytest.mark.slow) for page in SLOW_PAGES)]
 )
+@fast_cases("recipes", "how-it-works", "audit", "checkpoints")
 def test_code_in_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(f"docs/{name}.md")

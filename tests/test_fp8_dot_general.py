@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gpu_compiler import needs_compiler
-from grids import REST, each_value
+from grids import REST, each_value, fast_cases
 from jaxmp import audit, fp8
 from jaxmp._core._jaxprs import equations
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
@@ -214,6 +214,7 @@ EXACT = {
         for shape in SHAPES
     ],
 )
+@fast_cases("tokens", "from heads", "experts")
 def test_small_integers_are_multiplied_exactly(shape):
     """Integers up to 7 fit both formats and power-of-two scales are exact, so only the layout is
     tested.

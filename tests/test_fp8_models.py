@@ -17,7 +17,7 @@ from jax import lax
 import jaxmp
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE, REST
+from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
@@ -105,6 +105,7 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     ("scaling", "count"),
     [(None, 0), (fp8.CurrentScaling(min_width=32), 12), (fp8.CurrentScaling(min_width=33), 0)],
 )
+@fast_cases("None-0-linen", "scaling1-12-nnx", "scaling2-0-linen")
 def test_narrow_layers_stay_in_16_bits_on_a_gpu(loss_of, scaling, count):
     loss, params = loss_of(policies(scaling))
     with _compat.context(target="gpu"):
@@ -548,6 +549,7 @@ def compiled_gradients(framework, recipe, target):
         pytest.param("nnx", fp8.CurrentScaling, marks=REST),
     ],
 )
+@EXPENSIVE
 def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framework, scaling):
     recipe = load_recipe(policies(scaling(min_width=0)))
     report = compiled_gradients(framework, recipe, "h200")
@@ -584,6 +586,7 @@ def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
 
 
 @needs_compiler
+@EXPENSIVE
 def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
     report = compiled_gradients("linen", load_recipe("fp8"), "h200")
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}

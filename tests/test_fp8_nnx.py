@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from grids import EXPENSIVE
 from jaxmp import PolicyMap, fp8, load_recipe
 from jaxmp.errors import CompositionError
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, apply_policy, value_and_grad
@@ -196,6 +197,7 @@ def test_an_optimizer_carries_it():
     assert last["fp8_input_amax"] == 4
 
 
+@EXPENSIVE
 def test_both_frameworks_train_alike():
     """Three steps with the same values give the same loss, and the same state up to rounding."""
     x = jax.random.normal(jax.random.key(1), (16, 32))

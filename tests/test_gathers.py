@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from grids import fast_cases
 from jaxmp._core._jaxprs import equations
 from jaxmp._fp32_gradients._layout import Layout, _reshaped, batch_axes
 from jaxmp.errors import JaxmpError
@@ -161,6 +162,7 @@ def test_weights_are_gathered_in_the_dtype_of_the_matmul(use):
 
 
 @pytest.mark.parametrize("use", USES)
+@fast_cases("dense", "with_bias", "transposed", "rows_of_table", "gathered_before_the_cast", "fp8")
 def test_losses_and_gradients_do_not_depend_on_the_sharding(use):
     loss, grads = jax.jit(gradient_of(use))(*placed())
     expected_loss, expected = jax.jit(gradient_of(use, is_split=False))(*placed(False))
@@ -307,6 +309,10 @@ def nnx_gradients(recipe, source):
 @pytest.mark.parametrize("source", ["metadata", "argument"])
 @pytest.mark.parametrize("make", [linen_gradients, nnx_gradients])
 @pytest.mark.parametrize("name", ["bf16", "fp16_params"])
+@fast_cases(
+    *("bf16-linen_gradients-metadata", "bf16-linen_gradients-argument"),
+    *("bf16-nnx_gradients-metadata", "bf16-nnx_gradients-argument"),
+)
 def test_models_gather_kernels_and_tables(name, make, source):
     recipe = jaxmp.load_recipe(name)
     run, state = make(recipe, source)

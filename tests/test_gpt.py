@@ -17,7 +17,7 @@ import jaxmp
 import language_models
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp._core._hlo import Program
 from language_models import FRAMEWORKS
 
@@ -63,6 +63,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("size", gpt.SIZES)
+@fast_cases("tiny", "gpt2")
 def test_parameters_of_each_size(size):
     model = gpt.SIZES[size]
     _, state, tokens_BS = gpt.make_step("bf16", model)
@@ -87,6 +88,7 @@ def test_both_frameworks_name_their_parameters_alike():
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@fast_cases("linen")
 def test_initial_values(framework):
     model = gpt.GPT(layers=8, width=64, heads=2, vocabulary=250, max_length=16)
     if framework == "linen":
@@ -168,6 +170,7 @@ def reference_loss(params):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3)])
+@fast_cases("fp32-1e-06-nnx", "fp16-0.001-linen")
 def test_loss_and_gradient_against_fp64(framework, recipe, tolerance):
     loss, gradient = loss_and_gradient(recipe, framework)
     assert float(loss) == pytest.approx(reference_loss(params()), rel=tolerance)
@@ -197,6 +200,7 @@ def test_a_token_changes_no_earlier_logits(framework, recipe):
 
 
 @pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp16"), ("nnx", "fp32")])
+@fast_cases("linen-fp16")
 def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
     loss, gradient = loss_and_gradient(recipe, framework)
     rows = gradient["token_embedding"]["embedding"]
@@ -224,6 +228,7 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
     ("framework", "recipe"),
     [("linen", "bf16_params"), pytest.param("nnx", "fp16", marks=EXPENSIVE)],
 )
+@EXPENSIVE
 def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
     # Repeated tokens 1 to 8.
     file = tmp_path / "tokens.bin"
@@ -265,6 +270,7 @@ def test_the_audit_of_124_million_parameters_fits_a_screen():
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16_params", "fp8"])
+@fast_cases("fp16", "fp8")
 def test_the_audit_of_the_nnx_step_has_no_fault(recipe):
     # A length at which attention runs block by block.
     model = gpt.GPT(layers=2, width=64, heads=2, vocabulary=1000, max_length=1024)
@@ -285,6 +291,7 @@ def counts(recipe, framework, model=COMPILED):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_both_frameworks_compile_to_the_same_kernels():
     linen, in_nnx = (counts("bf16", framework) for framework in FRAMEWORKS)
     assert linen._replace(framework="nnx") == in_nnx

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from grids import fast_cases
 from jaxmp._core import _compat
 
 
@@ -58,6 +59,7 @@ def test_scaling_by_a_power_of_two_is_exact(exponent, seed):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])
+@fast_cases("None-bfloat16", "256.0-float16")
 def test_sixteen_bit_gradients_come_back_in_fp32(getkey, dtype, loss_scale):
     params, batch = make(getkey(), dtype)
     loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=loss_scale)(params, batch)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import fast_cases
 from jaxmp import Policy, PolicyMap, Rule, get_policy, load_recipe
 from jaxmp.errors import PolicyError, RecipeError, RuleError
 
@@ -81,6 +82,7 @@ def test_kept_arguments_are_not_cast_however_they_are_passed(names):
 
 
 @pytest.mark.parametrize("policies", [MIXED + ",keep_inputs=t", "bf16", "fp16", "fp8"])
+@fast_cases("p=f32,c=bf16,o=f32,keep_inputs=t", "fp8")
 def test_the_default_policy_keeps_inputs_of_every_module(policies):
     class Outer(nn.Module):
         @nn.compact
@@ -317,6 +319,10 @@ CASES += [("nnx", move) for move in ("same", "index", "gather")]
 
 
 @pytest.mark.parametrize(("framework", "move"), CASES)
+@fast_cases(
+    *("linen-index", "linen-reshape", "linen-broadcast", "linen-concatenate", "linen-split"),
+    *("nnx-same", "nnx-index"),
+)
 def test_a_module_in_fp32_receives_the_uncast_input(framework, move):
     model = MODELS[framework](move)
     np.testing.assert_allclose(model(T), EXACT, atol=1e-5)
@@ -326,6 +332,7 @@ def test_a_module_in_fp32_receives_the_uncast_input(framework, move):
 
 
 @pytest.mark.parametrize("framework", MODELS)
+@fast_cases("linen")
 def test_transformations_around_the_model(framework):
     model = MODELS[framework]("index")
     eager = jax.grad(lambda t: model(t).sum())(T)

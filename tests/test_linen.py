@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from grids import fast_cases
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
@@ -672,6 +673,13 @@ def attention_inputs(dtype=jnp.float32, scale=1.0):
         {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
     ],
     ids=lambda options: "-".join(options) or "plain",
+)
+@fast_cases(
+    "mask",
+    "bias",
+    "precision",
+    "dropout_rng-dropout_rate-deterministic",
+    "qk_attn_weights_einsum-attn_weights_value_einsum",
 )
 def test_attention_agrees_with_flax(options):
     with jax.numpy_rank_promotion("allow"):  # Flax broadcasts masks and biases

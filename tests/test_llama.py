@@ -14,7 +14,7 @@ import language_models
 import llama
 from gpt_programs import count_step
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 
 TOY = llama.Shape(2, 32, 4, 2, 48, 128, 16)
 TOKENS_BS = np.random.default_rng(0).integers(0, TOY.vocabulary, (2, 17)).astype(np.int32)
@@ -40,6 +40,7 @@ def loss_and_gradient(recipe, framework, shape=TOY):
 
 
 @pytest.mark.parametrize("size", llama.SIZES)
+@fast_cases("tiny", "llama-3-8b")
 def test_parameters_of_each_size(size):
     shape = llama.SIZES[size]
     _, state, tokens_BS = llama.make_step("bf16", shape)
@@ -103,6 +104,7 @@ def reference_loss(params, shape=TOY):
         pytest.param("nnx", "fp16", TOY, 2e-3, marks=EXPENSIVE),
     ],
 )
+@fast_cases("linen-fp32-shape0-1e-06")
 def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
     loss, gradient = loss_and_gradient(recipe, framework, shape)
     assert float(loss) == pytest.approx(reference_loss(params(shape), shape), rel=tolerance)
@@ -111,6 +113,7 @@ def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
 
 
 @pytest.mark.parametrize("remat", ["mlp", pytest.param("full", marks=EXPENSIVE)])
+@EXPENSIVE
 def test_remat_changes_no_result(remat):
     loss, gradient = loss_and_gradient("fp32", "linen")
     shape = dataclasses.replace(TOY, remat=remat)
@@ -124,6 +127,7 @@ def test_remat_changes_no_result(remat):
     ("framework", "recipe"),
     [("linen", "fp16"), pytest.param("nnx", "bf16_params", marks=EXPENSIVE)],
 )
+@EXPENSIVE
 def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
     file = tmp_path / "tokens.bin"
     (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(file)

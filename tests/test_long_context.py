@@ -17,7 +17,7 @@ import attention_gpu
 import attention_memory
 import byte_gpt
 import long_context
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from long_context import GIB, LongGPT, OutOfMemoryError, Point
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,7 @@ def standard_promotion():
 
 
 @pytest.mark.parametrize("attention", ["blockwise", "xla"])
+@fast_cases("xla")
 def test_stated_causality_computes_what_the_mask_does(attention):
     sizes = dict(layers=1, width=32, heads=2, max_length=24)
     masked, stated = byte_gpt.GPT(**sizes), LongGPT(**sizes, attention=attention)

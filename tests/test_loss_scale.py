@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp._loss_scale as module
+from grids import fast_cases
 from jaxmp._loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -329,6 +330,7 @@ def test_unscale_divides(x, scale):
 
 @pytest.mark.parametrize("scale", [2.0**-14, 3.0, 1000.0, 2.0**24, 2.0**126, 2.0**127, 3e38])
 @pytest.mark.parametrize("make", [StaticLossScale, DynamicLossScale.torch], ids=["static", "torch"])
+@fast_cases("static-6.103515625e-05", "static-3.0", "static-1.7014118346046923e+38", "torch-3e+38")
 def test_compiled_unscale_divides_by_every_scale(make, scale):
     """Exact for powers of two; for others within the error of XLA's reciprocal, 2 * 2**-24.
 

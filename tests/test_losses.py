@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 import loss_memory
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
 from jaxmp._core._hlo import Program
 from jaxmp.errors import JaxmpError
@@ -240,6 +240,7 @@ def layer(dtype=jnp.float32, rows=5, features=8, classes=11):
 
 @both
 @pytest.mark.parametrize("how", ["ignore_index", "weights"])
+@fast_cases("ignore_index-by_chunks", "weights-by_logits")
 def test_rows_that_do_not_count_may_hold_anything(loss_fn, how):
     hidden, kernel, labels = layer()
     bad = hidden.at[1].set(jnp.nan).at[3].set(jnp.inf)
@@ -367,6 +368,7 @@ def test_an_ignored_index_may_be_any_integer(ignored):
 
 
 @both
+@fast_cases("by_chunks")
 def test_transformations(loss_fn):
     loss_fn = functools.partial(loss_fn.__wrapped__, label_smoothing=0.1, z_loss=1e-2)
     hidden, kernel, labels = layer(rows=6)
@@ -494,6 +496,7 @@ def test_a_layer_in_fp32_is_that_of_fp64(rows, chunk, transposed, reduction, wei
     ("dtype", "reduction"),
     [(jnp.bfloat16, "mean"), (jnp.float16, "mean"), (jnp.float16, "none")],
 )
+@fast_cases("bfloat16-mean", "float16-none")
 def test_a_half_layer_is_as_near_to_fp64_as_the_plain_one(dtype, reduction):
     hidden, kernel, labels = layer(dtype, rows=96, features=64, classes=500)
     exact = layer_oracle(hidden, kernel, labels)
@@ -525,6 +528,7 @@ def test_an_fp32_kernel_beside_half_hidden_gets_a_gradient_that_was_not_rounded(
 
 
 @pytest.mark.parametrize(("reduction", "heavy"), [("mean", 1.0), ("none", 3e4)])
+@fast_cases("mean-1.0")
 def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
     # Probabilities near 1 / 2000 over 4096 rows: 1.2e-7, where float16 has steps of 6e-8.
     hidden, kernel, labels = layer(jnp.float16, rows=4096, features=16, classes=2000)
@@ -587,6 +591,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", LOSSES)
+@fast_cases("indices-bfloat16", "smoothed-float16", "soft-bfloat16")
 def test_no_fp32_logits_on_a_cpu(dtype, name):
     args = jax.ShapeDtypeStruct((256, 4000), dtype), jax.ShapeDtypeStruct((256,), jnp.int32)
     compiled = jax.jit(jax.value_and_grad(LOSSES[name])).lower(*args).compile()
@@ -641,6 +646,7 @@ def test_memory_on_an_h200():
 
 
 @needs_compiler
+@EXPENSIVE
 def test_no_fp32_logits_on_an_h200():
     for name in ("softmax_cross_entropy", "linear_cross_entropy"):
         program = loss_memory.compiled(
@@ -702,6 +708,7 @@ def placed(mesh, array, *spec):
 
 @pytest.mark.parametrize("spec", [("data", None), (None, "model"), ("data", "model")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@fast_cases("AxisType.Auto-spec0", "AxisType.Explicit-spec1", "AxisType.Explicit-spec2")
 def test_logits_stay_where_they_are(spec, kind):
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     rows, classes, mesh = 16, 512, make_mesh(kind)
@@ -720,6 +727,7 @@ def test_logits_stay_where_they_are(spec, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@fast_cases("AxisType.Explicit")
 def test_a_layer_on_many_devices(kind):
     mesh = make_mesh(kind)
     hidden, kernel, labels = layer(jnp.bfloat16, rows=64, features=16, classes=512)
@@ -771,6 +779,7 @@ def test_in_shard_map_a_replicated_kernel_is_summed_once(loss_fn):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_data_parallel_on_h200s_adds_the_kernel_gradient_once_and_in_fp32():
     code = """
 import json, jax, jax.numpy as jnp, numpy as np
@@ -878,6 +887,7 @@ def test_sigmoid_binary_cross_entropy_of_masked_entries():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("log_targets", "axis"), [(False, -1), (True, 0)])
+@fast_cases("False--1-bfloat16", "True-0-float32", "True-0-float16")
 def test_kl_divergence_against_fp64(dtype, log_targets, axis):
     rng = np.random.default_rng(0)
     log_p = jnp.asarray(np.log(rng.dirichlet(np.ones(7), 4)), dtype)

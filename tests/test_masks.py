@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from grids import REST
+from grids import REST, fast_cases
 from jaxmp import AttentionError, audit, load_recipe
 from jaxmp._core._static_values import Known, walk
 from jaxmp._flax._attention import attention_function
@@ -120,6 +120,7 @@ CASES += [(in_nnx, "causal, padding", "bf16"), (linen, "causal", "fp32")]
 
 
 @pytest.mark.parametrize(("model", "name", "base"), CASES)
+@fast_cases("linen-causal, padding-bf16", "in_nnx-causal, padding-bf16")
 def test_declared_masks_compute_what_the_arrays_do(model, name, base):
     settings, make = MASKS[name]
     declared = model(make, recipe(base, **settings))
@@ -144,6 +145,7 @@ GRADIENTS = [("causal", "xla"), ("causal, padding", "blockwise"), ("window, padd
 
 
 @pytest.mark.parametrize(("name", "implementation"), GRADIENTS)
+@fast_cases("causal-xla")
 def test_gradients_agree_with_float64(name, implementation):
     settings, make = MASKS[name]
     model = Linen(make)

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jaxmp.linen
 import jaxmp.nnx
-from grids import EXPENSIVE, REST
+from grids import EXPENSIVE, REST, fast_cases
 from models import BUILDS, MIXED, SECOND, TWINS, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
@@ -47,9 +47,22 @@ def slow(case):
     return pytest.param(case, marks=REST)
 
 
+# Networks whose programs take a second to compile. Their layers are those of the others or resemble
+# them, and tests of traced programs have them too.
+LARGE = {
+    *("bidirectional", "cnn_wide", "conv_lstm", "encoder_decoder", "ensemble", "fast_lstm"),
+    *("grouped_queries", "gru", "mgu", "qk_norm", "scanned", "simple_cell", "tied_wide"),
+    *("transformer", "unet", "vit"),
+}
+
+
+def marks(build):
+    return REST if str(build) in SECOND else EXPENSIVE if build.case.name in LARGE else ()
+
+
 # For tests that take long.
 one_build_of_twins = pytest.mark.parametrize(
-    "build", [slow(build) if str(build) in SECOND else build for build in BUILDS], ids=str
+    "build", [pytest.param(build, marks=marks(build)) for build in BUILDS], ids=str
 )
 
 
@@ -59,6 +72,16 @@ one_build_of_twins = pytest.mark.parametrize(
 
 
 @every_linen_build
+@fast_cases(
+    "mlp-linen",
+    "einsum-linen",
+    "tied_wide-linen",
+    "cnn-linen",
+    "lstm-linen",
+    "attention-linen",
+    "scanned-linen",
+    "moe-linen",
+)
 def test_init_is_the_plain_models_program(build):
     """The programs are equal, so the results are bit-identical."""
     with build.case.promotion():
@@ -175,18 +198,7 @@ def test_parameters_stored_in_half_trace_the_same_products(build):
 # ---------------------------------------------------------------------------
 
 
-# Networks whose programs take seconds to compile. Their layers are those of the others, and the
-# tests of traced programs have them too.
-LARGE = {"encoder_decoder", "scanned", "unet", "vit", "bidirectional", "qk_norm", "gru"}
-
-
-def marks(build):
-    return REST if str(build) in SECOND else EXPENSIVE if build.case.name in LARGE else ()
-
-
-@pytest.mark.parametrize(
-    "build", [pytest.param(build, marks=marks(build)) for build in BUILDS], ids=str
-)
+@one_build_of_twins
 def test_result_and_gradients_are_close_to_fp32(build):
     reference, state, reference_gradients = build.run(None)
     out, new_state, gradients = build.run(MIXED)
@@ -201,6 +213,7 @@ CLOSER = ["mlp_wide_head", "cnn", "attention", "grouped_queries"]
 
 
 @pytest.mark.parametrize("build", [b for b in BUILDS if b.case.name in CLOSER], ids=str)
+@fast_cases("mlp_wide_head-linen", "attention-nnx")
 def test_float16_is_closer(build):
     assert 0 < relative_error(build.output(FLOAT16), build.output(None)) < F16_BUDGET
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import fast_cases
 from relaxed import relaxed
 
 
@@ -66,6 +67,7 @@ RECIPES = ["fp32", "bf16_params", "fp16_params"]
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", RECIPES)
+@fast_cases("bf16_params-2", "fp16_params-1")
 def test_it_trains_and_a_skipped_step_restores_everything_but_random_state(name, microbatches):
     model, optimizer, x, y = setup(recipe_for(name))
     stored = jnp.float32 if name == "fp32" else jaxmp.load_recipe(name).policies.default.param_dtype

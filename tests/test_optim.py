@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from grids import fast_cases
 from jaxmp import optim
 from jaxmp.errors import CompositionError
 from jaxmp.optim._storage import pack, unpack
@@ -60,6 +61,7 @@ def adversarial(step, shape):
 
 @pytest.mark.parametrize(("policies", "form"), [(BF16, "fp32"), (BF16, "packed"), (FP16, "fp32")])
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
+@fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
     tx = optim.mixed_precision(relaxed(inner), policies=policies, master=form)
     stored = policies.default.param_dtype
@@ -223,6 +225,7 @@ def test_no_guard_and_a_dynamic_scale_contradict():
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@fast_cases("nan-cond", "inf-cond", "-inf-select")
 def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
@@ -383,6 +386,10 @@ COMPOSITIONS = {
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
+@fast_cases(
+    *("chain", "inject_hyperparams inside", "multi_transform inside", "stochastic rounding"),
+    "packed",
+)
 def test_compositions_train_skip_and_keep_their_types(name):
     tx = COMPOSITIONS[name]()
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
@@ -616,6 +623,7 @@ def grouped(recipe_a, recipe_b):
         (("fp32", "fp16_params"), 2.0**8),
     ],
 )
+@fast_cases("recipes0-1.0", "recipes3-256.0")
 def test_groups_with_their_own_optimizers_share_one_scale(recipes, scale):
     state = grouped(*map(load, recipes))
 
@@ -710,6 +718,7 @@ MAPPED = {
 
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
+@fast_cases("fp16_params-shard_map", "bf16-vmap", "bf16-shard_map without vma")
 def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
     """`init` runs outside of the mapped function; only the optimizer has `axis_name`."""
     recipe = load(recipe)

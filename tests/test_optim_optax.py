@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxmp
+from grids import fast_cases
 from relaxed import relaxed
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
@@ -117,6 +118,10 @@ def distance(tree, other):
 
 
 @pytest.mark.parametrize("name", CASES)
+@fast_cases(
+    *("momo", "reduce_on_plateau", "schedule_free", "muon", "multi_transform"),
+    *("apply_if_finite", "flatten"),
+)
 def test_optimizers_of_optax_follow_plain_fp32_training(name):
     make, extra_args, recipes = CASES[name]
     # optax mixes strong and weak dtypes, and adds scalars to arrays of another rank.
@@ -145,6 +150,7 @@ def lookahead_params():
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16_params"])
 @pytest.mark.parametrize("around", [False, True])
+@fast_cases("True-fp16", "True-bf16_params")
 def test_lookahead_trains_two_copies_of_the_parameters(recipe, around):
     inner = relaxed(optax.lookahead(optax.adam(1e-2), 2, 0.5))
     rules = [jaxmp.Rule("hidden:bias", "p=f32")]

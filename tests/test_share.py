@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import fast_cases
 from jaxmp._flax import _nnx_calls
 
 X = jnp.ones((2, 8))
@@ -107,6 +108,7 @@ def caught(call):
 
 @LOSSES
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: jax.vmap(f, (None, 0))])
+@fast_cases("jit-linen_loss", "grad-nnx_loss", "<lambda>-linen_loss")
 def test_a_low_share_is_reported_once_with_a_remedy_that_works(make, transform):
     loss_fn, params = make("bf16")
     (message,) = caught(lambda: [transform(loss_fn)(params, X[None] + i) for i in range(2)])
@@ -235,6 +237,7 @@ class Headed(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@fast_cases("bf16")
 def test_autocast_around_a_wrapped_model_keeps_the_backward_pass_in_16_bits(recipe):
     model, params = jaxmp.load_recipe(recipe).wrap(Headed()), Headed().init(jax.random.key(0), X)
     x = jax.random.normal(jax.random.key(1), X.shape)

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from grids import fast_cases
 from jaxmp._validate._capture import with_outputs
 from test_validate import Perceptron, data, promote  # noqa: F401
 
@@ -157,6 +158,7 @@ def test_platform_dependent_functions_have_no_outputs():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("is_deep", [True, False])
+@fast_cases("True-True")
 def test_outputs_of_all_devices_are_joined(check_vma, is_deep):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     specs = (PartitionSpec(), PartitionSpec("data"), PartitionSpec())
