@@ -59,7 +59,7 @@ class Rounds:
     def _summary_of(self, arm: str, rows: dict[str, list[Any]], base: str) -> dict[str, Any]:
         done = [row for row in rows[arm] if "seconds" in row]
         if not done:
-            return {"failed": rows[arm][0]["failed"]}
+            return rows[arm][-1]  # {"failed": reason} or {"skipped": reason}
         seconds = statistics.median(row["seconds"] for row in done)
         result: dict[str, Any] = {
             "rounds": len(done),

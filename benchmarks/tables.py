@@ -117,8 +117,8 @@ def gpu_section() -> str:
         report = json.loads(file.read_text("utf-8"))
         rows = []
         for arm, row in report["summary"].items():
-            if "failed" in row:
-                rows.append((arm, row["failed"], "", "", ""))
+            if "milliseconds" not in row:
+                rows.append((arm, *row.values(), "", "", ""))
                 continue
             speed = f"{row['tokens_per_second']:,}"
             ratios = [row.get(f"rate_over_{other}", "") for other in ("hand", "jaxmp-bf16")]

@@ -9,6 +9,8 @@ clipping by global norm and fused AdamW. Programs:
     torch-cudnn      scaled_dot_product_attention with cuDNN's kernel only
     torch            with the kernel that PyTorch chooses
     torch-fp8        linear layers in FP8 by torchao, if it is installed, and cuDNN's attention
+
+The programs run one after the other, because their states together may not fit in the memory.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,28 +168,37 @@ def refusal(arm: str) -> str | None:
     return None
 
 
-def time_arm(arm: str, size: Sizes, batches: list[torch.Tensor], steps: int) -> dict[str, Any]:
-    """Returns the seconds of a step, those of the first, and the losses of the first steps."""
-    device, start, losses, first = batches[0].device.type, time.perf_counter(), [], 0.0
+def time_rounds(
+    arm: str, size: Sizes, batches: list[torch.Tensor], rounds: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each round: the seconds of a step, of the first, and the first losses.
+
+    The step is compiled in the first round only: after eight compilations of one function,
+    PyTorch would run it without compiling.
+    """
+    device, start = batches[0].device.type, time.perf_counter()
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     step = make_step(size, arm, device)
-    for index in range(3):
-        losses.append(float(step(batches[index % len(batches)])))
-        first = first or time.perf_counter() - start
-    wait()
-    start = time.perf_counter()
-    for index in range(steps):
-        step(batches[index % len(batches)])
-    wait()
-    seconds = (time.perf_counter() - start) / steps
-    return {"seconds": seconds, "first_seconds": first, "losses": losses}
+    for index in range(rounds):
+        losses, first = [], 0.0
+        for batch in batches[: 1 if index else 3]:
+            losses.append(float(step(batch)))
+            first = first or time.perf_counter() - start
+        wait()
+        start = time.perf_counter()
+        for number in range(steps):
+            step(batches[number % len(batches)])
+        wait()
+        seconds = (time.perf_counter() - start) / steps
+        yield {"seconds": seconds, "first_seconds": first, "losses": losses}
+        start = time.perf_counter()
 
 
 ARMS = ("torch-cudnn", "torch", "torch-fp8")
 
 
-def main() -> None:
-    """Runs the rounds."""
+def main() -> int:
+    """Runs the rounds, and returns 1 if no program could be timed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
@@ -205,23 +217,28 @@ def main() -> None:
     name = "cpu" if options.toy else torch.cuda.get_device_name()
     rounds = Rounds(options.out, options.workload, size)
     rounds.describe(device=name, python=platform.python_version(), torch=torch.__version__)
-    reasons = {arm: refusal(arm) for arm in options.arms}
-    for _ in range(options.rounds):
-        for arm in options.arms:
-            row: dict[str, Any] = {"failed": reasons[arm]}
-            if reasons[arm] is None:
-                try:
-                    row = time_arm(arm, size, batches, options.steps)
-                except RuntimeError as error:  # too little memory, or no such kernel
-                    reasons[arm] = str(error).splitlines()[0]
-                    row = {"failed": reasons[arm]}
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            rounds.add(arm, row)
+    timed = False
+    for arm in options.arms:
+        if reason := refusal(arm):
+            rounds.add(arm, {"skipped": reason})
             rounds.write()
+            continue
+        try:
+            for row in time_rounds(arm, size, batches, options.rounds, options.steps):
+                rounds.add(arm, row)
+                rounds.write()
+                timed = True
+        except Exception as error:  # too little memory is a result, and so is a missing kernel
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {str(error).strip()}"
+            rounds.add(arm, {"failed": message.splitlines()[0]})
+            rounds.write()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     print(json.dumps(rounds.summary("hand"), indent=2))
+    return int(not timed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Times training steps of GPT-2 and Llama on one GPU: recipes, hand-written JAX, plain JAX.
+"""Times training steps of GPT-2 and Llama on one GPU: recipes, hand-written JAX, other libraries.
 
     python benchmarks/train_step.py w1                           # all programs
     python benchmarks/train_step.py w5 --arms jaxmp-bf16 jaxmp-fp8 --rounds 3
@@ -12,10 +12,13 @@ Sizes (benchmarks/workload_sizes.py):
 
 A step is the forward and backward pass, clipping by global norm, AdamW on FP32 parameters and,
 except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
-the same with JAX's default attention and all logits stored. All programs begin with the same
-parameters and see the same random tokens. They run in turn in each round; ratios are those of one
-round.
-benchmarks/torch_step.py times PyTorch with the same workloads.
+the same with JAX's default attention and all logits stored. benchmarks/peer_steps.py contains the
+steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py times PyTorch with
+the same workloads. `jaxmp-fp8_pallas` is delayed scaling with the Pallas kernels.
+
+All programs see the same random tokens. They run in turn in each round; ratios are those of one
+round. A program of a package that is not installed is skipped, and one that fails does not stop the
+others; the results contain the reason.
 
 --out FILE is written after each result, and a later run adds its rounds to it.
 """
@@ -28,6 +31,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +49,7 @@ import by_hand
 import gpt
 import jaxmp
 import llama
+import peer_steps
 from rounds import Rounds
 from workload_sizes import TOY, WORKLOADS, Sizes
 
@@ -69,7 +74,7 @@ def model_of(size: Sizes) -> Any:
     return llama.Shape(**changes)
 
 
-def jaxmp_arm(recipe: str, size: Sizes) -> Arm:
+def jaxmp_arm(recipe: Any, size: Sizes) -> Arm:
     """Returns the step of examples/gpt.py or examples/llama.py under a recipe."""
     training = llama.linen_training if size.is_llama else gpt.linen_training
     init, step = training(recipe, model_of(size), gpt.make_optimizer())
@@ -87,6 +92,12 @@ def hand_arm(implementation: str | None, chunked: bool, guard: bool, size: Sizes
     return Arm(jax.jit(lambda: init(start())), step)
 
 
+def peer_arm(make: Callable[[Sizes], Any], size: Sizes) -> Arm:
+    """Returns the step of another library."""
+    init, step = make(size)
+    return Arm(jax.jit(init), step)
+
+
 def arms() -> dict[str, Callable[[Sizes], Arm]]:
     """Returns name -> function that makes the program."""
     on_gpu = jax.default_backend() == "gpu"
@@ -96,18 +107,24 @@ def arms() -> dict[str, Callable[[Sizes], Arm]]:
         "plain": functools.partial(hand_arm, "xla", False, False),
     }
     names = ("bf16_params", "fp8", "fp8_delayed", "fp8_rowwise", "tf32", "fp32")
-    return made | {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
+    made |= {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
+    pallas = jaxmp.fp8.DelayedScaling(kernels="pallas")
+    made["jaxmp-fp8_pallas"] = functools.partial(
+        jaxmp_arm, jaxmp.load_recipe("fp8_delayed").replace(fp8=pallas)
+    )
+    return made | {
+        name: functools.partial(peer_arm, make) for name, make in peer_steps.trainings().items()
+    }
 
 
-def time_arm(arm: Arm, tokens: list[jax.Array], steps: int) -> dict[str, Any]:
-    """Returns the seconds of a step, those of the first, and the losses of the first steps."""
+def time_arm(arm: Arm, tokens: list[jax.Array], steps: int, warm_up: int) -> dict[str, Any]:
+    """Returns the seconds of a step, those of the first, and the losses of the steps before."""
     start = time.perf_counter()
-    state, losses = jax.block_until_ready(arm.init()), []
-    for index in range(3):
+    state, losses, first = jax.block_until_ready(arm.init()), [], 0.0
+    for index in range(warm_up):
         state, loss = arm.step(state, tokens[index % len(tokens)])
         losses.append(float(loss))
-        if not index:
-            first = time.perf_counter() - start
+        first = first or time.perf_counter() - start
     start = time.perf_counter()
     for index in range(steps):
         state, loss = arm.step(state, tokens[index % len(tokens)])
@@ -116,8 +133,8 @@ def time_arm(arm: Arm, tokens: list[jax.Array], steps: int) -> dict[str, Any]:
     return {"seconds": seconds, "first_seconds": first, "losses": losses}
 
 
-def main() -> None:
-    """Runs the rounds."""
+def main() -> int:
+    """Runs the rounds, and returns 1 if no program ran to the end."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()))
@@ -137,23 +154,40 @@ def main() -> None:
     rounds.describe(
         device=jax.devices()[0].device_kind, python=platform.python_version(), **versions
     )
-    made, failed = {}, set()
+    made: dict[str, Arm] = {}
+    ended = set()  # arms that failed or were skipped
     for _ in range(options.rounds):
         for name in options.arms:
-            if name in failed:
+            if name in ended:
                 continue
-            try:
-                made.setdefault(name, arms()[name](workload))
-                row = time_arm(made[name], tokens, options.steps)
-            except (jax.errors.JaxRuntimeError, jaxmp.JaxmpError) as error:
-                # Too little memory is a result too, and so is a recipe that the device refuses.
-                failed.add(name)
-                row = {"failed": str(error).splitlines()[0]}
+            if reason := peer_steps.refusal(name, workload):
+                row: dict[str, Any] = {"skipped": reason}
+            else:
+                row = try_arm(name, workload, made, tokens, options.steps)
+            if "seconds" not in row:
+                ended.add(name)
             gc.collect()
             rounds.add(name, row)
             rounds.write()
     print(json.dumps(rounds.summary("hand"), indent=2))
+    return int(not made)
+
+
+def try_arm(
+    name: str, size: Sizes, made: dict[str, Arm], tokens: list[jax.Array], steps: int
+) -> dict[str, Any]:
+    """Times an arm, and adds it to `made` in the first round; returns the error if it fails."""
+    try:
+        is_new = name not in made
+        arm = made[name] if name in made else arms()[name](size)
+        row = time_arm(arm, tokens, steps, 3 if is_new else 1)
+        made[name] = arm
+    except Exception as error:  # too little memory is a result, and so is another library's error
+        traceback.print_exc()
+        made.pop(name, None)
+        return {"failed": f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]}
+    return row
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ import pytest
 import by_hand
 import gpt
 import llama
+import peer_steps
 import run_gpu
+import train_step
 from grids import EXPENSIVE
 from rounds import Rounds
-from train_step import model_of
+from train_step import Arm, model_of
 from workload_sizes import TOY, WORKLOADS
 
 BENCHMARKS = Path(run_gpu.__file__).parent
@@ -102,6 +105,60 @@ def test_the_hand_written_step_skips_a_gradient_that_is_not_finite():
 
 
 # ---------------------------------------------------------------------------
+# Steps of other libraries
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w1", "w3", "w5"])
+def test_the_flax_model_has_the_parameters_of_the_example(name):
+    size = TOY[name]
+    init, step = peer_steps.flax_training(size, None)
+    (variables, _), tokens = jax.eval_shape(init), jnp.zeros((2, size.length + 1), jnp.int32)
+    module = llama.Llama(model_of(size)) if size.is_llama else model_of(size)
+    example = jax.eval_shape(module.init, jax.random.key(0), tokens[:, :8])["params"]
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, example)
+    # Linear layers and logits are bfloat16; attention has FP32 logits of four dimensions or more.
+    program = str(jax.make_jaxpr(step)(jax.eval_shape(init), tokens))
+    dots = re.findall(r":(\w+)\[([\d,]+)\] = dot_general\[", program)
+    linear = [dtype for dtype, sizes in dots if sizes.count(",") < 3]
+    assert len(linear) > 12 and set(linear) == {"bf16"}
+
+
+def test_programs_that_are_not_installed_or_fail_do_not_stop_the_others(tmp_path, monkeypatch):
+    def fail(size):
+        raise AttributeError("module 'qwix' has no attribute 'QtRule'")
+
+    count = lambda state, tokens: (state + 1, jnp.float32(state))
+    arms = {
+        "te-fp8": fail,
+        "flax": fail,
+        "hand": lambda size: Arm(lambda: jnp.zeros(()), count),
+    }
+    monkeypatch.setattr(train_step, "arms", lambda: arms)
+    missing = {"te": "no_such_package"}
+    monkeypatch.setattr(peer_steps, "PACKAGES", missing)
+    out, options = tmp_path / "step.json", ["--rounds", "2", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "w1", "--toy", *options, "--out", str(out)])
+    assert train_step.main() == 0
+    report = json.loads(out.read_text())
+    assert report["summary"]["te-fp8"] == {"skipped": "no_such_package is not installed"}
+    assert report["summary"]["flax"] == {
+        "failed": "AttributeError: module 'qwix' has no attribute 'QtRule'"
+    }
+    assert report["summary"]["hand"]["rounds"] == 2
+    # The first round has three steps before the timed ones, the others have one.
+    assert [row["losses"] for row in report["runs"][0]["rows"]["hand"]] == [[0, 1, 2], [0]]
+    del arms["hand"]
+    assert train_step.main() == 1
+
+
+def test_maxtext_runs_only_workloads_with_the_shape_of_llama(monkeypatch):
+    monkeypatch.setattr(peer_steps, "PACKAGES", {})
+    assert peer_steps.refusal("maxtext", TOY["w1"]) == "only for workloads with the shape of Llama"
+    assert peer_steps.refusal("maxtext", TOY["w5"]) is None
+
+
+# ---------------------------------------------------------------------------
 # Rounds
 # ---------------------------------------------------------------------------
 
@@ -116,13 +173,13 @@ def test_ratios_are_those_of_a_round(tmp_path):
         rounds.write()
     rounds = Rounds(file, "w1", WORKLOADS["w1"])
     rounds.add("torch", {"seconds": 4.0, "losses": [1.0]})
-    rounds.add("torch-fp8", {"failed": "torchao is not installed"})
+    rounds.add("torch-fp8", {"skipped": "torchao is not installed"})
     rounds.write()
     summary = json.loads(file.read_text())["summary"]
     assert summary["jaxmp-bf16"]["rate_over_hand"] == 2.0
     assert summary["jaxmp-bf16"]["rounds"] == 3
     assert summary["torch"]["rate_over_hand"] == 0.5  # medians: 2 and 4 seconds
-    assert summary["torch-fp8"] == {"failed": "torchao is not installed"}
+    assert summary["torch-fp8"] == {"skipped": "torchao is not installed"}
 
 
 # ---------------------------------------------------------------------------
