@@ -549,6 +549,7 @@ def test_vmap_scan_and_checkpoint_agree():
     np.testing.assert_allclose(summed, 2 * want, rtol=1e-5, atol=1e-5)
 
 
+@EXPENSIVE
 def test_second_derivatives_of_blocks_agree_with_the_whole():
     query, key, value = inputs(6, 6, heads=1, groups=1, size=4, value_size=4, batch=1)
 

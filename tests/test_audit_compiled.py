@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxmp
 from byte_gpt import GPT
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
 from jaxmp._audit._trace import trace
@@ -194,6 +194,7 @@ def test_quantised_and_dequantised_dots(between, falls_back):
 
 @needs_compiler
 @pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+@fast_cases("cudnn")
 def test_attention_kernels(implementation):
     def loss_fn(q):
         with jax.named_scope("attend"):
@@ -761,6 +762,7 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("first", ["", "import jax; jax.devices()"])
+@fast_cases("")
 def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(first):
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     script = (

@@ -271,6 +271,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@EXPENSIVE
 def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
     status, out, error = run(ASKING_FINDER + MODEL + "jax.jit(loss_fn)(first(), x)")
     assert status == 0 and "Function loss_fn" in out, error
@@ -288,6 +289,7 @@ def test_the_list_has_every_function_of_an_iteration(run, folder):
     assert not (folder / "a.json").exists()
 
 
+@EXPENSIVE
 def test_gradients_that_are_compiled_apart_are_audited(run, folder):
     """By default, the first complete train step ends the script; `--function` names another."""
     _, out, _ = run(TWO_PLAYERS, "--fail-on", "none")

@@ -320,6 +320,7 @@ def plain_step(loss_fn):
     return step
 
 
+@EXPENSIVE
 def test_plain_function_trains():
     params = plain_params()
     runs = [

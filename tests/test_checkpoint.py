@@ -31,6 +31,7 @@ from orbax.checkpoint import v1 as orbax_v1
 
 import checkpoint_matrix as matrix
 import jaxmp
+from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from jaxmp.checkpoint._checksum import checksums
@@ -171,6 +172,10 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("framework", "source", "target"), PAIRS)
+@fast_cases(
+    *("linen-packed-fp8_delayed", "nnx-bf16_params-packed", "linen-fp16_params-bf16"),
+    *("linen-fp8_delayed-packed", "nnx-packed-packed"),
+)
 def test_migrated_states_train_as_their_reference(framework, source, target, tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         state = matrix.save_trained(framework, source, str(tmp_path))
@@ -365,6 +370,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 """
 
 
+@EXPENSIVE
 def test_a_killed_writer_leaves_complete_steps(tmp_path):
     rng = np.random.default_rng(0)
     for _ in range(2):
@@ -541,6 +547,7 @@ def test_scalars_that_were_not_placed_can_be_used_with_any_mesh(tmp_path):
     "dtype",
     ["float32", "bfloat16", "float16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"],
 )
+@fast_cases("float32", "bfloat16", "int4", "complex64")
 def test_checksums_depend_on_bits_and_not_on_the_mesh(dtype, monkeypatch):
     values = (np.random.default_rng(0).normal(size=(64, 16)) * 5).clip(0).astype(np.float32)
     values = values.astype(jnp.dtype(dtype))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxmp
+from grids import fast_cases
 from jaxmp import cli
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp.cli._app import app
@@ -395,6 +396,7 @@ def test_errors_are_red(run, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
+@fast_cases("typer")
 def test_a_missing_package_is_named_with_its_extra(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp.cli"
     root = Path(jaxmp.__file__).parents[1]
@@ -405,6 +407,7 @@ def test_a_missing_package_is_named_with_its_extra(missing):
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
+@fast_cases("rich")
 def test_without_the_extra_it_says_what_to_install(package):
     code = (
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', '--help']; "

@@ -196,6 +196,7 @@ def test_an_nnx_model_trains():
     assert model.backbone.embedder.embedding[...].dtype == jnp.bfloat16
 
 
+@EXPENSIVE
 def test_the_page_shows_what_was_measured_and_its_example_runs():
     page = (ROOT / "docs/compatibility.md").read_text("utf-8")
     for table in compatibility.tables(json.loads(MEASURED.read_text())):

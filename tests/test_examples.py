@@ -191,6 +191,7 @@ def test_killed_runs_end_as_whole_ones(processes, capsys):
         pytest.param("fp8_delayed", marks=pytest.mark.slow),
     ],
 )
+@EXPENSIVE
 def test_both_frameworks_learn_alike(recipe):
     linen, in_nnx = tiny_run(recipe), tiny_run(recipe, "nnx")
     # Sums in another order: 1e-6 of a loss after six steps in FP32, a rounding of float16 in FP16,
@@ -445,6 +446,7 @@ def arrays_of(*nodes):
 
 
 @pytest.mark.parametrize("wild", [0, pytest.param(1, marks=EXPENSIVE)])
+@EXPENSIVE
 def test_an_overflow_of_one_player_leaves_the_other_untouched(wild):
     scales = [WILD if player == wild else CALM for player in (0, 1)]
     both, calm, start = one_gan_step(*scales), one_gan_step(CALM, CALM), first_players()
@@ -487,6 +489,7 @@ def test_gan_draws_what_is_asked_for():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_five_lines_train_before_and_after(capsys, monkeypatch):
     monkeypatch.setattr(five_lines, "STEPS", 20)
     five_lines.main()

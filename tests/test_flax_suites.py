@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import flax_suites
+from grids import EXPENSIVE
 
 ROOT = Path(__file__).parents[1]
 MEASURED = sorted((ROOT / "benchmarks/results").glob("flax_suites_*.json"))
@@ -121,6 +122,7 @@ def test_a_test_that_did_not_run_is_an_exception():
     assert list(flax_suites.compare(plain, {})["exceptions"]) == ["a"]
 
 
+@EXPENSIVE
 def test_a_broken_test_file_is_named(tmp_path):
     file = tmp_path / "broken_test.py"
     file.write_text("import a_package_that_does_not_exist\n")

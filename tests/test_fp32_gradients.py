@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations
@@ -210,7 +210,7 @@ def gradients(use, params, x, dtype, **options):
     return jax.jit(jaxmp.value_and_grad(loss_fn, **options))(params, x)[1]
 
 
-@pytest.mark.parametrize("stored", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("stored", [jnp.float32, pytest.param(jnp.float16, marks=EXPENSIVE)])
 @pytest.mark.parametrize("name", USES)
 def test_gradients_are_summed_in_fp32(name, stored):
     use, params = USES[name]
@@ -441,6 +441,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("framework", "recipe"), CASES)
+@fast_cases("linen-bf16", "linen-fp8", "nnx-fp16_params", "nnx-fp8_delayed", "autocast-bf16")
 def test_no_gradient_of_a_model_is_summed_in_16_bits(framework, recipe):
     run, state = MODELS[framework](recipe)
     assert rounded_sums(jax.make_jaxpr(run)(state, TOKENS))
@@ -448,6 +449,7 @@ def test_no_gradient_of_a_model_is_summed_in_16_bits(framework, recipe):
 
 
 @pytest.mark.parametrize("framework", [pytest.param("linen", marks=EXPENSIVE), "nnx"])
+@EXPENSIVE
 def test_losses_and_gradients_equal_those_of_one_device(framework):
     run, state = MODELS[framework]("bf16")
     one, several = run(state, TOKENS), run(*placed(mesh_of(), state, TOKENS))
@@ -458,6 +460,7 @@ def test_losses_and_gradients_equal_those_of_one_device(framework):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_reductions_of_a_program_for_h200():
     mesh = jax.sharding.Mesh(np.array(described_gpus(GPUS["h200"].description, 4)), ("data",))
     run, state = linen_gradients("bf16_params")

@@ -17,6 +17,7 @@ import pytest
 
 import jaxmp
 from conftest import VERSION_SENSITIVE
+from grids import EXPENSIVE, fast_cases
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
@@ -49,11 +50,13 @@ def test_import_loads_nothing_heavy():
     assert loaded_by("import jaxmp") == set()
 
 
+@EXPENSIVE
 def test_the_import_test_can_fail():
     assert loaded_by("import jaxmp, flax, rich") >= {"flax", "rich"}
 
 
 @pytest.mark.parametrize("name", ["linen", "TrainState"])
+@fast_cases("linen")
 def test_flax_loads_when_it_is_touched(name):
     assert "flax" in loaded_by(f"import jaxmp; jaxmp.{name}")
 

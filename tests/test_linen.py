@@ -147,29 +147,35 @@ def test_takes_whatever_names_a_policy():
 def test_every_entrance_obeys_the_policy():
     lm, x = TiedLM(), tokens(2, 6)
     model, variables = apply_policy(lm, BF16), shapes(lm, x)
-    bound = model.bind(variables)
     hidden = floats(2, 16)
-    results = [
-        model.apply(variables, x),
-        model.apply(variables, x, method="encode"),
-        model.apply(variables, x, method=TiedLM.encode),
-        model.apply(variables, x, method=model.encode),
-        model.apply(variables, x, method=lambda m, x: m.norm(m.embed(x))),
-        model.apply(variables, hidden, method=lambda m, h: m.body(h)),
-        model.apply(variables, x, method=lm.encode),
-        model.apply(variables, hidden, method=functools.partial(lambda m, h, n: m.body(h), n=1)),
-        model.init_with_output(KEY, x, method=lambda m, x: m.embed(x))[0],
-        nn.apply(lambda m, h: m.body(h), model)(variables, hidden),
-        nn.apply(lambda m, x: m(x), model)(variables, x),
-        model.init_with_output(KEY, x)[0],
-        bound(x),
-        bound.encode(x),
-        bound.body(hidden),
-        bound.embed(x),
-        bound.embed.attend(hidden),
-        bound.embed.embedding,
-        bound.body.layers[0](hidden),
-    ]
+
+    def enter(variables):
+        bound = model.bind(variables)
+        return [
+            model.apply(variables, x),
+            model.apply(variables, x, method="encode"),
+            model.apply(variables, x, method=TiedLM.encode),
+            model.apply(variables, x, method=model.encode),
+            model.apply(variables, x, method=lambda m, x: m.norm(m.embed(x))),
+            model.apply(variables, hidden, method=lambda m, h: m.body(h)),
+            model.apply(variables, x, method=lm.encode),
+            model.apply(
+                variables, hidden, method=functools.partial(lambda m, h, n: m.body(h), n=1)
+            ),
+            model.init_with_output(KEY, x, method=lambda m, x: m.embed(x))[0],
+            nn.apply(lambda m, h: m.body(h), model)(variables, hidden),
+            nn.apply(lambda m, x: m(x), model)(variables, x),
+            model.init_with_output(KEY, x)[0],
+            bound(x),
+            bound.encode(x),
+            bound.body(hidden),
+            bound.embed(x),
+            bound.embed.attend(hidden),
+            bound.embed.embedding,
+            bound.body.layers[0](hidden),
+        ]
+
+    results = jax.eval_shape(enter, variables)
     assert [str(result.dtype) for result in results] == ["bfloat16"] * len(results)
 
 
@@ -195,7 +201,7 @@ def test_bound_submodules_can_be_called_again_and_again():
 
     model = apply_policy(Outer(), PolicyMap(BF16, [Rule("inner/head", "o=f32")]))
     x = floats(2, 8)
-    bound = model.bind(model.init(KEY, x))
+    bound = model.bind(jax.jit(model.init)(KEY, x))
     assert [bound.inner(x).dtype.name for _ in range(3)] == ["bfloat16"] * 3
     module, variables = bound.inner.unbind()
     assert isinstance(module, MLP)
@@ -750,20 +756,23 @@ def test_attention_weights_are_sown():
 def test_decoding_writes_a_cache_in_the_compute_dtype():
     model = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
     wrapped, x = apply_policy(model, BF16), floats(1, 4, 8)
-    variables = wrapped.init(KEY, x)
+    variables, plain = jax.jit(lambda: (wrapped.init(KEY, x), model.init(KEY, x)))()
     assert variables["cache"]["cached_key"].dtype == jnp.bfloat16
     assert variables["params"]["query"]["kernel"].dtype == jnp.float32
-    plain = model.init(KEY, x)
-    state, reference = variables["cache"], plain["cache"]
-    for step in range(3):
-        token = x[:, step : step + 1]
+
+    @jax.jit
+    def decode(state, reference, token):
         out, new = wrapped.apply(
             {"params": variables["params"], "cache": state}, token, mutable=["cache"]
         )
         expected, new_reference = model.apply(
             {"params": plain["params"], "cache": reference}, token, mutable=["cache"]
         )
-        state, reference = new["cache"], new_reference["cache"]
+        return out, expected, new["cache"], new_reference["cache"]
+
+    state, reference = variables["cache"], plain["cache"]
+    for step in range(3):
+        out, expected, state, reference = decode(state, reference, x[:, step : step + 1])
         assert relative_error(out, expected) < 0.02
     assert leaf_dtypes(dict(state)) == leaf_dtypes(dict(variables["cache"]))
 
@@ -862,8 +871,8 @@ def test_the_fixes_that_the_message_names_work():
 
 def test_partial_calls_do_not_judge_rules():
     model = apply_policy(TiedLM(), PolicyMap(MIXED, [Rule("nowhere", "o=f32")]))
-    model.init(KEY, tokens(2, 6), method="encode")
-    model.apply(shapes(TiedLM(), tokens(2, 6)), tokens(2, 6))
+    jax.eval_shape(functools.partial(model.init, method="encode"), KEY, tokens(2, 6))
+    jax.eval_shape(model.apply, shapes(TiedLM(), tokens(2, 6)), tokens(2, 6))
 
 
 def test_rules_are_judged_at_every_init_of_a_jitted_model():

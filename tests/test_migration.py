@@ -141,6 +141,7 @@ def test_a_loss_scale_gives_the_same_bits_and_skips_the_same_steps(name, batches
 
 
 @pytest.mark.parametrize("name", ["linen", "nnx"])
+@fast_cases("linen")
 def test_policies_compute_what_dtype_arguments_computed(name):
     before, after = (run(name, sign) for sign in (BEFORE, AFTER))
     assert relative_error(after["losses"], before["losses"]) < HALF_BUDGET

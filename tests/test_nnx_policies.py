@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import fast_cases
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
@@ -1233,6 +1234,7 @@ CELLS = [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
+@fast_cases("GRUCell", "SimpleCell")
 def test_a_recurrent_carry_keeps_its_dtypes(cell):
     x = floats(2, 4, 3)
     model = apply_policy(nnx.RNN(cell(3, 3, rngs=rngs()), return_carry=True), "bf16-true")
@@ -1433,6 +1435,7 @@ def ensemble(rngs):
 
 
 @pytest.mark.parametrize("make", [Remat, Scan, Energy])
+@fast_cases("Remat", "Scan")
 def test_transformations_inside_a_model(make):
     model, x = make(rngs()), floats(2, 3)
     wrapped = apply_policy(model, MIXED)
@@ -1561,6 +1564,7 @@ def training(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
+@fast_cases("fp16_params")
 def test_a_compiled_step_is_nnx_jit_step_for_step(recipe):
     """Results are bit-identical, including batch statistics, dropout, masters and a skip."""
     batches = [floats(4, 3), jnp.full((4, 3), jnp.inf), *[floats(4, 3) + i for i in range(3)]]

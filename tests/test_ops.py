@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.sharding import PartitionSpec as P
 
+from grids import EXPENSIVE
 from jaxmp import cli
 from jaxmp._policies._op_rows import ANY, JOINT
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS, OpRule, OpTable
@@ -309,6 +310,7 @@ def test_what_may_be_moved_runs_in_each_dtype_that_a_policy_names(dtype):
     assert "func.func public @main" in jax.jit(calls).lower(*operands(dtype)).as_text()
 
 
+@EXPENSIVE
 def test_what_may_be_moved_compiles_in_float16():
     arrays = jax.tree.leaves(jax.jit(calls)(*operands(F16)))
     assert all(np.all(np.isfinite(np.asarray(array, np.float64))) for array in arrays)

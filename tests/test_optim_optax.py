@@ -119,7 +119,7 @@ def distance(tree, other):
 
 @pytest.mark.parametrize("name", CASES)
 @fast_cases(
-    *("momo", "reduce_on_plateau", "schedule_free", "muon", "multi_transform"),
+    *("momo", "reduce_on_plateau", "schedule_free", "multi_transform"),
     *("apply_if_finite", "flatten"),
 )
 def test_optimizers_of_optax_follow_plain_fp32_training(name):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu_compiler import needs_compiler
-from grids import pairwise
+from grids import EXPENSIVE, pairwise
 
 ROOT = Path(__file__).parent.parent
 STORAGE = ("fp32 parameters", "bf16 + FP32 masters", "bf16, packed")
@@ -16,6 +16,7 @@ STORAGE = ("fp32 parameters", "bf16 + FP32 masters", "bf16, packed")
 pytestmark = needs_compiler
 
 
+@EXPENSIVE
 def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does():
     # The script measures all 24 combinations.
     combinations = pairwise(STORAGE, (False, True), ("none", "auto"), ("FP32", "bf16"))

@@ -8,6 +8,7 @@ import pytest
 import overhead
 import step_counts
 import tables
+from grids import EXPENSIVE
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def two_layers(monkeypatch):
     step_counts.init_params.cache_clear()
 
 
+@EXPENSIVE
 def test_the_traced_recipe_is_smaller_than_other_guards(two_layers):
     def operations(make):
         step, state = make()

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 import llama
 import plan_llama
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,7 @@ def test_the_state_is_split_over_all_devices(size, gpus, model):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_gradients_of_all_weights_are_summed_once_in_fp32(monkeypatch):
     shape = llama.Shape(3, 256, 4, 2, 512, 1024, 512)
     monkeypatch.setitem(llama.SIZES, "small", shape)

@@ -264,6 +264,7 @@ def port(tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=EXPENSIVE if name != "linen" else ()) for name in SCRIPTS]
 )
+@EXPENSIVE
 def test_ported_scripts_train_as_the_originals_do(port, tmp_path, name):
     ported = port(name)
     plain = script_ports.measure(ported, tmp_path, "plain", SEEDS)

@@ -8,6 +8,7 @@ import pytest
 
 import sharded_programs
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE, fast_cases
 
 # Recipe, framework, form, layout and number of GPUs.
 PROGRAMS = [
@@ -26,11 +27,13 @@ def measure(*program, **changes):
 
 @needs_compiler
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@fast_cases("('bf16', 'Linen', 'plain', 'FSDP', 8)")
 def test_programs_are_within_the_limits(program):
     assert sharded_programs.violations(measure(*program)) == []
 
 
 @needs_compiler
+@EXPENSIVE
 def test_gathered_weights_that_are_kept_exceed_the_limits():
     row = measure("bf16", "Linen", "plain", "FSDP", 8, regather=False)
     exceeded = {text.partition(":")[0] for text in sharded_programs.violations(row)}

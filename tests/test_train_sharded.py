@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import train_sharded
 from byte_gpt import GPT
+from grids import EXPENSIVE
 from processes import ROOT, free_port, results, start, stop
 
 SMALL = GPT(layers=1, width=32, heads=4, max_length=16)
@@ -33,6 +34,7 @@ def standard_promotion():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_a_run_resumes_exactly_and_prints_once(tmp_path, capsys):
     run = dict(mesh="data=2,model=2", recipe="bf16_params", print_every=2, **ARGUMENTS)
     whole = train_sharded.train(steps=4, **run)
@@ -112,6 +114,7 @@ def values(state):
         pytest.param({"replica": 4}, marks=pytest.mark.slow),
     ],
 )
+@EXPENSIVE
 def test_all_devices_skip_what_overflows_on_one(sizes):
     mesh = train_sharded.make_mesh(sizes)
     state, shardings, step, traces = planted_step("fp16_params", mesh)
@@ -189,6 +192,7 @@ def on_slurm(index, count, port):
     }
 
 
+@EXPENSIVE
 def test_the_processes_of_slurm_connect():
     port, script = free_port(), CONNECT.format("None, None, None")
     processes = [start(["-c", script], **on_slurm(index, 2, port)) for index in range(2)]
@@ -231,6 +235,7 @@ client = Object(
 """
 
 
+@EXPENSIVE
 def test_the_pods_of_kubernetes_connect(tmp_path):
     (tmp_path / "kubernetes.py").write_text(KUBERNETES)
     variables = {

@@ -12,7 +12,7 @@ import pytest
 from flax.training import train_state as flax_train_state
 
 import jaxmp
-from grids import REST, each_value
+from grids import REST, each_value, fast_cases
 from relaxed import relaxed
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
@@ -82,6 +82,7 @@ def changed(old, new):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@fast_cases("bf16", "fp16_params")
 def test_every_recipe_trains_without_a_second_trace(recipe):
     state, batch = setup(recipe)
     step = jax.jit(make_step(), donate_argnums=0)
@@ -113,6 +114,10 @@ EAGER = [pytest.param(("packed", False), kind, marks=REST) for kind in BAD]
     ("run", "kind"),
     [*each_value(RUNS, BAD), *EAGER],
     ids=lambda x: x if type(x) is str else f"{x[0]}-{'jit' if x[1] else 'eager'}",
+)
+@fast_cases(
+    *("fp16-jit-nan loss, finite gradients", "fp16_params-jit-inf in one microbatch"),
+    "packed-jit-nonfinite gradient",
 )
 def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
     recipe, jitted = run
