@@ -106,16 +106,17 @@ def main(
         )
     size = TOY if toy else Size()
     size = dataclasses.replace(size, steps=steps or size.steps)
+    name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
+    file = RESULTS / f"gpu_smoke-{name}.json" if out is None and not toy else out
     results = []
     for recipe in recipes.split(","):
         results.append(in_own_process(functools.partial(measure, recipe, size, seconds)))
         print(json.dumps(dataclasses.asdict(results[-1])), flush=True)
+        if file:  # after each recipe, so that an interrupted run keeps its results
+            write(file, hardware, size, results)
     Console().print(table(results, hardware["device"]))
-    if out or not toy:
-        name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
-        print(
-            f"Written: {write(out or RESULTS / f'gpu_smoke-{name}.json', hardware, size, results)}"
-        )
+    if file:
+        print(f"Written: {file}")
 
 
 def in_own_process(job: Any) -> Any:
@@ -214,7 +215,7 @@ def table(results: list[Result], device: str) -> Table:
     return rows
 
 
-def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result]) -> Path:
+def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result]) -> None:
     """Writes the figures with everything that is required to reproduce them."""
     report = {
         "command": shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]]),
@@ -228,7 +229,6 @@ def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result
     half_written = path.with_name(path.name + ".tmp")
     half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     os.replace(half_written, path)
-    return path
 
 
 def versions() -> dict[str, str]:
