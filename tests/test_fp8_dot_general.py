@@ -75,6 +75,7 @@ def signal_to_noise(exact, got):
     ],
     ids=[*RECIPES, "current-bf16", "current-f16"],
 )
+@fast_cases("current", "delayed", "rowwise")
 def test_signal_to_noise_of_normal_data(recipe, dtype):
     """One operand rounded to E4M3 has 31.5 dB (half a unit of 4 bits, uniform), to E5M2 25.5 dB.
 
@@ -605,6 +606,7 @@ def compiled(recipe, x, w, dims, target="h200"):
         ("current-power", (4, 128, 256), (4, 256, 384), (((2,), (1,)), ((0,), (0,)))),
     ],
 )
+@fast_cases("current-x0-w0-dims0", "rowwise-x4-w4-dims4")
 def test_three_real_fp8_products(name, x, w, dims):
     recipe = RECIPES[name]
     report = compiled(recipe, shape(*x), shape(*w), dims)
@@ -635,6 +637,7 @@ def test_an_a100_falls_back_and_the_audit_says_so():
 @pytest.mark.parametrize(
     ("name", "spec"), [("current", ("data", None)), ("delayed", (None, "data"))]
 )
+@fast_cases("delayed-spec1")
 def test_sharded_kernels_are_gathered_in_fp8(name, spec):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     sharding = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))

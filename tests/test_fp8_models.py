@@ -428,6 +428,7 @@ def test_a_model_without_its_state_is_refused():
         model.apply({"params": variables["params"]}, x)
 
 
+@EXPENSIVE
 def test_the_state_of_scanned_layers():
     x = jax.random.normal(jax.random.key(1), (16, 32))
     model = jaxmp.linen.apply_policy(Scanned(), policies(DELAYED))

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp.fp8 import _layer
 from jaxmp.fp8._cast_transpose import cast_transpose
@@ -113,6 +114,7 @@ def three_steps(scaling, loss, **options):
 
 
 @pytest.mark.parametrize("loss", [plain, rematerialized, scanned, mapped])
+@fast_cases("plain")
 def test_steps_equal_those_of_xla(interpreted, loss):
     scaling = fp8.DelayedScaling(amax_history_len=2)
     found = three_steps(fp8.DelayedScaling(amax_history_len=2, kernels="pallas"), loss)
@@ -120,6 +122,7 @@ def test_steps_equal_those_of_xla(interpreted, loss):
     assert_close(found, expected)
 
 
+@EXPENSIVE
 def test_microbatches_equal_those_of_xla(interpreted):
     options = dict(amax_history_len=2, calibrate=False, margin=1)
     run = lambda **kernels: three_steps(
@@ -255,6 +258,7 @@ def sqnr(found, expected):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
 @pytest.mark.parametrize("use_bias", [True, False])
+@fast_cases("False-swiglu")
 def test_a_fused_mlp_equals_its_layers_up_to_the_rounding(interpreted, activation, use_bias):
     block = Block(activation, use_bias=use_bias)
     _, found, of_x, state, jaxpr = block_step(block, PALLAS)
@@ -307,6 +311,7 @@ def test_other_scalings_call_the_layers(scaling):
 
 
 @pytest.mark.parametrize(("activation", "largest"), [("gelu", 1.13), ("silu", 1.1)])
+@fast_cases("silu-1.1")
 def test_a_bounded_amax(activation, largest):
     scaling = fp8.DelayedScaling(amax_history_len=2, bounded_amax=True)
     _, found, of_x, state, jaxpr = block_step(Block(activation), scaling)

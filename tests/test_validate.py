@@ -19,6 +19,7 @@ from flax import nnx
 from scipy import stats
 
 import jaxmp
+from grids import EXPENSIVE
 from jaxmp import cli
 from jaxmp._validate import _statistics
 from jaxmp._validate._budget import choose_metric, resolve_budgets
@@ -152,6 +153,7 @@ def test_json_round_trip(report):
         report["fp8"]
 
 
+@EXPENSIVE
 def test_nnx_gives_the_same_kind_of_report():
     report = run(NnxPerceptron, seeds=1)
     assert report["bf16"].verdict == "pass"
@@ -212,6 +214,7 @@ def test_states_of_few_seeds_are_in_memory_at_once():
     assert most == 2
 
 
+@EXPENSIVE
 def test_seeds_in_one_program_give_the_same_numbers(report):
     together = run(vectorize=True)
     for first, second in zip(together["bf16"].gradients, report["bf16"].gradients, strict=True):
@@ -379,6 +382,7 @@ def make_run(recipe, seed, *, params_seed=None, batch_seed=None):
     return jaxmp.TrainingRun(state=state, step=step, batches=iter(x), evaluate=evaluate)
 
 
+@EXPENSIVE
 def test_steps_without_gradients_are_compared_by_loss():
     report = jaxmp.validate(make_run, ["bf16"], steps=4, seeds=2)
     assert report["bf16"].gradients == () and "grads" in report.notes[0]

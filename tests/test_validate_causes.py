@@ -95,6 +95,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
+@EXPENSIVE
 def test_half_softmax_at_large_logits(is_fp32):
     report = run(
         Attention(is_fp32), ["bf16"], squared_error, (8, 8, 8), optax.adam(1e-3), budgets=0.05
@@ -128,6 +129,7 @@ def make_accumulation(recipe, seed):
     return jaxmp.TrainingRun(state=state, step=step, batches=x, evaluate=evaluate)
 
 
+@EXPENSIVE
 def test_bfloat16_accumulation_over_1024_microbatches():
     candidates = {"narrow": BF16.replace(accumulate_dtype="bfloat16"), "wide": BF16}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -162,6 +164,7 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
+@EXPENSIVE
 def test_16_bit_batch_norm_statistics(is_fp32):
     report = run(Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3))
     if is_fp32:
@@ -190,6 +193,7 @@ def cross_entropy(model, x):
 
 
 @pytest.mark.parametrize("size", [pytest.param(1.0, marks=EXPENSIVE), 30.0])
+@EXPENSIVE
 def test_fp8_head_with_large_weights(size):
     report = run(Head(size), ["fp8"], cross_entropy, (256, 16), optax.adam(1e-4), budgets=0.1)
     if size == 1:
@@ -212,6 +216,7 @@ def test_float16_overflow():
     assert "is not finite" in first_line(report, "fp16")
 
 
+@EXPENSIVE
 def test_moments_in_float16_underflow():
     """Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16."""
     tx, stream = optax.adam(1e-3), batches((64, 8), 4)
@@ -250,6 +255,7 @@ def test_moments_in_float16_underflow():
     assert line.startswith("hand FAILS: the optimizer's moments in 16 bits underflow")
 
 
+@EXPENSIVE
 def test_steps_skipped_by_a_loss_scale_that_is_too_large():
     scale = jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**40)
     large, static = FP16.replace(loss_scale=scale), FP16.replace(loss_scale=2.0**40)
@@ -269,6 +275,7 @@ def test_steps_skipped_by_a_loss_scale_that_is_too_large():
     assert verdicts(report) == {"remedy": "pass"} and report["remedy"].training.skipped == 0
 
 
+@EXPENSIVE
 def test_a_loss_in_bfloat16():
     def loss_fn(model, x):
         logits = 300 + model(x)
@@ -289,6 +296,7 @@ class Waves(nn.Module):
         return nn.Dense(4, name="out")(jnp.sin(angles))
 
 
+@EXPENSIVE
 def test_angles_in_bfloat16():
     report = run(Waves(), ["bf16"], squared_error, (64, 8), optax.adam(1e-3))
     line = first_line(report, "bf16")
@@ -311,6 +319,7 @@ class Averaged(nnx.Module):
         self.mean[...] = mean + (0.01 * (x.mean(0) - mean)).astype(mean.dtype)
 
 
+@EXPENSIVE
 def test_batch_statistics_stored_in_bfloat16():
     def make_run(recipe, seed):
         model = Averaged(jnp.bfloat16 if recipe.name == "bf16" else jnp.float32, seed)
@@ -366,6 +375,7 @@ def make_by_hand(*, clip=lambda grads: grads, weight=1.0):
         return jaxmp.validate(make_run, {"hand": "bf16"}, seeds=2, steps=STEPS)
 
 
+@EXPENSIVE
 def test_an_error_in_the_update_is_located():
     """The norm of gradients that are clipped in FP16 before they are unscaled is infinite."""
 

@@ -9,6 +9,7 @@ import pytest
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp import cli
 from jaxmp.testing import assert_equivalent
 from test_validate import make_run, promote  # noqa: F401
@@ -29,6 +30,7 @@ def make_larger_run(recipe, seed):
 
 
 @needs_compiler
+@EXPENSIVE
 def test_memory_and_kernels_for_the_target_are_compared_with_the_baseline(tmp_path):
     file = tmp_path / "baseline.json"
     report = assert_equivalent(make_run, "bf16", **OPTIONS)
@@ -51,6 +53,7 @@ from test_validate_target import make_larger_run
 
 
 @needs_compiler
+@EXPENSIVE
 def test_the_command_compares_the_program_for_the_target(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
