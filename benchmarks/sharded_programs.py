@@ -1,10 +1,11 @@
 """Counts the bytes that sharded training steps send, by dtype, compiled for 8 and 16 H200.
 
     python benchmarks/sharded_programs.py --out sharded.json        # a subset
-    python benchmarks/sharded_programs.py --full                    # all programs
+    python benchmarks/sharded_programs.py --full --out all.json     # all programs
     python benchmarks/sharded_programs.py --recipes bf16 --layouts FSDP --devices 8 --forms scan
 
-The subset contains each pair of recipe, framework, form and layout, for each number of GPUs.
+The subset contains each pair of recipe, framework, form and layout, for each number of GPUs. It is
+compiled first. With a file that exists, the programs that it lacks are compiled.
 
 The model is an embedding, four residual blocks of two Dense layers, and a head. It is written in
 Linen and in NNX; its blocks are a Python loop ("plain"), a scan, or a scan of rematerialized blocks
@@ -454,6 +455,23 @@ def table(rows: list[dict[str, Any]], devices: int) -> str:
     return "\n".join([HEADER, *map(markdown, groups.values())])
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions on which the programs depend."""
+    installed = {"jax": jax.__version__, "flax": flax.__version__}
+    return {**installed, "python": platform.python_version()}
+
+
+def recorded_rows(path: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Returns program -> row of an earlier run with the same versions, which is continued."""
+    if path is None or not path.exists():
+        return {}
+    report = json.loads(path.read_text())
+    if report["versions"] != versions():
+        return {}
+    names = ("recipe", "framework", "form", "layout", "devices")
+    return {tuple(row[name] for name in names): row for row in report["rows"]}
+
+
 def main() -> None:
     """Prints a line for each program and the table, and writes both as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -465,19 +483,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen: list[tuple[Any, ...]] = []
+    others: list[tuple[Any, ...]] = []
     for count in args.devices:
         all_programs = list(programs(args.recipes, args.forms, args.layouts, count))
-        chosen += all_programs if args.full else pairwise(all_programs)
-    rows = []
+        subset = pairwise(all_programs)
+        chosen += subset
+        others += [program for program in all_programs if program not in subset]
+    if args.full:
+        chosen += others
+    recorded = recorded_rows(args.out)
+    rows = list(recorded.values())
     for number, program in enumerate(chosen, 1):
+        if program in recorded:
+            continue
         row = measure(*program)
         rows.append(row)
         exceeded = "" if row["recipe"] in WAYS else "; ".join(violations(row))
         print(f"{number}/{len(chosen)} {json.dumps(row)} {exceeded}", flush=True)
         if args.out:
-            versions = {"jax": jax.__version__, "flax": flax.__version__}
-            versions["python"] = platform.python_version()
-            report = {"target": GPUS["h200"].name, "versions": versions, "rows": rows}
+            report = {"target": GPUS["h200"].name, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     for count in args.devices:
         print(f"\n{count} GPUs\n{table(rows, count)}")

@@ -253,3 +253,38 @@ def test_operands_whose_shardings_differ(explicit, heads):
     fn = gradients(is_causal=True)
     expected = [(FORWARD, 1), (BACKWARD, 1)]
     assert kernels(fn, query, key, value, {"key_value_seq_lengths": lengths}) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "query_spec", "spec", "sent"),
+    [
+        # Each of eight devices gets one of the repeated key heads.
+        (16, 2, (None, None, "model"), (), {"all-gather"}),
+        # Positions are exchanged for heads.
+        (8, 2, (None, "model"), (None, "model"), {"all-to-all"}),
+        # Two heads cannot be divided, so positions are gathered.
+        (2, 2, (None, "model"), (None, "model"), {"all-gather"}),
+        (8, 2, ("model",), (), {"all-gather"}),
+    ],
+    ids=["grouped", "sequence", "few-heads", "only-the-query"],
+)
+def test_explicit_axes_of_any_dimension_reach_the_kernel(heads, groups, query_spec, spec, sent):
+    mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Explicit,))
+    query = sharded(shape(8, 256, heads, 64), mesh, *query_spec)
+    key = sharded(shape(8, 256, groups, 64), mesh, *spec)
+    report = audit(gradients(is_causal=True), query, key, key, {}, target="h200")
+    assert [(row.kernel, row.count) for row in report.attention] == [(FORWARD, 1), (BACKWARD, 1)]
+    assert {row.operation for row in report.collectives} == sent
+
+
+def test_query_heads_that_the_key_heads_cannot_follow():
+    mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    query = sharded(shape(8, 256, 8, 64), mesh, None, None, "model")
+    key = sharded(shape(8, 256, 2, 64), mesh)
+    with pytest.raises(jaxmp.AuditError, match="the 8 heads of the query") as error:
+        audit(gradients(is_causal=True), query, key, key, {}, target="h200")
+    assert "the 2 heads of the key; the mesh is {'model': 8}" in str(error.value)
+    assert "key = jnp.repeat(key, 4, axis=-2)" in str(error.value)
+    repeat = lambda array: jnp.repeat(array, 4, axis=-2)
+    fn = lambda q, k, v: gradients(is_causal=True)(q, repeat(k), repeat(v), {})
+    assert kernels(fn, query, key, key) == [(FORWARD, 1), (BACKWARD, 1)]

@@ -27,6 +27,7 @@ from jaxmp._attention._choice import AttentionExplanation as AttentionExplanatio
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
+from jaxmp._attention._explicit import run_on_parts
 from jaxmp._attention._plain import xla_attention
 from jaxmp._attention._splash import splash_attention
 from jaxmp._core._compat import target
@@ -285,7 +286,9 @@ def _compiled(implementation: str, name: str) -> Callable[..., Any]:
 
     def attention(arrays: dict[str, jax.Array], settings: Settings) -> Any:
         fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
-        return _RUN[implementation](Arguments(**{**fields, "settings": settings}))
+        args = Arguments(**{**fields, "settings": settings})
+        # The partitioner divides cuDNN's kernel, and `_splash` that of JAX's splash attention.
+        return run_on_parts(_RUN[implementation], args, maps=implementation not in FUSED)
 
     attention.__name__ = name
     return jax.jit(attention, static_argnums=1)

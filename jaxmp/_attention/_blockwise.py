@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
 from jaxmp._core._compat import vary, varying_axes
@@ -179,6 +180,13 @@ def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(blocks, block.reshape((1,) * len(index) + block.shape), starts)
 
 
+def _filled(like: jax.Array, value: float, dtype: np.dtype) -> jax.Array:
+    """Returns an array of the shape and, on explicit mesh axes, the sharding of another one."""
+    array, sharding = jnp.full_like(like, value, dtype), jax.typeof(like).sharding
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return jax.reshard(array, sharding) if is_explicit else array
+
+
 class _Blocks:
     """Operands in blocks, with the logits and dropout factors of each pair."""
 
@@ -276,9 +284,9 @@ def _forward(
     # Like the query, so that they are sharded over a mesh as it is.
     row = blocks.query[..., :1]
     start = (
-        jnp.zeros_like(jnp.broadcast_to(row, (*row.shape[:-1], value_size)), blocks.wide),
-        jnp.full_like(row[..., 0], -jnp.inf, blocks.wide),
-        jnp.zeros_like(row[..., 0], blocks.wide),
+        _filled(jnp.broadcast_to(row, (*row.shape[:-1], value_size)), 0, blocks.wide),
+        _filled(row[..., 0], -jnp.inf, blocks.wide),
+        _filled(row[..., 0], 0, blocks.wide),
     )
     start = vary(start, varying_axes(operands))
     (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, settings)))
@@ -344,10 +352,10 @@ def _backward_rule(shape: _Shape, settings: Settings, saved: tuple[Any, ...], d_
         return (d_query, d_key, d_value, d_bias), None
 
     start = (
-        jnp.zeros_like(blocks.query, wide),
-        jnp.zeros_like(blocks.key, wide),
-        jnp.zeros_like(blocks.value, wide),
-        None if blocks.bias is None else jnp.zeros_like(blocks.bias, wide),
+        _filled(blocks.query, 0, wide),
+        _filled(blocks.key, 0, wide),
+        _filled(blocks.value, 0, wide),
+        None if blocks.bias is None else _filled(blocks.bias, 0, wide),
     )
     start = vary(start, varying_axes((operands, d_out)))
     pairs = jnp.asarray(_pairs(shape, settings))

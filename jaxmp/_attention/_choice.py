@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
+from jaxmp._attention._explicit import notes_of
 from jaxmp._attention._splash import LEAST_BLOCK, padded_positions
 from jaxmp._core._capability import (
     FUSED_ATTENTION,
@@ -118,7 +119,8 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     if name not in FUSED:
         name = "splash" if target() == "tpu" else "cudnn"
     kernel = FUSED[name]
-    explain = functools.partial(_explain, kernel=name)
+    moved = notes_of(args)
+    explain = functools.partial(_explain, kernel=name, notes=moved)
     if not math.prod(args.logits_shape):
         return explain("xla", "the result is empty")
     blockers = tuple(kernel.blockers(args))
@@ -128,7 +130,7 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
         raise _refusal(kernel, implementation, blockers)
     if not blockers:
         reason = ASKED if implementation == name else f"{kernel.title} fits"
-        return explain(name, reason, notes=kernel.notes(args))
+        return explain(name, reason, notes=[*kernel.notes(args), *moved])
     size = 4 * math.prod(args.logits_shape)
     if size > _WHOLE_LOGITS:
         reason = f"the logits of all pairs would take {_mebibytes(size)}"

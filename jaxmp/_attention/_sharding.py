@@ -1,10 +1,11 @@
 """Shards all operands of cuDNN's kernel alike, as JAX requires in order to partition the kernel.
 
-XLA chooses the shardings of query, key and value separately. If only parameters are sharded, it may
-shard the key over the head size and the query over the batch; JAX then refuses to partition the
-kernel ("Query, key and value should have same sharding"). `one_sharding` passes the operands
-through an identity function with a custom partitioning. Its rule requires all results to have the
-same sharding of batch and heads, and leaves their positions and head sizes unsharded.
+On automatic mesh axes, XLA chooses the shardings of query, key and value separately. If only
+parameters are sharded, it may shard the key over the head size and the query over the batch; JAX
+then refuses to partition the kernel ("Query, key and value should have same sharding").
+`one_sharding` passes the operands through an identity function with a custom partitioning. Its rule
+requires all results to have the same sharding of batch and heads, and leaves their positions and
+head sizes unsharded. On explicit mesh axes, `_explicit` does so for all implementations.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxmp._core._compat import partition_spec
 from jaxmp.errors import AttentionError
 
 # Operand -> its dimensions. The kernel can be sharded over b, the batch, and n, the heads.
@@ -52,17 +54,13 @@ def one_sharding(arrays: dict[str, Any]) -> dict[str, Any]:
       AttentionError: if the heads are sharded over more devices than the key has heads.
     """
     present = {name: array for name, array in arrays.items() if array is not None}
-    mesh = jax.typeof(present["query"]).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        tied = _tied({name: present.pop(name) for name in _TIED if name in present})
-        # The others, which may lack dimensions, follow the query.
-        others = _tied({"query": tied["query"], **present}) if present else {}
-        return {**arrays, **tied, **others}
-    # On explicit mesh axes, the sharding is part of the operands' types.
-    specs = _specs(mesh, tuple(present), list(map(jax.typeof, present.values())))
-    for (name, array), spec in zip(present.items(), specs, strict=True):
-        present[name] = jax.reshard(array, NamedSharding(mesh, spec))
-    return {**arrays, **present}
+    kinds = jax.typeof(present["query"]).sharding.mesh.axis_types
+    if kinds and AxisType.Auto not in kinds:  # each device computes its part
+        return arrays
+    tied = _tied({name: present.pop(name) for name in _TIED if name in present})
+    # The others, which may lack dimensions, follow the query.
+    others = _tied({"query": tied["query"], **present}) if present else {}
+    return {**arrays, **tied, **others}
 
 
 @jax.custom_vjp
@@ -143,36 +141,38 @@ def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ca
     made.def_partition(
         partition=partition,
         infer_sharding_from_operands=lambda mesh, infos, _: shardings(mesh, infos),
+        # XLA may split the key's heads over a part of a mesh axis, which JAX cannot decode.
+        decode_shardings=False,
         sharding_rule=f"{operands} -> {results}",
         **sizes,
     )
     return made
 
 
-def _specs(
-    mesh: Mesh | AbstractMesh, names: tuple[str, ...], infos: Sequence[Any]
-) -> list[PartitionSpec]:
+def _specs(mesh: Mesh, names: tuple[str, ...], infos: Sequence[Any]) -> list[PartitionSpec]:
     """Returns the query's sharding of batch and heads for each array.
 
     Raises:
       AttentionError: if the heads are sharded over more devices than the key has heads.
     """
     query, key = infos[0], infos[names.index("key") if "key" in names else 0]
-    spec = (*query.sharding.spec, *(None,) * (len(query.shape) - len(query.sharding.spec)))
-    *leading, batch, _, heads, _ = spec
-    over = {None: ()}.get(heads, heads if isinstance(heads, tuple) else (heads,))
-    devices = math.prod(mesh.shape[axis] for axis in over)
-    if key.shape[-2] % devices:
+    heads, groups = query.shape[-2], key.shape[-2]
+    spec = partition_spec(query.sharding, mesh, len(query.shape))
+    *leading, batch, _, axes, _ = spec or (None,) * len(query.shape)
+    over = {None: ()}.get(axes, axes if isinstance(axes, tuple) else (axes,))
+    if spec is None or groups % math.prod(mesh.shape[axis] for axis in over):
         raise AttentionError(
-            f"the {query.shape[-2]} heads of the query are sharded over {devices} devices, and the "
-            f"key has {key.shape[-2]} heads, which cuDNN's kernel cannot shard alike. Shard the "
-            "heads over fewer devices, or write implementation='xla'."
+            f"XLA splits the {heads} heads of the query over devices among which cuDNN's kernel "
+            f"cannot split the {groups} heads of the key; the mesh is {dict(mesh.shape)}. Repeat "
+            f"the heads: key = jnp.repeat(key, {heads // groups}, axis=-2), and value alike. Or "
+            "shard the query's heads over fewer devices, write implementation='xla', or make the "
+            "axes of the mesh explicit, where jaxmp repeats the heads as often as required."
         )
 
     def of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        axes = {"b": batch, "n": heads, ".": None}
+        entries = {"b": batch, "n": axes, ".": None}
         own = shape[len(shape) - len(_DIMENSIONS[name]) :]
         dims = zip(_DIMENSIONS[name], own, strict=True)
-        return PartitionSpec(*leading, *(axes[kind] if size > 1 else None for kind, size in dims))
+        return PartitionSpec(*leading, *(entries[kind] if n > 1 else None for kind, n in dims))
 
     return [of(name, info.shape) for name, info in zip(names, infos, strict=True)]

@@ -1,8 +1,9 @@
 """Attention by JAX's splash attention: fused kernels for TPUs, written in Pallas.
 
 XLA cannot partition a Pallas kernel, and libtpu supports no custom partitioning. `_run` therefore
-calls the kernels in `shard_map` if the axes of the mesh are explicit. `_choice` refuses automatic
-axes, whose sharding is not known while a program is traced.
+calls the kernels in `shard_map` if the axes of the mesh are explicit; `_explicit` has given all
+operands the batch and the heads of the query. `_choice` refuses automatic axes, whose sharding is
+not known while a program is traced.
 
 The kernels read `[heads, positions, size]`, and positions in blocks. Queries and keys are padded
 with zeros to whole blocks. Padded keys, and those beyond a length, are hidden by segment ids.
@@ -11,7 +12,6 @@ with zeros to whole blocks. Padded keys, and those beyond a length, are hidden b
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -231,15 +231,8 @@ def _run(function: _Function, call: _Call, arrays: Arrays) -> Arrays:
 
 
 def _specs(arrays: Arrays, names: tuple[str, ...]) -> list[PartitionSpec]:
-    """Returns the shardings of arrays by name: those of batch and heads of the query.
-
-    If the heads are sharded over more devices than the key has heads, they are gathered.
-    """
-    sharding = jax.typeof(arrays["query"]).sharding
-    batch, _, heads, _ = sharding.spec
-    over = () if heads is None else heads if isinstance(heads, tuple) else (heads,)
-    if arrays["key"].shape[2] % math.prod(sharding.mesh.shape[axis] for axis in over):
-        heads = None
+    """Returns the shardings of arrays by name: those of batch and heads of the query."""
+    batch, _, heads, _ = jax.typeof(arrays["query"]).sharding.spec
     axes = {"b": batch, "n": heads, "k": heads}
     of = lambda name: PartitionSpec(*(axes.get(kind) for kind in _DIMENSIONS[name]))
     return list(map(of, names))

@@ -4,6 +4,7 @@ from jaxmp._core._compat._axes import agree as agree
 from jaxmp._core._compat._axes import bound_axes as bound_axes
 from jaxmp._core._compat._axes import check_axes as check_axes
 from jaxmp._core._compat._axes import largest as largest
+from jaxmp._core._compat._axes import partition_spec as partition_spec
 from jaxmp._core._compat._axes import smallest as smallest
 from jaxmp._core._compat._axes import vary as vary
 from jaxmp._core._compat._axes import varying_axes as varying_axes

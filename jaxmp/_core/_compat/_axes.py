@@ -6,7 +6,9 @@ from collections.abc import Collection, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
+from jaxmp._core._compat._private import load_private
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError
 
@@ -32,6 +34,25 @@ def vary(tree: PyTree, axes: Collection[Any]) -> PyTree:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
+
+
+def partition_spec(sharding: Sharding, mesh: Mesh, ndim: int) -> PartitionSpec | None:
+    """Returns the partition spec of a sharding that XLA chose, over the axes of a mesh.
+
+    Args:
+      sharding: as `custom_partitioning` passes it with `decode_shardings=False`.
+      mesh: the mesh of the program.
+      ndim: dimensions of the array.
+
+    Returns:
+      A spec with `ndim` entries; None if a dimension is split over a part of a mesh axis.
+    """
+    parse: Any = load_private("jax._src.sharding_impls").parse_flatten_op_sharding
+    try:
+        spec = parse(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
+    except Exception:  # errors differ between versions of JAX
+        return None
+    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
 def bound_axes(axes: tuple[Any, ...]) -> tuple[Any, ...]:
