@@ -100,6 +100,20 @@ def compile_cheaply(request):
 
 
 @pytest.fixture
+def standard_promotion():
+    """Enables standard dtype promotion, for tests of code that promotes implicitly."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def rank_promotion():
+    """Allows rank promotion, for tests of code that broadcasts implicitly."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def getkey():
     """Returns a function that returns a new PRNG key at each call, the same ones in every run."""
     key = jax.random.key(0)

@@ -28,15 +28,20 @@ def start(arguments, **variables):
     )
 
 
-def results(processes):
-    """Waits for processes and returns the last line that each has printed."""
+def wait(processes):
+    """Waits until all processes have succeeded, and returns the text that each has printed."""
     try:
         outputs = [process.communicate(timeout=900) for process in processes]
     finally:
         stop(processes)
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
-    return [printed.splitlines()[-1] for printed, _ in outputs]
+    return [printed for printed, _ in outputs]
+
+
+def results(processes):
+    """Waits for processes and returns the last line that each has printed."""
+    return [printed.splitlines()[-1] for printed in wait(processes)]
 
 
 def stop(processes):

@@ -24,11 +24,8 @@ W = jax.ShapeDtypeStruct((64, 64), BF16)
 WIDE = jax.ShapeDtypeStruct((64,), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: Flax's norms and the tested mistakes promote implicitly."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# Flax's norms and the tested mistakes promote implicitly.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 def kinds(report):

@@ -1,6 +1,5 @@
 """`jaxmp audit --script`: scripts in several styles are audited without edits."""
 
-import importlib.util
 import json
 import sys
 import textwrap
@@ -240,8 +239,6 @@ SLOW_STYLES = ("absl", "ahead_of_time", "thread")
 )
 @fast_cases("jit", "nnx", "pmap")
 def test_a_script_is_audited_without_an_edit(run, folder, style):
-    if style == "equinox" and importlib.util.find_spec("equinox") is None:
-        pytest.skip("equinox is not installed")
     text, arguments, name = STYLES[style]
     status, out, error = run(
         text, *arguments, "--recipe", "bf16", "--json", "a.json", "--fail-on", "none"

@@ -23,11 +23,8 @@ X = jax.ShapeDtypeStruct((16, 64), F32)
 BATCHES = jax.ShapeDtypeStruct((4, 16, 64), F32)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: optax and the tested mistakes promote implicitly."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# optax and the tested mistakes promote implicitly.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def half(spec, dtype=BF16):

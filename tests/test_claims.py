@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,11 +17,8 @@ ROWS = {row["name"]: row for row in REPORT["rows"]}
 TINY = dict(layers=1, width=32, heads=2, max_length=16)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion, because the example's loss uses optax directly."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# The example's loss uses optax directly.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # ---------------------------------------------------------------------------

@@ -43,15 +43,9 @@ ROOT = Path(__file__).parents[1]
 TINY = dict(steps=6, seq_len=16, batch_size=4, layers=1, width=32, eval_every=3, eval_batches=2)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion, because the examples use optax directly.
-
-    Adam's bias correction computes `float ** int32`, and the schedules and `clip_by_global_norm` of
-    optax mix strongly typed float32 values with other types.
-    """
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# The examples use optax directly. Adam's bias correction computes `float ** int32`, and the
+# schedules and `clip_by_global_norm` of optax mix strongly typed float32 values with other types.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @functools.cache

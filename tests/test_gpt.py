@@ -27,11 +27,8 @@ TOKENS_BS = np.random.default_rng(0).integers(0, TOY.vocabulary, (2, 17)).astype
 ROUNDING = 1e-5  # FP32 sums in another order, relative to the largest entry
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: `optax.clip_by_global_norm` and schedules mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# `optax.clip_by_global_norm` and schedules mix dtypes.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @functools.cache

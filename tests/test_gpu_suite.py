@@ -30,11 +30,8 @@ BENCHMARKS = Path(run_gpu.__file__).parent
 ROUNDING = 5e-2  # of bfloat16, relative to the largest gradient of an array
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: optax mixes dtypes, and code by hand broadcasts ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# optax mixes dtypes, and code by hand broadcasts ranks.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 # ---------------------------------------------------------------------------

@@ -20,11 +20,8 @@ TOY = llama.Shape(2, 32, 4, 2, 48, 128, 16)
 TOKENS_BS = np.random.default_rng(0).integers(0, TOY.vocabulary, (2, 17)).astype(np.int32)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: `optax.clip_by_global_norm` and schedules mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# `optax.clip_by_global_norm` and schedules mix dtypes.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @functools.cache

@@ -24,11 +24,8 @@ ROOT = Path(__file__).parents[1]
 TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16, heads=2)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: Adam's bias correction in optax computes `float ** int32`."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Adam's bias correction in optax computes `float ** int32`.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # ---------------------------------------------------------------------------

@@ -9,12 +9,8 @@ import plan_llama
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion, because the example uses optax directly."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# The example uses optax directly.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize(("size", "gpus", "model"), [("llama-3-8b", 8, 1), ("llama-3-70b", 64, 8)])

@@ -1,6 +1,5 @@
 """Limits of compiled steps over hand-written ones, at sizes that compile fast."""
 
-import jax
 import pytest
 
 import gpt
@@ -14,11 +13,8 @@ GPT = gpt.GPT(layers=6, width=1024, heads=16, vocabulary=16000, max_length=512)
 LLAMA = llama.Shape(4, 1024, 16, 8, 2048, 16384, 512, tied=True)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion: optax and the hand-written steps promote dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# optax and the hand-written steps promote dtypes and ranks.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 def beyond(checks):

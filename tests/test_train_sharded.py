@@ -16,17 +16,14 @@ import jaxmp
 import train_sharded
 from byte_gpt import GPT
 from grids import EXPENSIVE
-from processes import ROOT, free_port, results, start, stop
+from processes import ROOT, free_port, results, start, stop, wait
 
 SMALL = GPT(layers=1, width=32, heads=4, max_length=16)
 ARGUMENTS = dict(layers=1, width=32, heads=4, seq_len=16, batch_size=8)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Enables standard promotion, because the example uses optax directly."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# The example uses optax directly.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # ---------------------------------------------------------------------------
@@ -276,15 +273,9 @@ def start_training(port, count, *more):
 def test_one_two_and_four_processes_print_the_same_losses():
     printed = {}
     for count in (1, 2, 4):
-        processes = start_training(free_port(), count, "--steps", 10)
-        try:
-            outputs = [process.communicate(timeout=900) for process in processes]
-        finally:
-            stop(processes)
-        for process, (_, errors) in zip(processes, outputs, strict=True):
-            assert process.returncode == 0, errors[-3000:]
+        outputs = wait(start_training(free_port(), count, "--steps", 10))
         losses = lambda text: [line for line in text.splitlines() if line.startswith("step ")]
-        first, *others = [losses(text) for text, _ in outputs]
+        first, *others = map(losses, outputs)
         assert not any(others)  # only process 0 prints
         printed[count] = first
     assert len(printed[1]) == 2  # of steps 5 and 10

@@ -31,11 +31,8 @@ from jaxmp.testing import assert_equivalent, equivalent  # noqa: F401
 STEPS = 20
 
 
-@pytest.fixture(autouse=True)
-def promote():
-    """Uses JAX's default promotion, as users of Flax and optax do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# The defaults of JAX, as users of Flax and optax have them.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 def data(seed, count=STEPS):

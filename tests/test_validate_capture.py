@@ -12,7 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grids import fast_cases
 from jaxmp._validate._capture import with_outputs
-from test_validate import Perceptron, data, promote  # noqa: F401
+from test_validate import Perceptron, data
+
+# The defaults of JAX, as users of Flax and optax have them.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 W, X = 0.5 * jnp.eye(2), jnp.arange(8.0).reshape(4, 2)
 DENSE = np.sin(np.asarray(X) / 2)

@@ -12,7 +12,10 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import cli
 from jaxmp.testing import assert_equivalent
-from test_validate import make_run, promote  # noqa: F401
+from test_validate import make_run
+
+# The defaults of JAX, as users of Flax and optax have them.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 OPTIONS = dict(steps=2, seeds=1, budgets=0.9, target="h200")
 
