@@ -29,7 +29,7 @@ from vision_digits import CNN, handwritten_digits, shuffled_batches
 
 LEARNING_RATE = 3e-3
 WARMUP = 20  # steps
-ADAM_RATE = 1e-3  # of `adam_in_fp16` and `clipping_by_hand`
+ADAM_RATE = 1e-3  # of `adam_in_fp16` and, unless given, `clipping_by_hand`
 
 # ---------------------------------------------------------------------------
 # Byte-level GPT
@@ -248,6 +248,7 @@ def clipping_by_hand(
     seq_len: int = 32,
     batch_size: int = 8,
     eval_batches: int = 16,
+    learning_rate: float = ADAM_RATE,
 ) -> jaxmp.TrainingRun:
     """Returns a run with clipping and Adam; a recipe without loss scale is a loop by hand.
 
@@ -256,7 +257,7 @@ def clipping_by_hand(
     "clip", it clips the scaled gradients first. The sum of their squares exceeds 65504, so that the
     norm is infinite and each update zero.
     """
-    clip, adam = optax.clip_by_global_norm(1.0), optax.adam(ADAM_RATE)
+    clip, adam = optax.clip_by_global_norm(1.0), optax.adam(learning_rate)
     if "unscale" not in recipe.name:
         sizes = dict(layers=layers, width=width, heads=heads, seq_len=seq_len)
         sizes |= dict(batch_size=batch_size, eval_batches=eval_batches)
