@@ -296,9 +296,7 @@ def _train_recipe(
         if prints[seed] != prints[seeds[0]]:
             own = make_program(current, current.arrays, batch, None)
         compared = on_compare if seed == seeds[0] else _ignore
-        return train(
-            name, [seed], [current], own, schedule, on_compare=compared, on_step=on_steps
-        )
+        return train(name, [seed], [current], own, schedule, on_compare=compared, on_step=on_steps)
 
     for seed in missing:
         on_run(f"{name}, seed {seed}")
