@@ -67,6 +67,7 @@ SMALL_BATCH = jax.ShapeDtypeStruct((4, 17), jnp.int32)
 
 
 @needs_compiler
+@EXPENSIVE
 def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     report = example("bf16")
     assert report.ok and report.gpu == "NVIDIA H200 141GB HBM3e (no such GPU on this machine)"
@@ -92,6 +93,7 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
 
 
 @needs_compiler
+@EXPENSIVE
 def test_the_update_of_the_example_moves_what_it_must():
     memory = example("bf16").memory
     parameters = sum(leaf.size for leaf in jax.tree.leaves(make_step("bf16")[1].params))

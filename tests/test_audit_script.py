@@ -237,7 +237,7 @@ SLOW_STYLES = ("absl", "ahead_of_time", "thread")
     "style",
     [pytest.param(style, marks=[pytest.mark.slow] * (style in SLOW_STYLES)) for style in STYLES],
 )
-@fast_cases("jit", "nnx", "pmap")
+@fast_cases("jit", "pmap")
 def test_a_script_is_audited_without_an_edit(run, folder, style):
     text, arguments, name = STYLES[style]
     status, out, error = run(

@@ -455,6 +455,7 @@ class Twice(nn.Module):
         return nn.Dense(32, name="last")(x) if whole else x
 
 
+@EXPENSIVE
 def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
     x = jnp.linspace(-1.0, 1.0, 8 * 32).reshape(8, 32)
     model = jaxmp.linen.apply_policy(Twice(), policies(DELAYED))
@@ -477,6 +478,7 @@ def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
     jax.tree.map(np.testing.assert_array_equal, mutated[STATE], variables[STATE])
 
 
+@EXPENSIVE
 def test_training_with_a_state():
     """Microbatches, a skipped step and the step after it, in one jitted function."""
     recipe = load_recipe(policies(DELAYED))

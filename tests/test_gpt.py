@@ -197,7 +197,7 @@ def test_a_token_changes_no_earlier_logits(framework, recipe):
 
 
 @pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp16"), ("nnx", "fp32")])
-@fast_cases("linen-fp16")
+@EXPENSIVE
 def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
     loss, gradient = loss_and_gradient(recipe, framework)
     rows = gradient["token_embedding"]["embedding"]

@@ -21,7 +21,7 @@ import longest_sequence
 import peer_steps
 import run_gpu
 import train_step
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE
 from rounds import Rounds
 from train_step import Arm, model_of
 from workload_sizes import TOY, WORKLOADS
@@ -79,7 +79,7 @@ def test_flops_of_a_workload_count_each_matrix_six_times_per_token():
         pytest.param("w5", True, marks=EXPENSIVE),
     ],
 )
-@fast_cases("w1-True")
+@EXPENSIVE
 def test_the_hand_written_model_is_that_of_the_example(name, chunked):
     size = dataclasses.replace(TOY[name], unroll=False)
     model = model_of(size)

@@ -528,7 +528,7 @@ def test_an_fp32_kernel_beside_half_hidden_gets_a_gradient_that_was_not_rounded(
 
 
 @pytest.mark.parametrize(("reduction", "heavy"), [("mean", 1.0), ("none", 3e4)])
-@fast_cases("mean-1.0")
+@EXPENSIVE
 def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
     # Probabilities near 1 / 2000 over 4096 rows: 1.2e-7, where float16 has steps of 6e-8.
     hidden, kernel, labels = layer(jnp.float16, rows=4096, features=16, classes=2000)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from grids import REST, fast_cases
+from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import AttentionError, audit, load_recipe
 from jaxmp._core._static_values import Known, walk
 from jaxmp._flax._attention import attention_function
@@ -245,6 +245,7 @@ class Stack(nn.Module):
         return layers(name="layers")(x, self.make(tokens))[0]
 
 
+@EXPENSIVE
 def test_scan_and_remat_keep_nothing_of_the_array_when_compiled():
     variables = jax.jit(Stack().init)(jax.random.key(0), X, TOKENS)
     step = jax.grad(lambda v: recipe(mask="causal").wrap(Stack()).apply(v, X, TOKENS).sum())

@@ -8,7 +8,7 @@ import pytest
 
 import sharded_programs
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE
 
 # Recipe, framework, form, layout and number of GPUs.
 PROGRAMS = [
@@ -27,7 +27,7 @@ def measure(*program, **changes):
 
 @needs_compiler
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-@fast_cases("('bf16', 'Linen', 'plain', 'FSDP', 8)")
+@EXPENSIVE
 def test_programs_are_within_the_limits(program):
     assert sharded_programs.violations(measure(*program)) == []
 

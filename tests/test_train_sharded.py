@@ -196,6 +196,7 @@ def test_the_processes_of_slurm_connect():
     assert results(processes) == ["0 of 2 with 8", "1 of 2 with 8"]
 
 
+@EXPENSIVE
 def test_explicit_processes_ignore_slurm():
     port = free_port()
     script = CONNECT.format(f"'localhost:{port}', 1, 0")

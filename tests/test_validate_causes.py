@@ -55,6 +55,7 @@ def squared_error(model, x):
     return jnp.mean((model(x).astype(jnp.float32) - jnp.sin(x[..., :4])) ** 2)
 
 
+@EXPENSIVE
 def test_float16_without_loss_scaling():
     candidates = {"plain": FP16.replace(loss_scale="none"), "scaled": FP16}
     # Each element of the loss has a weight of 4e-8, as in a sum over many tokens.
