@@ -29,6 +29,7 @@ per device and step, of arrays above 4 kB:
     gathered_weights            elements that are gathered in the compute dtype or in FP8
     kept                        gathered weights that the backward pass reads, too
     temporary                   memory that the program allocates beside arguments and results
+    needed, needed_limit        with --memory: see `measure_memory`
 """
 
 import argparse
@@ -39,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -53,6 +55,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core._compat import described_gpus
 
@@ -365,6 +368,48 @@ def measure(
     }
 
 
+def measure_memory(
+    recipe: str, framework: str, form: str, layout: str, devices: int, **changes: Any
+) -> dict[str, int]:
+    """Returns the temporary memory that a program needs, and the limit for it.
+
+    XLA's latency-hiding scheduler delays reductions as long as memory is free, so the program is
+    compiled without it here. Keeping the gathered weights of all layers until the backward pass
+    must need more than the limit:
+
+      plain, scan    The same program is compiled with `regather=False`. The limit is its memory,
+                     less half of the weights that it gathers.
+      remat          The same program is compiled with twice as many layers. For each further layer,
+                     the limit adds the saved input of its block in 16 bits, its part of the FP32
+                     gradients, and half of its gathered weights. It also adds 1 % of all.
+
+    Args:
+      recipe, framework, form, layout, devices: as in `measure`; a layout with split parameters.
+      **changes: arguments of `Recipe.replace`.
+    """
+    global LAYERS
+    program = recipe, framework, form, layout, devices
+    in_order = {"xla_gpu_enable_latency_hiding_scheduler": False}
+    with mock.patch.dict(WITHOUT_GPU, in_order):
+        row = measure(*program, **changes)
+        if form != "remat":
+            kept = measure(*program, **{**changes, "regather": False})
+            limit = kept["temporary"] - sum(kept["gathered"].values()) // 2
+            return {"needed": row["temporary"], "needed_limit": limit}
+        LAYERS *= 2
+        try:
+            deeper = measure(*program, **changes)
+        finally:
+            LAYERS //= 2
+    # Both passes gather the weights of the layers; the rest is the same in both programs.
+    gathered = sum(deeper["gathered"].values()) - sum(row["gathered"].values())
+    gradients = 4 * (deeper["parameters"] - row["parameters"]) // devices
+    parts = devices // 2 if layout == "FSDP x TP" else devices
+    inputs = 2 * LAYERS * (ROWS // parts) * LENGTH * WIDTH
+    limit = int(1.01 * row["temporary"]) + inputs + gradients + gathered // 4
+    return {"needed": deeper["temporary"], "needed_limit": limit}
+
+
 def programs(
     recipes: Sequence[str], forms: Sequence[str], layouts: Sequence[str], devices: int
 ) -> Iterator[tuple[str, str, str, str, int]]:
@@ -399,7 +444,8 @@ def violations(row: dict[str, Any]) -> list[str]:
 
     Weight gradients are summed in FP32. Under FSDP, the elements that are gathered in 16 bits and
     in FP8 are those of the weights, once per pass, and only small arrays are gathered in FP32. The
-    backward pass reads none of the arrays that the forward pass gathered, except for the table.
+    backward pass reads none of the arrays that the forward pass gathered, except for the table. The
+    memory that a program needs excludes that all gathered layers are kept; see `measure_memory`.
     """
     limits = {"sums_16_bit": row["sums_16_bit"] == 0}
     if row["layout"] == "ZeRO-1":
@@ -411,6 +457,8 @@ def violations(row: dict[str, Any]) -> list[str]:
         limits["gathered_weights"] = abs(row["gathered_weights"] / row["weights"] - 1) <= 0.01
         limits["gathered"] = row["gathered"].get("float32", 0) <= 0.01 * row["weights"]
         limits["kept"] = row["kept"] <= 0.1 * sum(row["gathered"].values())
+    if "needed" in row:
+        limits["needed"] = row["needed"] <= row["needed_limit"]
     return [f"{name}: {row[name]}" for name, is_within in limits.items() if not is_within]
 
 
@@ -480,6 +528,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--full", action="store_true", help="all programs instead of a subset")
+    parser.add_argument("--memory", action="store_true", help="also measure `needed`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen: list[tuple[Any, ...]] = []
@@ -497,6 +546,8 @@ def main() -> None:
         if program in recorded:
             continue
         row = measure(*program)
+        if args.memory and row["recipe"] in RECIPES and row["layout"] != "ZeRO-1":
+            row |= measure_memory(*program)
         rows.append(row)
         exceeded = "" if row["recipe"] in WAYS else "; ".join(violations(row))
         print(f"{number}/{len(chosen)} {json.dumps(row)} {exceeded}", flush=True)
