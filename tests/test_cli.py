@@ -366,6 +366,16 @@ def test_explain_and_audit_take_the_same_arguments(run):
             "raised KeyError: 'gone' (my_model.py, line 28)",
         ),
         (
+            ["validate", "my_model.py:make_rum"],
+            "function 'make_rum'. Did you mean 'make'? It has the form:\n"
+            "    def make_rum(recipe, seed):",
+        ),
+        (
+            ["explain", "my_model:brokem", "--recipe", "bf16"],
+            "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
+        ),
+        (["validate", "no_file.py:make_run"], "The file 'no_file.py' does not exist in "),
+        (
             ["explain", "no_model:make", "--recipe", "bf16"],
             "importing 'no_model' raised ModuleNotFoundError",
         ),

@@ -26,6 +26,7 @@ from jaxmp._validate._budget import choose_metric, resolve_budgets
 from jaxmp._validate._compare import compare_metrics
 from jaxmp._validate._probe import difference
 from jaxmp._validate._rows import MetricChoice, TrainingRecord
+from jaxmp._validate._store import Store
 from jaxmp.testing import assert_equivalent, equivalent  # noqa: F401
 
 STEPS = 20
@@ -186,8 +187,28 @@ def test_a_stopped_validation_resumes(report, tmp_path):
     assert resumed.candidates == report.candidates
     with pytest.raises(jaxmp.ValidationError, match=r"its seeds is \[0, 1\], and now \[0, 1, 2\]"):
         run(directory=tmp_path, seeds=3)
-    with pytest.raises(jaxmp.ValidationError, match=r"The training step of 'fp32' has changed"):
+    with pytest.raises(jaxmp.ValidationError, match=r"The training step of 'fp32' changed since"):
         run(directory=tmp_path, optimizer=optax.adam(2e-3))
+    with pytest.raises(jaxmp.ValidationError, match=r"The evaluation of 'fp32' changed since"):
+        run(directory=tmp_path, held_out=[2 * batch for batch in HELD_OUT])
+    with pytest.raises(jaxmp.ValidationError, match=r"The first batch of 'fp32' changed since"):
+        run(directory=tmp_path, batches=lambda seed: data(seed + 5))
+    changed = {"step": "", "evaluation": "", "parameters": 1, "batch": 2}
+    store = Store(None, {})
+    store.save_record(report.runs[0], changed)
+    assert store.record("fp32", 0, changed) == report.runs[0]
+    with pytest.raises(jaxmp.ValidationError, match="The initial parameters and the first batch"):
+        store.record("fp32", 0, changed | {"parameters": 3, "batch": 4})
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed(vectorize):
+    def make(recipe, seed):
+        run = make_run(recipe, seed)
+        return dataclasses.replace(run, evaluate=lambda state: run.evaluate(state) * 0 + seed + 1)
+
+    report = jaxmp.validate(make, ["bf16"], steps=2, seeds=[3, 6], vectorize=vectorize)
+    assert [run.evaluations["loss"][-1] for run in report.runs] == [4, 7, 4, 7]
 
 
 def test_states_of_few_seeds_are_in_memory_at_once():
@@ -413,6 +434,11 @@ def test_other_parameters_or_batches_are_refused(changed, match):
         (dict(steps=4, budgets={"bf61": 0.1}), r"budgets\['bf61'\].*Did you mean 'bf16'"),
         (dict(steps=4, budgets=-1), "a budget is a positive number"),
         (dict(steps=4, seeds=[1, 1]), "different integers"),
+        (dict(steps=4, seeds=0), "seeds=0: pass a positive number"),
+        (dict(steps=4, seeds=2.0), "seeds=2.0: pass a positive number"),
+        (dict(steps=4, candidates=jaxmp.load_recipe("bf16")), "is not a list of recipes"),
+        (dict(steps=4, compare_steps=3), r"compare_steps=\[0, 3\]"),
+        (dict(steps=4, directory=__file__), "is a file. Pass a directory"),
         (dict(steps=4, compare_steps=[4]), "4 is not between 0 and 3"),
         (dict(steps=4, loss_fn=squared_error), r"without \['batches', 'optimizer', 'held_out'\]"),
     ],
@@ -433,6 +459,104 @@ def test_a_list_of_too_few_batches_is_refused_before_the_training():
     match = r"make_run\('fp32', 0\) has 4 batches, and validate trains for 5 steps\. Pass steps=4"
     with pytest.raises(jaxmp.ValidationError, match=match):
         jaxmp.validate(make, ["bf16"], steps=5, seeds=1)
+
+
+class Dropout(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(x))
+
+
+class NnxWithRngs(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "match"),
+    [
+        (Perceptron, {}, r"the class Perceptron\. Pass a module, such as Perceptron\(\)"),
+        (NnxWithRngs, {}, r"takes rngs.* lambda seed: NnxWithRngs\(rngs=nnx.Rngs\(seed\)\)"),
+        (NnxWithRngs(nnx.Rngs(0)), {}, r"trains a new one.* lambda seed: NnxWithRngs\("),
+        (3, {}, "The model is of type int"),
+        (Perceptron(), dict(batches=iter(data(0))), "can be read only once"),
+        (Perceptron(), dict(batches={"x": data(0)}), "batches is a dict, which has no batches"),
+        (Perceptron(), dict(held_out=iter(HELD_OUT)), r"held_out=\[batch\]"),
+        (Perceptron(), dict(held_out=[]), "held_out is empty"),
+        (Perceptron(), dict(optimizer=optax.adam), "is not an optax transformation"),
+        (Perceptron(), dict(loss_fn=3), "loss_fn=3 is not a function"),
+        (Dropout(), {}, r"Dropout_0 needs PRNG.*\n?.*rngs=\{'dropout': key\}"),
+    ],
+)
+def test_a_wrong_argument_of_a_model_is_named(model, options, match):
+    with pytest.raises(jaxmp.ValidationError, match=match):
+        run(model, **options)
+
+
+def run_without_arguments():
+    return make_run(None, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (run_without_arguments, r"run_without_arguments\(\) \(test_validate.py, line \d+\) cannot"),
+        (lambda seed, recipe: None, "has the seed as first argument"),
+    ],
+)
+def test_a_make_run_with_other_arguments_is_named(make, match):
+    with pytest.raises(jaxmp.ValidationError, match=match) as caught:
+        jaxmp.validate(make, ["bf16"], steps=4)
+    assert "    def make_run(recipe, seed):\n" in str(caught.value)
+
+
+def with_metrics(metrics):
+    return lambda run: lambda state, x: (run.step(state, x)[0], metrics)
+
+
+def with_bf16_params(run):
+    def step(state, x):
+        state, metrics = run.step(state, x)
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params)
+        return dataclasses.replace(state, params=params), metrics
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("field", "make", "match"),
+    [
+        ("evaluate", lambda run: None, "evaluate=None, which is not a function"),
+        ("evaluate", lambda run: lambda state: None, "evaluate returned the metric 'loss' = None"),
+        ("evaluate", lambda run: lambda state: jnp.ones(3), r"of shape \(3,\).*jnp.mean\(loss\)"),
+        ("evaluate", lambda run: lambda state: {}, "evaluate returned no metrics"),
+        ("step", lambda run: 3, r"step=3, which is not a function"),
+        ("step", with_metrics(jnp.ones(3)), r"step returned the metric 'loss' of shape \(3,\)"),
+        ("step", with_metrics({"grads": 1}), r"the metrics \['grads'\] without 'loss'"),
+        ("step", with_metrics({"loss": 1.0, "grads": {"x": jnp.ones(3)}}), "gradients that the"),
+        ("step", with_bf16_params, r"hidden/bias': bfloat16\[16\] instead of float32\[16\]"),
+        ("step", lambda run: lambda state, x: ({}, 1.0), "the type: dict instead of TrainState"),
+        ("batches", lambda run: None, "batches are of type NoneType"),
+        ("batches", lambda run: iter([]), "returned no batches. Make a new list"),
+        ("batches", lambda run: [*data(0, 3), data(0)[0, :5]], r"Batch 3 of fp32, seed 0.*\[5,8\]"),
+    ],
+)
+def test_a_wrong_run_is_named(field, make, match):
+    def make_wrong(recipe, seed):
+        run = make_run(recipe, seed)
+        return dataclasses.replace(run, **{field: make(run)})
+
+    with pytest.raises(jaxmp.ValidationError, match=match):
+        jaxmp.validate(make_wrong, ["bf16"], steps=4, seeds=1)
+
+
+def test_metrics_that_differ_between_recipes_are_named():
+    def make(recipe, seed):
+        run = make_run(recipe, seed)
+        return dataclasses.replace(run, evaluate=lambda state: {recipe.name: jnp.float32(1)})
+
+    with pytest.raises(jaxmp.ValidationError, match=r"metrics \['bf16'\], and that of 'fp32'"):
+        jaxmp.validate(make, ["bf16"], steps=1, seeds=1)
 
 
 def test_a_wrong_result_of_make_run_is_named():
@@ -477,6 +601,11 @@ def test_a_baseline_detects_each_regression(report, tmp_path):
             worse(report, **changes).check(baseline=file)
     with pytest.raises(jaxmp.ValidationError, match="steps=20, and this report with 10"):
         dataclasses.replace(report, steps=10).check(baseline=file)
+    with pytest.raises(jaxmp.ValidationError, match="no candidate 'bf16_v2'; it has 'bf16'"):
+        worse(report, name="bf16_v2").check(baseline=file)
+    other = dataclasses.replace(report, metric=MetricChoice(name="accuracy", scale="absolute"))
+    with pytest.raises(jaxmp.ValidationError, match="relative difference of 'loss' decides"):
+        other.check(baseline=file)
     with pytest.raises(jaxmp.ValidationError, match="--write-baseline"):
         report.check(baseline=tmp_path / "missing.json")
 

@@ -221,13 +221,37 @@ def test_long_curves_are_averaged_in_bins():
 
 def test_modules_have_a_cell_per_step_and_quantity():
     page = REPORT.to_html()
-    table = page[page.index("fp16: error by module") :]
-    table = table[: table.index("</table>")]
-    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', table)
-    assert [name for name, _ in rows] == ["embedding", "block/<wbr>mlp", "head"]
-    assert [re.findall(r">([^<]+)</td>", cells) for _, cells in rows] == [
-        ["50 %"] * 2 + ["30 %"] * 2
-    ] * 3
+    part = page[page.index("fp16: error by module") :]
+    tables = re.findall(r"<table><caption>(.*?)</caption>(.*?)</table>", part)[:2]
+    for (caption, table), (quantity, error) in zip(
+        tables, (("activation error", "50 %"), ("gradient error", "30 %")), strict=True
+    ):
+        assert caption == quantity
+        rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', table)
+        assert [name for name, _ in rows] == ["embedding", "block/<wbr>mlp", "head"]
+        assert [re.findall(r">([^<]+)</td>", cells) for _, cells in rows] == [[error] * 2] * 3
+
+
+def test_a_module_without_a_gradient_has_no_row_of_gradients():
+    result = candidate("bf16", "pass", 0.1)
+    root = dataclasses.replace(result.modules[0], module="block", gradient_error=None)
+    report = dataclasses.replace(
+        REPORT, candidates=(dataclasses.replace(result, modules=(*result.modules, root)),)
+    )
+    activations, gradients = re.findall(r"<caption>.*?</table>", report.to_html())
+    assert ">block<" in activations and ">block<" not in gradients
+
+
+def test_cells_of_wide_tables_have_names_for_phones():
+    """A style sheet shows the attribute before each cell, where the row is a list."""
+    page = REPORT.to_html()
+    table = page[page.index("Figures and budgets") :]
+    assert table.index('<div class="wide stacked">') < table.index("<table>")
+    cells = re.findall(r'<td[^>]* data-name="([^"]*)"', table[: table.index("</table>")])
+    assert cells[:6] == ["candidate", "figure", "value", "95 % interval", "budget", "verdict"]
+    assert "content: attr(data-name)" in page
+    narrow = table[table.index("bf16: training") :]
+    assert "data-name" not in narrow[: narrow.index("</table>")]
 
 
 def test_larger_errors_have_a_stronger_colour():

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # A deciding metric is worse if its mean increase over the same seeds exceeds this share of the
 # budget, and the lower bound of its interval exceeds zero.
 LOSS_SHARE = 0.2
+_REMEDY = (
+    ", or write a new baseline:\n"
+    "    jaxmp validate run.py:make_run --baseline baseline.json --write-baseline"
+)
 # Increases that other versions and machines may cause.
 GRADIENT_FACTOR, MEMORY_FACTOR, KERNEL_FACTOR = 1.2, 1.02, 1.02
 
@@ -30,24 +34,36 @@ def find_regressions(report: ValidationReport, baseline: ValidationReport) -> li
 
     Args:
       report: the new report.
-      baseline: the earlier report. Candidates of only one of them are not compared.
+      baseline: the earlier report. It may have more candidates.
 
     Raises:
-      ValidationError: if the runs differ in seeds, steps or metric.
+      ValidationError: if the runs differ in seeds, steps or metric, or the baseline lacks a
+        candidate.
     """
     for name in ("reference", "seeds", "steps"):
         new, old = getattr(report, name), getattr(baseline, name)
         if new != old:
             raise ValidationError(
                 f"The baseline was made with {name}={old!r}, and this report with {new!r}. Use "
-                "the same arguments, or write a new baseline: "
-                "jaxmp validate run.py:make_run --baseline baseline.json --write-baseline"
+                f"the same arguments{_REMEDY}"
             )
+    deciding = [(each.metric.name, each.metric.scale) for each in (report, baseline)]
+    if deciding[0] != deciding[1]:
+        (new, scale), (old, old_scale) = deciding
+        raise ValidationError(
+            f"In the baseline, the {old_scale} difference of {old!r} decides, and in this report "
+            f"the {scale} difference of {new!r}. Return the same metrics from evaluate{_REMEDY}"
+        )
     earlier = {candidate.name: candidate for candidate in baseline.candidates}
+    missing = [each.name for each in report.candidates if each.name not in earlier]
+    if missing:
+        raise ValidationError(
+            f"The baseline has no candidate {missing[0]!r}; it has "
+            f"{', '.join(map(repr, earlier))}. Use the same candidates{_REMEDY}"
+        )
     return [
         f"{candidate.name}: {text}"
         for candidate in report.candidates
-        if candidate.name in earlier
         for text in _worse(report, candidate, earlier[candidate.name])
     ]
 

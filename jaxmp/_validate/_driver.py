@@ -31,7 +31,7 @@ from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._rows import FAIL, INCONCLUSIVE, CandidateResult, ProgramRow, TrainingRecord
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._store import Store
-from jaxmp._validate._train import Program, Schedule, fingerprint, make_program, train
+from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, train
 from jaxmp.errors import ValidationError
 
 # Part of the device memory that the states of all seeds may occupy in one program: a step needs
@@ -214,8 +214,14 @@ def _figure(value: float, scale: str) -> str:
 
 
 def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
-    """Checks that both were trained on the same batches in the same order."""
+    """Checks that both have the same metrics, and were trained on the same batches in order."""
     for first, second in zip(reference, candidate, strict=True):
+        if set(first.evaluations) != set(second.evaluations):
+            raise ValidationError(
+                f"evaluate of {second.name!r} returned the metrics {sorted(second.evaluations)}, "
+                f"and that of {first.name!r} {sorted(first.evaluations)}. Return the same metrics "
+                "for every recipe."
+            )
         if first.data_checksum != second.data_checksum:
             raise ValidationError(
                 f"{second.name!r} was trained on other batches than {first.name!r} for seed "
@@ -247,19 +253,21 @@ def _train_recipe(
     first = run(seeds[0])
     in_one_program = _fits(settings.vectorize, first, len(seeds))
     runs = {seeds[0]: first}
+    done: dict[int, TrainingRecord | None] = {}
 
-    def check(seed: int) -> str:
-        """Checks the initial parameters of a seed and returns the fingerprint of its step."""
+    def check(seed: int) -> Fingerprint:
+        """Reads the record of a seed, checks its initial parameters, returns its fingerprint."""
         current = runs.get(seed) or run(seed)
+        current_print = Fingerprint.of(current)
+        done[seed] = store.record(name, seed, current_print._asdict())
         _check_initial(name, seed, current, store, is_reference)
         # Without a common program, the run is made again later, to free the memory of its state.
         if in_one_program:
             runs[seed] = current
-        return fingerprint(current)
+        return current_print
 
     prints = {seed: check(seed) for seed in seeds}
     on_compare = _Comparer(first, format_of(recipe) == "fp8", store, is_reference)
-    done = {seed: store.record(name, seed, prints[seed]) for seed in seeds}
     if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
         done[seeds[0]] = None  # the comparisons belong to the run of the first seed
     missing = [seed for seed in seeds if done[seed] is None]
@@ -275,10 +283,14 @@ def _train_recipe(
         for record in records:
             if record.seed == seeds[0]:
                 store.save_measurements(name, on_compare.measurements)
-            store.save_record(record, prints[record.seed])
+            store.save_record(record, prints[record.seed]._asdict())
             done[record.seed] = record
 
-    same = len({prints[seed] for seed in missing}) == 1
+    same = all(
+        prints[seed].step == prints[missing[0]].step
+        and prints[seed].has_evaluation_of(prints[missing[0]])
+        for seed in missing
+    )
     if len(missing) > 1 and same and in_one_program:
         on_run(name)
         each = [runs[seed] for seed in missing]
@@ -293,8 +305,10 @@ def _train_recipe(
 
     def train_one(seed: int) -> list[TrainingRecord]:
         current, own = runs.get(seed) or run(seed), program
-        if prints[seed] != prints[seeds[0]]:
+        if prints[seed].step != prints[seeds[0]].step:
             own = make_program(current, current.arrays, batch, None)
+        elif not prints[seed].has_evaluation_of(prints[seeds[0]]):
+            own = own.with_evaluation(current)
         compared = on_compare if seed == seeds[0] else _ignore
         return train(name, [seed], [current], own, schedule, on_compare=compared, on_step=on_steps)
 
@@ -421,6 +435,11 @@ def make_schedule(
     every = max(1, steps // 10) if eval_every is None else eval_every
     if not isinstance(every, int) or every < 1:
         raise ValidationError(f"eval_every={eval_every!r} is not a positive integer.")
+    if compare_steps is not None and not isinstance(compare_steps, Sequence):
+        raise ValidationError(
+            f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
+            f"compare_steps=[0, {steps - 1}]."
+        )
     compared = (0, steps // 10, steps - 1) if compare_steps is None else tuple(compare_steps)
     for step in compared:
         if not 0 <= step < steps:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.errors import InvalidRngError
 
 from jaxmp import nnx as mp_nnx
 from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._recipe import Recipe
 from jaxmp._train_state import TrainState
+from jaxmp._validate._check_run import check_model_arguments
 from jaxmp._validate._run import MakeRun, TrainingRun
 from jaxmp.errors import ValidationError
 
@@ -43,12 +45,7 @@ def make_model_runs(
     Raises:
       ValidationError: if an argument has another type.
     """
-    if not callable(loss_fn):
-        raise ValidationError(
-            f"loss_fn={loss_fn!r} is not a function. Pass loss_fn=lambda model, batch: ..."
-        )
-    if not len(held_out):
-        raise ValidationError("held_out is empty. Pass at least one batch: held_out=[batch].")
+    check_model_arguments(model, loss_fn, batches, optimizer, held_out)
 
     def make_run(recipe: Recipe, seed: int) -> TrainingRun:
         made = model if isinstance(model, nn.Module) else model(seed)
@@ -79,9 +76,19 @@ def _linen_run(
             f"The model has the mutable collections {sorted(others)}, which this form does not "
             "train. Pass a function make_run(recipe, seed) that returns a jaxmp.TrainingRun."
         )
-    call = nn.apply(loss_fn, wrapped)
+    apply = nn.apply(loss_fn, wrapped)
     tx = recipe.optimizer(optimizer)
     state = TrainState.create(apply_fn=wrapped.apply, params=variables, tx=tx)
+
+    def call(variables: PyTree, batch: PyTree) -> jax.Array:
+        try:
+            return apply(variables, batch)
+        except InvalidRngError as error:
+            raise ValidationError(
+                f"The model draws random numbers, for which this form passes no keys ({error}). "
+                "Pass a function make_run(recipe, seed) that returns a jaxmp.TrainingRun, and pass "
+                "the keys in its step: model.apply(params, x, rngs={'dropout': key})."
+            ) from None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         loss, grads = state.value_and_grad(call)(batch)
@@ -118,7 +125,11 @@ def _nnx_run(
 
     def evaluate(model: nnx.Module, tx: mp_nnx.Optimizer) -> dict[str, PyTree]:
         del tx
-        return {"loss": _mean([loss_fn(model, batch) for batch in held_out])}
+        # Without dropout and with running averages, where the model has them.
+        fixed = nnx.view(
+            model, raise_if_not_found=False, deterministic=True, use_running_average=True
+        )
+        return {"loss": _mean([loss_fn(fixed, batch) for batch in held_out])}
 
     return TrainingRun(state=(wrapped, tx), step=step, batches=batches, evaluate=evaluate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxmp._audit._render import html_document, html_sections, printable
@@ -28,9 +28,10 @@ _STYLE = """
 .jaxmp .heat th[scope=row] { text-align: left; color: var(--ink); font-weight: 400;
   font-family: ui-monospace, monospace; font-size: .93em; border: 0; padding-left: 0;
   position: sticky; left: 0; background: var(--page); }
-.jaxmp .heat table { min-width: 0; }
+.jaxmp .heat table { min-width: 0; align-self: flex-start; }
+.jaxmp .heat caption { text-align: left; font-weight: 600; color: var(--soft); }
 .jaxmp .heat td:first-child { font-family: inherit; font-size: 1em; }
-.jaxmp .heat .left { border-left: 1.2rem solid var(--page); }
+.jaxmp .heat { display: flex; flex-wrap: wrap; gap: .6rem 2.5rem; }
 @media (max-width: 30rem) {
   .jaxmp { padding: 1rem; } .jaxmp h1 { font-size: 1.15rem; }
 }
@@ -53,10 +54,10 @@ def render_page(report: ValidationReport) -> str:
     figures = next((n for n, section in enumerate(tables, 1) if section.rows), 0)
     body = [
         *map(_verdict, sections[:verdicts]),
-        html_sections(tables[:figures]),
+        html_sections(tables[:figures], stacked=True),
         _charts_of(report),
         *maps,
-        html_sections(tables[figures:]),
+        html_sections(tables[figures:], stacked=True),
     ]
     body = "\n".join(part for part in body if part)
     return html_document("Precision validation", body, _charts.STYLE + _STYLE)
@@ -248,40 +249,50 @@ def _heat_map(candidate: CandidateResult) -> str:
         ("activation error", lambda row: row.activation_error),
         ("gradient error", lambda row: row.gradient_error),
     ]
-    quantities = [each for each in quantities if any(each[1](row) is not None for row in rows)]
-    head = "".join(f'<th class="left" colspan="{len(steps)}">{name}</th>' for name, _ in quantities)
-    columns = [(get, step) for _, get in quantities for step in steps]
-    numbers = "".join(
-        f"<th{_left(step, steps)}>step {step}</th>" for _, get in quantities for step in steps
+    tables = "".join(
+        _heat_table(name, get, modules, steps, by_place)
+        for name, get in quantities
+        if any(get(row) is not None for row in rows)
     )
-    lines = []
-    for module in modules:
-        cells = "".join(
-            _cell(get(row) if (row := by_place.get((module, step))) else None, _left(step, steps))
-            for get, step in columns
-        )
-        name = html.escape(printable(module or "(root)")).replace("/", "/<wbr>")
-        lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
     title = html.escape(printable(f"{candidate.name}: error by module and step"))
     return (
         f"<h2>{title}</h2><p>Relative to the reference, on the same parameters and batch. The "
         "modules are in the order of the forward pass.</p>"
-        f'<div class="wide heat"><table><thead><tr><th></th>{head}</tr><tr><th></th>{numbers}</tr>'
-        f"</thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f'<div class="wide heat">{tables}</div>'
     )
 
 
-def _left(step: int, steps: list[int]) -> str:
-    return ' class="left"' if step == steps[0] else ""
+def _heat_table(
+    quantity: str,
+    get: Callable[[ModuleRow], float | None],
+    modules: Sequence[str],
+    steps: Sequence[int],
+    by_place: Mapping[tuple[str, int], ModuleRow],
+) -> str:
+    """Returns the table of one quantity; on a phone, the tables are below each other."""
+    head = "".join(f"<th>step {step}</th>" for step in steps)
+    lines = []
+    for module in modules:
+        rows = [by_place.get((module, step)) for step in steps]
+        values = [None if row is None else get(row) for row in rows]
+        if all(value is None for value in values):
+            continue  # not measured for this module, such as gradients without parameters
+        cells = "".join(map(_cell, values))
+        name = html.escape(printable(module or "(root)")).replace("/", "/<wbr>")
+        lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
+    return (
+        f"<table><caption>{quantity}</caption><thead><tr><th></th>{head}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
 
 
-def _cell(value: float | None, attribute: str) -> str:
+def _cell(value: float | None) -> str:
     if value is None:
-        return f"<td{attribute}></td>"
+        return "<td></td>"
     share = 1.0
     if math.isfinite(value):
         size = min(max(value, _FAINT), _STRONG)
         share = math.log(size / _FAINT) / math.log(_STRONG / _FAINT)
     colour = f"background: rgb(207 34 46 / {_MAX_ALPHA * share:.2f})"
     text = _percent(value) if math.isfinite(value) else str(value)
-    return f'<td{attribute} style="{colour}">{text}</td>'
+    return f'<td style="{colour}">{text}</td>'

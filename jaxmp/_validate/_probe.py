@@ -16,6 +16,7 @@ from jaxmp._core import _trees
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._capture import with_outputs
+from jaxmp._validate._check_run import check_grads
 from jaxmp._validate._pure import PureRun
 from jaxmp._validate._rows import GradientRow, ModuleRow
 from jaxmp._validate._train import global_norm
@@ -168,6 +169,7 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
     """Returns the share of elements with a nonzero gradient that a step leaves unchanged."""
     if grads is None:
         return jnp.float32(0)
+    check_grads(before, grads)
     moving = lambda g: jnp.isfinite(g) & (g != jnp.zeros((), g.dtype))
     trees = (before, after, grads)
     leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))

@@ -18,6 +18,7 @@ from jax import lax
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import NoLossScale
+from jaxmp._validate._check_run import check_run, check_state
 from jaxmp._validate._run import TrainingRun
 from jaxmp.errors import JaxmpError, ValidationError
 from jaxmp.optim import _find
@@ -72,17 +73,15 @@ def as_pure(run: object, name: str, steps: int) -> PureRun:
     Raises:
       ValidationError: if it is not a `TrainingRun`, or is known to have fewer batches than steps.
     """
-    if not isinstance(run, TrainingRun):
-        raise ValidationError(
-            f"{name} returned {type(run).__name__} instead of a jaxmp.TrainingRun. Return one:\n"
-            "    return jaxmp.TrainingRun(state=state, step=step, batches=batches, "
-            "evaluate=evaluate)"
-        )
+    run = check_run(run, name)
     batches = iter(run.batches)
     try:
         first = next(batches)
     except StopIteration:
-        raise ValidationError(f"{name} returned no batches.") from None
+        raise ValidationError(
+            f"{name} returned no batches. Make a new list or generator of batches in each call, "
+            "such as batches=make_batches(seed)."
+        ) from None
     if isinstance(run.batches, Sized) and len(run.batches) < steps:
         raise too_few_batches(name, len(run.batches), steps)
     stream = first, itertools.chain([first], batches)
@@ -95,7 +94,7 @@ def too_few_batches(name: str, count: int, steps: int) -> ValidationError:
     """Returns the error for a run with fewer batches than steps."""
     return ValidationError(
         f"{name} has {count} batches, and validate trains for {steps} steps. Pass "
-        f"steps={count}, or return more batches from make_run."
+        f"steps={count}, or more batches."
     )
 
 
@@ -111,19 +110,42 @@ def _result(metrics: PyTree) -> StepResult:
       ValidationError: if there is no scalar loss.
     """
     values = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
-    loss = values.get("loss")
-    if loss is None or jnp.shape(loss) != ():
+    if "loss" not in values:
         raise ValidationError(
-            f"The step returned metrics {sorted(values)} without a scalar 'loss'. Return:\n"
+            f"The step returned the metrics {sorted(values)} without 'loss'. Return:\n"
             '    return state, {"loss": loss, "grads": grads}'
         )
-    return StepResult(jnp.asarray(loss, jnp.float32), values.get("grads"))
+    return StepResult(_scalar(values["loss"], "step", "loss"), values.get("grads"))
 
 
 def _metrics(values: PyTree) -> dict[str, Array]:
-    """Returns the metrics of an evaluation as FP32 scalars by name."""
+    """Returns the metrics of an evaluation as FP32 scalars by name.
+
+    Raises:
+      ValidationError: if there is none, or it is not a scalar.
+    """
     named = values if isinstance(values, Mapping) else {"loss": values}
-    return {str(name): jnp.asarray(value, jnp.float32) for name, value in named.items()}
+    if not named:
+        raise ValidationError(
+            'evaluate returned no metrics. Return the held-out loss, or {"loss": loss}.'
+        )
+    return {str(name): _scalar(value, "evaluate", str(name)) for name, value in named.items()}
+
+
+def _scalar(value: object, function: str, name: str) -> Array:
+    """Returns a metric as an FP32 scalar.
+
+    Raises:
+      ValidationError: naming the function that returned it.
+    """
+    is_array = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+    if is_array and jnp.shape(value) == ():
+        return jnp.asarray(value, jnp.float32)
+    actual = f"of shape {jnp.shape(value)}" if is_array else f"= {value!r}"
+    remedy = "Return its mean: jnp.mean(" if is_array else "Return a number, such as jnp.mean("
+    raise ValidationError(
+        f"{function} returned the metric {name!r} {actual}, which is not a scalar. {remedy}{name})."
+    )
 
 
 def _scale_of(tree: PyTree) -> Array:
@@ -163,13 +185,10 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
                 '(new_state, metrics). Return: return state, {"loss": loss, "grads": grads}'
             )
         result = _result(out[1])
-        new, new_structure = jax.tree.flatten(out[0])
-        if new_structure != structure:
-            raise ValidationError(
-                f"The step returned a state of another structure: {new_structure} instead of "
-                f"{structure}."
-            )
-        return list(map(_strong, new)), result._replace(grads=_inner(result.grads))
+        check_state(opened(arrays), out[0])
+        return list(map(_strong, jax.tree.leaves(out[0]))), result._replace(
+            grads=_inner(result.grads)
+        )
 
     return PureRun(
         arrays=list(map(_strong, leaves)),
@@ -261,7 +280,9 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
                 "nnx.Intermediate. Remove them at the end of the step: "
                 "nnx.pop(model, nnx.Intermediate)."
             )
-        return nnx.as_pure(state), result._replace(grads=_pure_grads(result.grads))
+        new = nnx.as_pure(state)
+        check_state(arrays, new)
+        return new, result._replace(grads=_pure_grads(result.grads))
 
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         live = objects(arrays)

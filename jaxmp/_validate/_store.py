@@ -1,7 +1,7 @@
 """Results of finished runs in a directory, from which a validation that was stopped resumes.
 
     DIRECTORY/settings.json               what the results depend on; another validation is refused
-    DIRECTORY/runs/NAME.SEED.json         a `TrainingRecord` and the fingerprint of its step
+    DIRECTORY/runs/NAME.SEED.json         a `TrainingRecord` and the `Fingerprint` of its run
     DIRECTORY/rows/NAME.json              gradient and module rows of a candidate
     DIRECTORY/reference/initial.SEED.npz  initial parameters of the reference
     DIRECTORY/reference/STEP.npz          parameters and measurements of the reference at a step
@@ -29,6 +29,14 @@ from jaxmp._validate._rows import (
 )
 from jaxmp.errors import ValidationError
 
+# Parts of a fingerprint in error messages.
+_PARTS = {
+    "step": "training step",
+    "evaluation": "evaluation",
+    "parameters": "initial parameters",
+    "batch": "first batch",
+}
+
 
 class Store:
     """Results of runs, in memory and, with a directory, in files.
@@ -46,6 +54,11 @@ class Store:
         self._files: dict[str, bytes] = {}
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
         if self._directory is not None:
+            if self._directory.exists() and not self._directory.is_dir():
+                raise ValidationError(
+                    f"directory={str(directory)!r} is a file. Pass a directory, which is created: "
+                    "directory='validation'."
+                )
             self._check_settings(json.loads(json.dumps(settings)))
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
@@ -65,24 +78,30 @@ class Store:
 
     # -- records ----------------------------------------------------------------------------
 
-    def record(self, name: str, seed: int, fingerprint: str) -> TrainingRecord | None:
+    def record(
+        self, name: str, seed: int, fingerprint: dict[str, str | int]
+    ) -> TrainingRecord | None:
         """Returns the record of a run; None if it has not finished.
 
         Raises:
-          ValidationError: if the record was made with another program.
+          ValidationError: if the record was made with another step, evaluation, initial parameters
+            or batches.
         """
         text = self._read(f"runs/{_slug(name)}.{seed}.json")
         if text is None:
             return None
         data = json.loads(text)
-        if data.pop("fingerprint") != fingerprint:
+        saved = data.pop("fingerprint")
+        changed = [_PARTS[key] for key in fingerprint if saved.get(key) != fingerprint[key]]
+        if changed:
             raise ValidationError(
-                f"The training step of {name!r} has changed since {str(self._directory)!r} was "
-                f"written (seed {seed}). Use another directory, or delete this one."
+                f"The {' and the '.join(changed)} of {name!r} changed since "
+                f"{str(self._directory)!r} was written (seed {seed}). Use another directory, or "
+                "delete this one."
             )
         return from_plain(TrainingRecord, data)
 
-    def save_record(self, record: TrainingRecord, fingerprint: str) -> None:
+    def save_record(self, record: TrainingRecord, fingerprint: dict[str, str | int]) -> None:
         """Saves the record of a run that has finished."""
         plain = to_plain(dataclasses.asdict(record))
         assert isinstance(plain, dict)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._validate._check_run import check_batch
 from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
 
@@ -26,6 +27,7 @@ OnStep = Callable[[int], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 class Schedule(NamedTuple):
@@ -50,18 +52,20 @@ class Program:
     """Compiled step and evaluation of a recipe.
 
     Args:
-      fingerprint: hash of the traced step, its constants and the structure of the state.
       advance: (arrays, batch) -> (arrays, StepRow); donates the arrays.
       evaluate: arrays -> metrics.
       norm: arrays -> norm of all parameters.
       compiled: the executable of `advance`, for its size.
     """
 
-    fingerprint: str
     advance: Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
     evaluate: Callable[[PyTree], dict[str, Array]]
     norm: Callable[[PyTree], Array]
     compiled: Any
+
+    def with_evaluation(self, run: PureRun) -> Program:
+        """Returns the program of a run with the same step and another evaluation."""
+        return dataclasses.replace(self, evaluate=_traceable(run.evaluate, run.arrays))
 
 
 def make_program(run: PureRun, arrays: PyTree, batch: PyTree, seeds: int | None) -> Program:
@@ -78,9 +82,7 @@ def make_program(run: PureRun, arrays: PyTree, batch: PyTree, seeds: int | None)
     if seeds is not None:
         advance, evaluate, norm = jax.vmap(advance), jax.vmap(evaluate), jax.vmap(norm)
     compiled = jax.jit(advance, donate_argnums=0).lower(arrays, batch).compile()
-    return Program(
-        fingerprint(run), compiled, _traceable(evaluate, arrays), jax.jit(norm), compiled
-    )
+    return Program(compiled, _traceable(evaluate, arrays), jax.jit(norm), compiled)
 
 
 def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
@@ -106,16 +108,50 @@ def _traceable(
     """Returns the jitted evaluation, or the evaluation itself if JAX cannot trace it."""
     try:
         jax.eval_shape(evaluate, arrays)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except _UNTRACEABLE:
         return evaluate
     return jax.jit(evaluate)
 
 
-def fingerprint(run: PureRun) -> str:
-    """Returns a hash of the traced step: two runs with equal hashes can share a program."""
-    closed = jax.make_jaxpr(run.step)(run.arrays, run.first)
+class Fingerprint(NamedTuple):
+    """Hashes of what the results of a run depend on.
+
+    Args:
+      step: hash of the traced step: runs with equal hashes can share a compiled step.
+      evaluation: hash of the traced evaluation; "" if JAX cannot trace it.
+      parameters: checksum of the initial parameters.
+      batch: checksum of the first batch.
+    """
+
+    step: str
+    evaluation: str
+    parameters: int
+    batch: int
+
+    @classmethod
+    def of(cls, run: PureRun) -> Fingerprint:
+        """Returns the fingerprint of a run."""
+        try:
+            evaluation = _hash(run.evaluate, run.arrays)
+        except _UNTRACEABLE:
+            evaluation = ""
+        return cls(
+            step=_hash(run.step, run.arrays, run.first),
+            evaluation=evaluation,
+            parameters=checksum(run.params(run.arrays)),
+            batch=checksum(run.first),
+        )
+
+    def has_evaluation_of(self, other: Fingerprint) -> bool:
+        """Returns True if both evaluations are known to be the same."""
+        return self.evaluation == other.evaluation != ""
+
+
+def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
+    """Returns a hash of a traced function, its constants, and the structure of its arguments."""
+    closed = jax.make_jaxpr(function)(*args)
     text = _ADDRESS.sub("", str(closed.jaxpr))
-    structure = _ADDRESS.sub("", str(jax.tree.structure((run.arrays, run.first))))
+    structure = _ADDRESS.sub("", str(jax.tree.structure(args)))
     constants = checksum(closed.consts)
     return hashlib.sha256(f"{text}\n{structure}\n{constants}".encode()).hexdigest()[:16]
 
@@ -184,7 +220,10 @@ def train(
         if step in schedule.eval_steps:
             evaluate()
         sums = [checksum(batch, start) for batch, start in zip(batches, sums, strict=True)]
-        batch = stack([as_arrays(each) for each in batches])
+        loaded = [as_arrays(each) for each in batches]
+        for seed, run, each in zip(seeds, runs, loaded, strict=True):
+            check_batch(run.first, each, f"{name}, seed {seed},", step)
+        batch = stack(loaded)
         if step in schedule.compare_steps:
             paused = time.perf_counter()
             pick = (lambda tree: jax.tree.map(lambda x: x[0], tree)) if stacked else (lambda x: x)

@@ -6,13 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import flax.linen as nn
+import numpy as np
 import optax
+from flax import nnx
 
 from jaxmp._audit._compile import check_target
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
 from jaxmp._validate._budget import BudgetsLike, resolve_budgets
+from jaxmp._validate._check_run import check_make_run
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
 from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
 from jaxmp._validate._progress import progress_bar
@@ -136,17 +140,26 @@ def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> Ma
       ValidationError: if arguments of both forms are mixed.
     """
     passed = [name for name, value in arguments.items() if value is not None]
-    if not passed and callable(make_run) and not hasattr(make_run, "apply"):
+    is_model = isinstance(make_run, (nn.Module, nnx.Module, type))
+    if not passed and callable(make_run) and not is_model:
+        check_make_run(make_run)
         return cast("MakeRun", make_run)
     missing = [name for name in arguments if name not in passed]
     if missing:
         raise ValidationError(
-            f"validate got {passed or 'a model'} without {missing}. Pass all of them with a "
-            "model:\n    jaxmp.validate(model, steps=500, loss_fn=loss_fn, batches=batches, "
+            f"validate got {_described(make_run, passed)} without {missing}. Pass all of them "
+            "with a model:\n    jaxmp.validate(model, steps=500, loss_fn=loss_fn, batches=batches, "
             "optimizer=optax.adamw(3e-4), held_out=held_out)\nor a function alone:\n"
             "    jaxmp.validate(make_run, steps=500)"
         )
     return make_model_runs(cast("ModelLike", make_run), **arguments)
+
+
+def _described(make_run: object, passed: Sequence[str]) -> str:
+    if passed:
+        return " and ".join(f"{name}=..." for name in passed)
+    is_class = isinstance(make_run, type)
+    return f"the class {make_run.__name__}" if is_class else f"a {type(make_run).__name__}"
 
 
 def _named(candidates: CandidatesLike) -> dict[str, Recipe]:
@@ -158,6 +171,11 @@ def _named(candidates: CandidatesLike) -> dict[str, Recipe]:
     if isinstance(candidates, str):
         raise ValidationError(
             f"candidates={candidates!r} is a string. Pass a list: candidates=[{candidates!r}]."
+        )
+    if isinstance(candidates, Recipe) or not isinstance(candidates, Iterable):
+        raise ValidationError(
+            f"candidates={candidates!r} is not a list of recipes. Pass a list or a dict: "
+            'candidates=["bf16", recipe], candidates={"mine": recipe}.'
         )
     if isinstance(candidates, Mapping):
         named = {str(name): load_recipe(recipe) for name, recipe in candidates.items()}
@@ -177,7 +195,12 @@ def _named(candidates: CandidatesLike) -> dict[str, Recipe]:
 
 
 def _as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    values = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
-    if not values or len(set(values)) != len(values):
-        raise ValidationError(f"seeds={seeds!r}: pass a positive number, or different integers.")
-    return values
+    listed = range(seeds) if isinstance(seeds, int) else seeds
+    values = tuple(listed) if isinstance(listed, Iterable) else ()
+    are_integers = all(isinstance(value, (int, np.integer)) for value in values)
+    if not values or not are_integers or len(set(values)) != len(values):
+        raise ValidationError(
+            f"seeds={seeds!r}: pass a positive number or different integers, such as seeds=3 or "
+            "seeds=[0, 1, 2]."
+        )
+    return tuple(map(int, values))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import jaxmp
-from jaxmp.errors import JaxmpError
+from jaxmp.errors import JaxmpError, did_you_mean
 
 T = TypeVar("T")
 
@@ -32,7 +32,9 @@ JsonOption = Annotated[
 FUNCTION_HELP = "package.module:function, or file.py:function."
 
 
-def load_function(name: str, example: str, returned: str) -> Callable[..., Any]:
+def load_function(
+    name: str, example: str, returned: str, parameters: str = ""
+) -> Callable[..., Any]:
     """Imports a function that is named on the command line.
 
     Args:
@@ -40,6 +42,7 @@ def load_function(name: str, example: str, returned: str) -> Callable[..., Any]:
         current directory, and files from the directory that contains them.
       example: a command line for error messages.
       returned: what the function returns, as code, for error messages.
+      parameters: names of its parameters, for error messages.
 
     Raises:
       JaxmpError: if the function does not exist, or its module raises an error.
@@ -52,14 +55,21 @@ def load_function(name: str, example: str, returned: str) -> Callable[..., Any]:
         )
     folder = os.getcwd()
     if module_name.endswith(".py"):
+        if not os.path.exists(module_name):
+            raise JaxmpError(
+                f"The file {module_name!r} does not exist in {folder}. Name a file relative to "
+                f"this directory, such as:\n    {example}"
+            )
         folder, file = os.path.split(os.path.abspath(module_name))
         module_name = file.removesuffix(".py")
     sys.path.insert(0, folder)
     module = call(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
     if not callable(getattr(module, function, None)):
+        defined = [key for key, value in vars(module).items() if callable(value)]
         raise JaxmpError(
-            f"{module_name!r} does not define a function {function!r}. Write one:\n"
-            f"    def {function}():\n        return {returned}"
+            f"{module_name!r} does not define a function {function!r}."
+            f"{did_you_mean(function, defined)} It has the form:\n"
+            f"    def {function}({parameters}):\n        return {returned}"
         )
     return getattr(module, function)
 

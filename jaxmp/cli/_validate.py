@@ -65,7 +65,7 @@ def validate(
             f"The baseline {str(baseline)!r} does not exist. Write it with:\n"
             f"    jaxmp validate {function} --baseline {baseline} --write-baseline"
         )
-    make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)")
+    make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",
         lambda: jaxmp.validate(
