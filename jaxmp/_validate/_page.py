@@ -34,6 +34,7 @@ _STYLE = """
 .jaxmp .heat { display: flex; flex-wrap: wrap; gap: .6rem 2.5rem; }
 @media (max-width: 30rem) {
   .jaxmp { padding: 1rem; } .jaxmp h1 { font-size: 1.15rem; }
+  .jaxmp .heat td, .jaxmp .heat th { min-width: 0; padding: .15rem .3rem; font-size: .93em; }
 }
 """
 
