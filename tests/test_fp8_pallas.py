@@ -295,6 +295,7 @@ def test_errors_of_a_fused_mlp_are_those_of_fp8(interpreted):
     assert sqnr(of_x, dx) > 20
 
 
+@EXPENSIVE
 def test_a_fused_mlp_under_remat(interpreted):
     found = block_step(Block("gelu"), PALLAS, wrap=jax.checkpoint)
     expected = block_step(Block("gelu"), PALLAS)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import fast_cases
 from jaxmp import fp8
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core._compat import described_gpus
@@ -220,6 +221,7 @@ def losses_of(make, recipe, is_on_mesh):
         (nnx_run, "fp8_rowwise"),
     ],
 )
+@fast_cases("linen_run-fp8_delayed")
 def test_models_train_as_on_one_device(make, name):
     recipe = jaxmp.load_recipe(name)
     expected = losses_of(make, recipe, False)

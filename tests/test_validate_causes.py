@@ -73,6 +73,7 @@ def test_float16_without_loss_scaling():
     assert "DynamicLossScale" in report["plain"].causes[0].fix
 
 
+@EXPENSIVE
 def test_bfloat16_parameters_without_masters():
     candidates = {"bare": BF16_PARAMS.replace(master="none"), "masters": BF16_PARAMS}
     report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-4))
