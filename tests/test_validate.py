@@ -161,6 +161,23 @@ def test_nnx_gives_the_same_kind_of_report():
     assert all(row.activation_error for row in report["bf16"].modules if row.module == "hidden")
 
 
+class NnxDropout(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.out(x))
+
+
+def test_the_held_out_loss_of_nnx_has_no_dropout():
+    report = run(lambda seed: NnxDropout(nnx.Rngs(seed)), seeds=1, steps=1, compare_steps=[0])
+    model = NnxDropout(nnx.Rngs(0))
+    expected = np.mean([squared_error(model.out, x) for x in HELD_OUT])
+    np.testing.assert_allclose(report.runs[0].evaluations["loss"][0], expected, rtol=1e-5)
+    assert abs(np.mean([squared_error(model, x) for x in HELD_OUT]) - expected) > 0.1 * expected
+
+
 # ---------------------------------------------------------------------------
 # Resume, seeds in one program
 # ---------------------------------------------------------------------------
