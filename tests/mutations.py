@@ -387,6 +387,34 @@ MUTATIONS = [
         "    clipped = scaled\n",
         ("test_fp8_quantize.py::test_what_is_too_large_saturates",),
     ),
+    Mutation(
+        "the Pallas kernel saturates infinities",
+        "jaxmp/fp8/_cast_transpose.py",
+        "jnp.where(bits < _EXPONENT, clipped",
+        "jnp.where(bits <= _EXPONENT, clipped",
+        ("test_fp8_pallas.py::test_the_kernel_equals_xla",),
+    ),
+    Mutation(
+        "the Pallas kernel measures the last tile of a block only",
+        "jaxmp/fp8/_cast_transpose.py",
+        "        return jnp.maximum(largest, bits)\n",
+        "        return bits\n",
+        ("test_fp8_pallas.py::test_the_kernel_equals_xla",),
+    ),
+    Mutation(
+        "kernels are quantized in each microbatch",
+        "jaxmp/_gradients/_microbatches.py",
+        "aux = _overwritten.scan_with_same_kernels(",
+        "aux = lax.scan(",
+        ("test_fp8_repeated.py::test_kernels_of_autocast_are_quantized_once",),
+    ),
+    Mutation(
+        "a kernel that is quantized before the loop ignores the scale of the input",
+        "jaxmp/fp8/_known_scales.py",
+        "    multiply = lambda: tuple(factor_of(each) * factor_of(scale) for each in earlier)\n",
+        "    multiply = lambda: tuple(factor_of(scale) for each in earlier)\n",
+        ("test_fp8_repeated.py::test_kernels_are_quantized_once_per_step",),
+    ),
     # Attention.
     Mutation(
         "a causal query does not see its own position",

@@ -57,7 +57,8 @@ def accumulate(
 
     mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
     xs = (jnp.arange(options.microbatches), rows)
-    (mutables, total), aux = lax.scan(body, (mutables, _zero_sums(args, options)), xs)
+    init = mutables, _zero_sums(args, options)
+    (mutables, total), aux = _overwritten.scan_with_same_kernels(body, init, xs)
     return total, aux if options.mutable_argnum is None else (mutables, aux)
 
 

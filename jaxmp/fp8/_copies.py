@@ -24,7 +24,7 @@ from jaxmp.fp8._call import named_values
 from jaxmp.fp8._cast_transpose import Prologue, cast_transpose
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
-from jaxmp.fp8._operands import measure_amax, measure_partials, multiply_values
+from jaxmp.fp8._operands import jitted_by_role, measure_amax, measure_partials, multiply_values
 from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, Scaling
 from jaxmp.fp8._state import OperandState
@@ -56,7 +56,7 @@ class Copies(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Result of `quantize_copies`."""
+    """Result of `QUANTIZE_COPIES`."""
 
     copies: Copies
     # Products of the factors of earlier operands of the layer and this one.
@@ -70,8 +70,7 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-@functools.partial(jax.jit, static_argnames="source")
-def quantize_copies(
+def _quantize_copies(
     xs: tuple[jax.Array, ...],
     state: OperandState | None,
     known: Known | None,
@@ -109,6 +108,11 @@ def quantize_copies(
     values, transposed, partials, sums = _by_pallas(source, count)(xs, scale, age)
     own = partials if state is not None else None
     return Quantized(Copies(values, transposed, scale), products, own, sums)
+
+
+# Prefix of the names of the jitted functions; the operand's role follows.
+COPIES = "jaxmp_fp8_copies_"
+QUANTIZE_COPIES = jitted_by_role(_quantize_copies, "source", prefix=COPIES)
 
 
 def _computed(source: Source, xs: tuple[jax.Array, ...]) -> jax.Array:

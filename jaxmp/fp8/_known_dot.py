@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._call import Call, differentiated_once, named, named_values, shield
 from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._known_scales import Known, formats, known_scales
+from jaxmp.fp8._known_scales import Known, formats, independent, known_scales, products_of
 from jaxmp.fp8._operands import RESOLVE_AND_QUANTIZE, multiply_values
+from jaxmp.fp8._repeated import is_repeated
 from jaxmp.fp8._scaling import DelayedScaling
 from jaxmp.fp8._state import AGE, OPERANDS, State, before_step, next_state, of_operand
 
@@ -48,14 +49,18 @@ def _quantize(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
     """Quantizes an operand; returns values, scale, products of factors, and a `_Seen` entry."""
     scaling = _scaling(call)
+    scales = tuple(earlier.values())
+    is_separate = role == "kernel" and is_repeated()
     values, scale, products, partials = RESOLVE_AND_QUANTIZE[role](
         x,
         of_operand(state, role),
-        known,
-        tuple(earlier.values()),
+        independent(known) if is_separate else known,
+        () if is_separate else scales,
         scaling=scaling,
         dtype=formats(scaling)[role],
     )
+    if is_separate:
+        products = products_of(scaling, known, scales, scale)
     return values, scale, products, (known.amax, partials)
 
 

@@ -12,15 +12,16 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._call import Call, differentiated_once, named, shield
 from jaxmp.fp8._cast_transpose import Prologue, explain_fallback
 from jaxmp.fp8._copies import (
+    QUANTIZE_COPIES,
     Copies,
     Quantized,
     Source,
     identity,
     keep,
     multiply_last,
-    quantize_copies,
 )
-from jaxmp.fp8._known_scales import Known, formats, known_scales
+from jaxmp.fp8._known_scales import Known, formats, independent, known_scales, products_of
+from jaxmp.fp8._repeated import is_repeated
 from jaxmp.fp8._scaling import DelayedScaling, Scaling
 from jaxmp.fp8._state import AGE, OPERANDS, State, before_step, next_state, of_operand
 
@@ -77,7 +78,14 @@ class Layer:
         known = None if self.known is None else self.known[role]
         dtype = formats(self.scaling)[role]
         source = Source(self.scaling, dtype, prologue, self.kernels, bound, sums)
-        result = quantize_copies(xs, state, known, tuple(self.scales), source)
+        earlier = tuple(self.scales)
+        quantize = QUANTIZE_COPIES[role]
+        if known is not None and role == "kernel" and is_repeated():
+            result = quantize(xs, state, independent(known), (), source=source)
+            products = products_of(source.scaling, known, earlier, result.copies.scale)
+            result = result._replace(products=products)
+        else:
+            result = quantize(xs, state, known, earlier, source=source)
         self.scales.append(result.copies.scale)
         if known is not None:
             self.seen[role] = known.amax, result.partials

@@ -127,7 +127,9 @@ QUANTIZE = "jaxmp_fp8_quantize_"
 ROLES = ("input", "kernel", "output_grad")
 
 
-def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:
+def jitted_by_role(
+    fn: Callable[..., Any], *static: str, prefix: str = QUANTIZE
+) -> dict[str, Callable[..., Any]]:
     """Jits `fn` once per operand role, under a name from which `with_stats` reads the role.
 
     Jitted, so that layers of the same shape share one trace and, in StableHLO, one function.
@@ -137,7 +139,7 @@ def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[.
         def call(*args: object, **kwargs: object) -> Any:
             return fn(*args, **kwargs)
 
-        call.__name__ = call.__qualname__ = QUANTIZE + role
+        call.__name__ = call.__qualname__ = prefix + role
         return jax.jit(call, static_argnames=static)
 
     return {role: named(role) for role in ROLES}
