@@ -45,6 +45,7 @@ import typer
 from flax import nnx
 
 import jaxmp
+from jaxmp import fp8
 
 EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
@@ -194,7 +195,7 @@ def saved(remat: bool) -> Callable[..., bool]:
         attends = primitive.name.startswith("dot_product_attention_fwd")
         return not remat and (attends or linear(primitive, *args, **params))
 
-    return is_saved
+    return fp8.checkpoint_policy(is_saved)
 
 
 def causal_attention(qkv_BTF: jax.Array, heads: int) -> jax.Array:

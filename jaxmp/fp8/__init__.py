@@ -1,6 +1,7 @@
 """FP8 matmuls: scalings, saturating casts, and dots that run on FP8 Tensor Cores."""
 
-from jaxmp.fp8._dot_general import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jaxmp.fp8._checkpoint import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jaxmp.fp8._checkpoint import checkpoint_policy as checkpoint_policy
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
 from jaxmp.fp8._eligible import explain_exclusion as explain_exclusion

@@ -7,19 +7,14 @@ import math
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError
+from jaxmp.fp8._checkpoint import named_result
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._scaling import GEMMS, Scaling
 from jaxmp.fp8._shardings import Shardings
-
-# Name of the quantized operands (one byte per element) for a rematerialization policy such as
-# `jax.checkpoint_policies.save_only_these_names`.
-CHECKPOINT_NAME = "jaxmp_fp8"
 
 
 class Call(NamedTuple):
@@ -47,25 +42,8 @@ class Call(NamedTuple):
         return None if formats is None else formats[GEMMS[gemm].index(role)]
 
 
-def named(x: jax.Array) -> jax.Array:
-    """Names an array so that a policy of `jax.checkpoint` can save it."""
-    return checkpoint_name(x, CHECKPOINT_NAME)
-
-
-def named_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Names FP8 values; returns them for the backward pass and for the forward dot.
-
-    The bytes are named, and bitcast back in a separate equation for each pass: `jax.checkpoint`
-    applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
-    E4M3 values from 248 up into NaN.
-    """
-    saved = named(lax.bitcast_convert_type(values, jnp.uint8))
-    back = lambda: lax.bitcast_convert_type(saved, values.dtype)
-    return back(), back()
-
-
 def shield(call: Call, out: jax.Array, kernel_shape: tuple[int, ...]) -> jax.Array:
-    """Returns the result of a forward dot, behind a barrier if an activation may follow.
+    """Names the result of a forward dot, behind a barrier if an activation may follow.
 
     XLA for GPUs replaces a matmul and a tanh GELU whose input is used again by one cuBLAS call,
     which it does not support in FP8 (RET_CHECK failure !has_aux_output, JAX 0.12). Layers with more
@@ -74,7 +52,9 @@ def shield(call: Call, out: jax.Array, kernel_shape: tuple[int, ...]) -> jax.Arr
     """
     sizes = [kernel_shape[axis] for axis in call.dims.contract[call.kernel]]
     others = [kernel_shape[axis] for axis in call.dims.free(call.kernel)]
-    return lax.optimization_barrier(out) if math.prod(others) > math.prod(sizes) else out
+    if math.prod(others) > math.prod(sizes):
+        out = lax.optimization_barrier(out)
+    return named_result(out, batched=bool(call.dims.batch[0]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

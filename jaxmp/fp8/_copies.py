@@ -20,8 +20,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
-from jaxmp.fp8._call import named_values
 from jaxmp.fp8._cast_transpose import Prologue, cast_transpose
+from jaxmp.fp8._checkpoint import named_values
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
 from jaxmp.fp8._operands import jitted_by_role, measure_amax, measure_partials, multiply_values

@@ -17,8 +17,8 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._call import CHECKPOINT_NAME as CHECKPOINT_NAME
-from jaxmp.fp8._call import Call, differentiated_once, named, named_values, shield
+from jaxmp.fp8._call import Call, differentiated_once, shield
+from jaxmp.fp8._checkpoint import named, named_values
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._core._typing import DTypeLike
-from jaxmp.fp8._call import Call, differentiated_once, named, named_values, shield
+from jaxmp.fp8._call import Call, differentiated_once, shield
+from jaxmp.fp8._checkpoint import named, named_values
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._known_scales import Known, formats, independent, known_scales, products_of
 from jaxmp.fp8._operands import RESOLVE_AND_QUANTIZE, multiply_values

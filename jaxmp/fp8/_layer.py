@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._core._typing import DTypeLike
-from jaxmp.fp8._call import Call, differentiated_once, named, shield
+from jaxmp.fp8._call import Call, differentiated_once, shield
 from jaxmp.fp8._cast_transpose import Prologue, explain_fallback
+from jaxmp.fp8._checkpoint import named
 from jaxmp.fp8._copies import (
     QUANTIZE_COPIES,
     Copies,

@@ -1,0 +1,79 @@
+"""Arrays of FP8 dots that policies of `jax.checkpoint` can save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmp._core._dtypes import is_fp8
+
+# Name of the quantized operands (one byte per element) for a rematerialization policy such as
+# `jax.checkpoint_policies.save_only_these_names`.
+CHECKPOINT_NAME = "jaxmp_fp8"
+
+# Names of results, without and with batch dimensions.
+_RESULTS = "jaxmp_fp8_result", "jaxmp_fp8_batched_result"
+
+
+def named(x: jax.Array) -> jax.Array:
+    """Names an array so that a policy of `jax.checkpoint` can save it."""
+    return checkpoint_name(x, CHECKPOINT_NAME)
+
+
+def named_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Names FP8 values; returns them for the backward pass and for the forward dot.
+
+    The bytes are named, and bitcast back in a separate equation for each pass: `jax.checkpoint`
+    applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
+    E4M3 values from 248 up into NaN.
+    """
+    saved = named(lax.bitcast_convert_type(values, jnp.uint8))
+    back = lambda: lax.bitcast_convert_type(saved, values.dtype)
+    return back(), back()
+
+
+def named_result(out: jax.Array, *, batched: bool) -> jax.Array:
+    """Names the scaled result of a forward dot; see `checkpoint_policy`."""
+    return checkpoint_name(out, _RESULTS[batched])
+
+
+def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy of `jax.checkpoint` that treats FP8 dots as `policy` treats other dots.
+
+    An FP8 dot multiplies quantized operands and then applies their scales. A policy such as
+    `dots_with_no_batch_dims_saveable` saves the result of each `lax.dot_general`, which is the
+    product before the scales: the backward pass then applies them again. The returned policy saves
+    the scaled product instead. Programs without FP8 do not change.
+
+    Args:
+      policy: a function from `jax.checkpoint_policies`, or one with the same arguments.
+
+    Returns:
+      A policy for `jax.checkpoint`, `nn.remat` or `nnx.remat`.
+
+    Example:
+      >>> policy = checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+      >>> from jaxmp import fp8
+      >>> layer = lambda x, w: jnp.tanh(fp8.dot_general()(x, w, (((1,), (0,)), ((), ()))))
+      >>> layer = jax.checkpoint(layer, policy=policy)
+      >>> layer(jnp.ones((16, 16)), jnp.eye(16)).shape
+      (16, 16)
+    """
+
+    def is_saved(primitive: Any, *args: Any, **params: Any) -> Any:
+        if primitive is lax.dot_general_p and is_fp8(args[0].dtype):
+            return False
+        name = params.get("name")
+        if primitive.name == "name" and name in _RESULTS:
+            batch = tuple(range(_RESULTS.index(name)))
+            numbers = (((), ()), (batch, batch))
+            if saves := policy(lax.dot_general_p, *args, *args, dimension_numbers=numbers):
+                return saves
+        return policy(primitive, *args, **params)
+
+    return is_saved
