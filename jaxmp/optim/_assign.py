@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxmp.optim._master import (
     MasterParamsState,
     UnpackedMasters,
     UnpackedParameters,
+    first_saturated,
     map_master_states,
     master_states,
     path_of,
@@ -39,7 +41,8 @@ def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
     def unpack(node: MasterParamsState) -> MasterParamsState:
         full = [read_master(stored[path], value) for _, path, value in node.values()]
         masters = jax.tree.structure(node.masters).unflatten(full)
-        return UnpackedMasters(masters, node.overflow, node.fits, node.inner_state, node.layout)
+        unpacked = UnpackedMasters(masters, node.overflow, node.fits, node.inner_state, node.layout)
+        return dataclasses.replace(unpacked, overflow=first_saturated(unpacked))
 
     return map_master_states(unpack, state)
 
@@ -57,7 +60,10 @@ def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
         stored = treedef.flatten_up_to(node.masters)
         full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
         masters = treedef.unflatten(full)
-        return UnpackedParameters(masters, node.overflow, node.fits, node.inner_state, node.layout)
+        unpacked = UnpackedParameters(
+            masters, node.overflow, node.fits, node.inner_state, node.layout
+        )
+        return dataclasses.replace(unpacked, overflow=first_saturated(unpacked))
 
     return map_master_states(unpack, state)
 

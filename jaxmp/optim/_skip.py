@@ -45,7 +45,8 @@ class SkipStats:
         minimum.
       last_finite: bool, True if the last step was applied; True before the first step.
       overflow_leaf: int32, index of the first parameter whose master was too large for its storage
-        dtype in the last step, in the layout of the masters; -1 if there is none.
+        dtype in the last step with finite gradients, in the layout of the masters; -1 if there is
+        none. bfloat16 parameters are reported one step later; see `master_params`.
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
@@ -141,7 +142,8 @@ def skip_nonfinite(
 
     The check sums the squares of each array, as `optax.clip_by_global_norm` does, and XLA computes
     equal sums once. A gradient whose squares overflow FP32, above 1.8e19, therefore also counts as
-    non-finite; its second moment and its norm would be infinite.
+    non-finite; its second moment and its norm would be infinite. With skip="none" such a step is
+    applied, and `optax.clip_by_global_norm` divides all gradients by the infinite norm, to zero.
 
     Args:
       inner: any optax transformation.
@@ -214,6 +216,9 @@ def skip_nonfinite(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
+        old_overflow = overflow_leaf(state.inner_state)
+        if axes:
+            old_overflow = _compat.largest(old_overflow, axes)
         guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
         # A skipped step emits zeros in the structure of the updates. This is the structure of the
         # gradients, except under wrappers such as `optax.lookahead`, which has two copies of the
@@ -222,7 +227,7 @@ def skip_nonfinite(
         if updates_are_read and not same_structure:
             like = jax.eval_shape(do_update)[0]
         applied, emitted, inner_state, overflow = guarded_update(
-            finite, do_update, like, state.inner_state
+            finite, do_update, like, state.inner_state, old_overflow
         )
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
@@ -275,14 +280,18 @@ _Update = Callable[[], tuple[PyTree, PyTree]]
 
 
 def _select_update(
-    finite: jax.Array, do_update: _Update, like: PyTree, old_state: PyTree
+    finite: jax.Array,
+    do_update: _Update,
+    like: PyTree,
+    old_state: PyTree,
+    old_overflow: jax.Array,
 ) -> _Outcome:
     emitted, new_state = do_update()
     applied = lax.bitwise_and(finite, all_fit(new_state)) if can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
-    overflow = lax.select(finite, overflow_leaf(new_state), jnp.array(-1, jnp.int32))
+    overflow = lax.select(finite, overflow_leaf(new_state), old_overflow)
     emitted = _trees.select(applied, emitted, _zeros_like(like))
     # PRNG keys of the inner transformation are restored, as they are by a branch.
     state = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
@@ -290,7 +299,11 @@ def _select_update(
 
 
 def _cond_update(
-    finite: jax.Array, do_update: _Update, like: PyTree, old_state: PyTree
+    finite: jax.Array,
+    do_update: _Update,
+    like: PyTree,
+    old_state: PyTree,
+    old_overflow: jax.Array,
 ) -> _Outcome:
     def reject_update(overflow: jax.Array) -> _Outcome:
         return jnp.array(False), _zeros_like(like), old_state, overflow
@@ -303,7 +316,7 @@ def _cond_update(
             return accepted
         return lax.cond(all_fit(new_state), lambda: accepted, lambda: reject_update(overflow))
 
-    return lax.cond(finite, try_update, lambda: reject_update(jnp.array(-1, jnp.int32)))
+    return lax.cond(finite, try_update, lambda: reject_update(old_overflow))
 
 
 def _zeros_like(tree: PyTree) -> PyTree:
