@@ -1,4 +1,4 @@
-"""State whose gradient is its next value: the amaxes of delayed FP8 scaling.
+"""State whose gradient is its next value: the amaxes of FP8 layers.
 
 The amax of an output gradient exists only in the backward pass. As in Flax, the state of FP8 layers
 is therefore in a collection `_overwrite_with_gradient` next to `params`. It is differentiated like
@@ -25,6 +25,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._kernel_amax import activate, kernel_amaxes, measure_kernels
 from jaxmp.fp8._repeated import scan_with_same_kernels as scan_with_same_kernels
 from jaxmp.fp8._state import (
     NAMES,
@@ -69,6 +70,11 @@ def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
     if state is None:
         return params
     return type(like)({**like, PARAMS: params, OVERWRITE: state})
+
+
+def measured(params: PyTree, state: PyTree) -> PyTree:
+    """Returns overwritten state for parameters that an optimizer has updated."""
+    return state if state is None else measure_kernels(params, state)
 
 
 def map_params(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
@@ -121,6 +127,8 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
       A tree of the same structure. States remain as they are where JAX would sum their gradients.
     """
     params, collection = split(tree)
+    collection = activate(params, collection)
+    tree = join(params, collection, tree)
     leaves, structure = jax.tree.flatten(collection)
     states = [indices for indices in _find_layer_states(collection) if _can_begin(indices, leaves)]
     arrays = [leaves[index] for state in states for index in state.values()]
@@ -252,6 +260,9 @@ def finish_step(grads: PyTree, before: PyTree) -> PyTree:
             after[number] = _keep_unused(states[number], olds[number])
         for name, leaf in after[number].items():
             leaves[indices[name]] = leaf
+    for index in kernel_amaxes(new):
+        # The next amax is that of the updated kernel; see `measure_kernels`.
+        leaves[index] = jnp.zeros_like(old_leaves[index])
     return join(params, structure.unflatten(leaves), grads)
 
 

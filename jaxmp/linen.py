@@ -59,6 +59,8 @@ def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) ->
     Raises:
       CompositionError: if `model` is not an unbound Linen module; from `apply`, if it contains an
         NNX module without policies.
+      JaxmpError: from `apply`, if no parameter has a path in `shardings`, or if a sharding has more
+        dimensions than its parameter.
       PolicyError: if a policy is not valid, or names a float8 dtype.
 
     Example:

@@ -77,6 +77,8 @@ def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) ->
     Raises:
       CompositionError: if `model` is not an NNX module, or contains a Linen module without policies
         or an `nnx.bridge.Module`, which creates its layers while it runs.
+      JaxmpError: if a path in `shardings` is not that of a Variable of the model, or if a sharding
+        has more dimensions than its parameter.
       PolicyError: if a policy is not valid, or names a float8 dtype.
       RuleError: if a required rule matches nothing, or the paths of a shared module have different
         policies.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grids import fast_cases
 from jaxmp import fp8
 from jaxmp._core._jaxprs import equations
 
@@ -48,6 +49,7 @@ def operations(fn, *args):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
+@fast_cases("current")
 def test_the_scaled_product_is_saved(name):
     layer, x, w = layers(SCALINGS[name], MATRICES)
     plain, ours = (gradient(layer, p) for p in (DOTS, fp8.checkpoint_policy(DOTS)))

@@ -215,7 +215,7 @@ EXACT = {
         for shape in SHAPES
     ],
 )
-@fast_cases("tokens", "from heads", "experts")
+@fast_cases("experts")
 def test_small_integers_are_multiplied_exactly(shape):
     """Integers up to 7 fit both formats and power-of-two scales are exact, so only the layout is
     tested.

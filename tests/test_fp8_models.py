@@ -74,6 +74,7 @@ each_framework = pytest.mark.parametrize("loss_of", [linen_loss, nnx_loss], ids=
 
 
 @each_framework
+@fast_cases("nnx")
 def test_every_linear_layer_multiplies_in_fp8_three_times(loss_of):
     loss, params = loss_of(policies())
     found = products(jax.grad(loss), params)
@@ -174,6 +175,7 @@ def both_layers(policy_map):
     )
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("which", [1, 2], ids=["linen", "nnx"])
 def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
@@ -186,6 +188,7 @@ def test_layers_of_each_kind(which):
     assert len(in_fp8(products(models[which - 1], x))) == 2
 
 
+@EXPENSIVE
 def test_layers_of_each_kind_compute_what_they_should():
     x, linen, flax_nnx = both_layers(policies())
     _, exact, _ = both_layers("p=f32,c=f32,o=f32")

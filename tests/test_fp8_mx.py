@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core import _compat
@@ -254,6 +255,7 @@ def test_what_is_kept_for_the_backward_pass_is_a_byte_a_number(native):
     assert sizes == {"float8_e4m3fn": x.size + w.size, "uint8": (x.size + w.size) // 32}
 
 
+@EXPENSIVE
 def test_remat_scan_and_vmap():
     policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
     layer = lambda x, w: jnp.tanh(fp8.dot_general("mx")(x, w, LINEAR))

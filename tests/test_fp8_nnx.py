@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from grids import EXPENSIVE
+from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, fp8, load_recipe
 from jaxmp.errors import CompositionError
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, apply_policy, value_and_grad
@@ -293,6 +293,7 @@ def test_layers_that_do_not_run_keep_their_state():
     assert states(model)["first"]["fp8_input_amax_history"].tolist() == [4, 4, 0]
 
 
+@EXPENSIVE
 def test_a_checkpoint_goes_on_bit_for_bit():
     """`nnx.state` contains everything that must be saved."""
     x = of_size(4, 16, 32)
@@ -320,6 +321,7 @@ def test_a_checkpoint_goes_on_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(others[0]), nnx.state(nodes[0]))
 
 
+@EXPENSIVE
 def test_devices():
     """The state is combined by max over devices, and gradients are averaged."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -383,6 +385,7 @@ def run_once(model, x):
     return model
 
 
+@EXPENSIVE
 def test_scanned_layers_have_a_state_each():
     model, x = apply_policy(Stack(), POLICIES), of_size(4, 8, 32)
     assert states(model)["blocks/dense"]["fp8_input_amax_history"].shape == (3, 3)
@@ -396,6 +399,7 @@ def test_scanned_layers_have_a_state_each():
     np.testing.assert_array_equal(states(model)["blocks/dense"]["fp8_age"], 1)
 
 
+@EXPENSIVE
 def test_an_optimizer_updates_the_states_of_scanned_layers():
     """Rematerialized functions return the states that are active during the step."""
     policies = load_recipe("fp8_delayed").replace(fp8=DELAYED, loss_scale="dynamic")
@@ -450,6 +454,7 @@ def examples(model, x):
 
 
 @pytest.mark.parametrize("uses", [twice, in_each_round, examples])
+@fast_cases("twice", "in_each_round")
 def test_a_layer_that_is_used_twice_has_the_larger_maximum(uses):
     class Model(nnx.Module):
         def __init__(self):
@@ -464,6 +469,7 @@ def test_a_layer_that_is_used_twice_has_the_larger_maximum(uses):
     assert (state["fp8_uses"], state["fp8_age"]) == (1, 1)
 
 
+@EXPENSIVE
 def test_models_under_vmap_have_a_state_each():
     make = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: apply_policy(Block(rngs), POLICIES)))
     models = make(rngs())

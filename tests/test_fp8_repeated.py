@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, _overwritten, fp8
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
@@ -102,6 +103,7 @@ def check_step(monkeypatch, make_step, *args):
     ],
     ids=["current", "delayed", "pallas", "rowwise"],
 )
+@fast_cases("current", "delayed")
 def test_kernels_are_quantized_once_per_step(monkeypatch, scaling, form):
     monkeypatch.setattr(_layer, "INTERPRET", True)
     model = jaxmp.linen.apply_policy(Net(form), policy(scaling))
@@ -164,6 +166,7 @@ def test_kernels_that_depend_on_the_batch_are_quantized_in_each_microbatch():
     assert quantizations(step, normal(1, WIDTH, WIDTH), normal(0, 256, WIDTH)) == (0, 1)
 
 
+@EXPENSIVE
 def test_with_stats_measures_kernels_once():
     loss = lambda w, x: mean_square(product(x, w))
     step = fp8.with_stats(jaxmp.value_and_grad(loss, microbatches=4))

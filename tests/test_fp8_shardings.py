@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from grids import fast_cases
+from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core._compat import described_gpus
@@ -84,6 +84,7 @@ def test_shardings_are_those_of_a_bf16_matmul(layout):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
+@fast_cases("current", "delayed")
 def test_results_are_those_of_one_device(name):
     step = jax.jit(step_of(SCALINGS[name], P("data", None, "model")))
     with jax.set_mesh(MESH):
@@ -212,6 +213,7 @@ def losses_of(make, recipe, is_on_mesh):
     return losses
 
 
+@EXPENSIVE
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -221,7 +223,6 @@ def losses_of(make, recipe, is_on_mesh):
         (nnx_run, "fp8_rowwise"),
     ],
 )
-@fast_cases("linen_run-fp8_delayed")
 def test_models_train_as_on_one_device(make, name):
     recipe = jaxmp.load_recipe(name)
     expected = losses_of(make, recipe, False)

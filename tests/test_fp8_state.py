@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._operands import partial_maxima
@@ -62,6 +63,7 @@ def run(recipe, sizes, state=None):
     ],
     ids=["max", "most_recent", "interval"],
 )
+@fast_cases("max")
 def test_states_of_a_model_are_updated_as_each_layer_updates_its_own(recipe):
     product = fp8.dot_general(recipe)
     states = {"a": fp8.init_state(recipe), "b": fp8.init_state(recipe)}
@@ -331,6 +333,7 @@ def per_device(check_vma, convert):
     return new["input_amax_history"].tolist()
 
 
+@EXPENSIVE
 def test_devices_inside_of_a_loss():
     """Unchecked, JAX can only sum over devices, which the loss must request."""
     assert per_device(True, lambda state: state) == [9, 0, 0]
@@ -425,6 +428,7 @@ def test_a_train_state_carries_it():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 def test_flax_collections_convert_both_ways():
     """Runs three steps of the Flax op, and a fourth step in each library."""
     layer = nn.Dense(

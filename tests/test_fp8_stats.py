@@ -8,6 +8,7 @@ from jax import lax
 
 import jaxmp
 from byte_gpt import GPT
+from grids import EXPENSIVE
 from jaxmp import PolicyMap, fp8
 from jaxmp.errors import JaxmpError
 
@@ -39,6 +40,7 @@ def same(got, want):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@EXPENSIVE
 def test_of_all_three_operands_and_nothing_else_changes():
     spread = X * jnp.exp2(jnp.linspace(-20, 0, 32))[None]
     run = jax.value_and_grad(loss)
@@ -55,6 +57,7 @@ def test_of_all_three_operands_and_nothing_else_changes():
     same(stats["layer:output_grad"], fractions(2 * y / y.size, "e5m2"))
 
 
+@EXPENSIVE
 def test_stale_scales_saturate_and_what_is_not_finite_shows():
     recipe = fp8.DelayedScaling(amax_history_len=2)
     state = fp8.init_state(recipe)
@@ -88,6 +91,7 @@ def test_what_is_rounded_twice_has_two_rows(recipe, keys):
     assert all(float(row.saturated) == 0 and float(row.finite) == 1 for row in stats.values())
 
 
+@EXPENSIVE
 def test_scan_gives_a_row_of_each_step_and_remat_none_twice():
     ws = normal(2, 3, 32, 32) * jnp.array([1.0, 2.0, 4.0])[:, None, None] / 6
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grids import EXPENSIVE, fast_cases
 from jaxmp import functional
 from jaxmp.errors import JaxmpError
 
@@ -76,6 +77,7 @@ def test_norms_are_those_of_fp64(dtype, mean, deviation, seed):
 
 
 @pytest.mark.parametrize("axis", [0, -2, (0, 2), (-1, 1)])
+@fast_cases("0", "axis3")
 def test_axes(axis):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
@@ -107,6 +109,7 @@ def test_a_small_deviation_beside_a_large_mean():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@fast_cases("bfloat16")
 def test_gradients_are_those_of_fp64_and_parameters_sum_in_fp32(dtype):
     rng = np.random.default_rng(0)
     # Sums over 4096 rows, which would stop growing earlier in 16 bits.
@@ -151,6 +154,7 @@ def test_saved_for_the_backward_pass_are_half_rows_and_statistics(norm):
     assert sum(array.size for array in saved if array.dtype == jnp.bfloat16) == 32 * 64
 
 
+@EXPENSIVE
 def test_norms_under_transformations():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.bfloat16)
     scale = jnp.linspace(0.5, 1.5, 8)
@@ -199,6 +203,7 @@ def activations(dtype, size=64, rows=11):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
+@fast_cases("False-bfloat16", "True-float16", "True-float32")
 def test_every_int32_position_is_rotated_as_in_fp64(dtype, interleaved):
     x = activations(dtype)
     options = {"interleaved": interleaved, "base": 500000.0, "scaling": 4.0}
@@ -253,6 +258,7 @@ def test_scores_depend_on_distance_alone():
     np.testing.assert_allclose(score(0), score(2**20), rtol=1e-4, atol=1e-4)
 
 
+@EXPENSIVE
 def test_shapes_of_positions_part_of_the_features_and_given_frequencies():
     x = activations(jnp.bfloat16, rows=5)
     row = jnp.arange(5) * 1000
@@ -340,6 +346,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@fast_cases("float32-gelu", "bfloat16-gelu_erf", "float16-silu", "bfloat16-swiglu")
 def test_activations_are_those_of_jax(name, dtype):
     own, reference = ACTIVATIONS[name]
     x = jnp.linspace(-8, 8, 257).astype(dtype)
@@ -349,10 +356,30 @@ def test_activations_are_those_of_jax(name, dtype):
     )
     assert slope.dtype == dtype
     tolerance = 4 * float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(f64(slope), f64(expected), rtol=tolerance, atol=2 * tolerance)
+    # The slope of `jax.nn.gelu` has an error of 1e-5 in FP32, where 1 + tanh is almost 0.
+    absolute = max(2 * tolerance, 1.5e-5 if name == "gelu" else 0.0)
+    np.testing.assert_allclose(f64(slope), f64(expected), rtol=tolerance, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@fast_cases("bfloat16")
+def test_the_slope_of_gelu_is_that_of_fp64_and_finite_for_any_operand(dtype):
+    x = jnp.linspace(-12, 12, 257).astype(dtype)
+    slope = lambda x: jax.grad(lambda x: functional.gelu(x).astype(jnp.float32).sum())(x)
+    wide = f64(x)
+    gate = 1 / (1 + np.exp(-np.sqrt(8 / np.pi) * (wide + 0.044715 * wide**3)))
+    expected = gate + wide * gate * (1 - gate) * np.sqrt(8 / np.pi) * (1 + 0.134145 * wide**2)
+    eps = float(jnp.finfo(dtype).eps)
+    # The error of `jax.nn.gelu` is 3.4e-6 here in FP32.
+    np.testing.assert_allclose(f64(slope(x)), expected, rtol=eps, atol=2.5e-6)
+    # JAX's slope of float16 is NaN from 256 on, where the square overflows.
+    info = jnp.finfo(dtype)
+    x = jnp.array([-jnp.inf, info.min, -300, 300, info.max, jnp.inf, jnp.nan], dtype)
+    np.testing.assert_array_equal(f64(slope(x)), [0, 0, 0, 1, 1, 1, np.nan])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
+@fast_cases("gelu", "swiglu")
 def test_activations_save_their_inputs_alone_and_can_be_transformed(name):
     own, reference = ACTIVATIONS[name]
     x = jnp.linspace(-3, 3, 12, dtype=jnp.float32).reshape(3, 4)
@@ -370,7 +397,7 @@ def test_activations_save_their_inputs_alone_and_can_be_transformed(name):
     scanned = lambda fn: jax.grad(
         lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, None, 3)[0].sum()
     )
-    np.testing.assert_allclose(jax.jit(scanned(own))(x), scanned(reference)(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(scanned(own))(x), scanned(reference)(x), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize(

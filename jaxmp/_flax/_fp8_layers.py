@@ -26,10 +26,10 @@ from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide
 from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import AGE as AGE
-from jaxmp.fp8._state import NAMES as NAMES
+from jaxmp.fp8._state import ACTIVE_AMAX as ACTIVE_AMAX
 from jaxmp.fp8._state import PREFIX as PREFIX
 from jaxmp.fp8._state import init_state as init_state
+from jaxmp.fp8._state import state_names as state_names
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -209,14 +209,14 @@ def linen_dot(
 
 
 def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array]:
-    """Returns the state of delayed scaling of one layer; its gradient is its next value."""
+    """Returns the FP8 state of one layer; its gradient is its next value."""
     module = ref()
-    names = {name: f"{PREFIX}{name}" for name in NAMES}
-    if not module.has_variable(OVERWRITE, names[AGE]):
+    names = {name: f"{PREFIX}{name}" for name in state_names(scaling)}
+    if not all(module.has_variable(OVERWRITE, name) for name in names.values()):
         if not module.is_mutable_collection(OVERWRITE):
             raise CompositionError(
-                f"DelayedScaling finds no state for {'/'.join(module.scope.path)!r}. Pass all "
-                f"variables that `init` returned, including {OVERWRITE!r}, to `apply`: "
+                f"{type(scaling).__name__} finds no state for {'/'.join(module.scope.path)!r}. "
+                f"Pass all variables that `init` returned, including {OVERWRITE!r}, to `apply`: "
                 "model.apply(variables, x); TrainState.create(params=variables) trains them. "
                 "Layers under nn.scan and nn.vmap require "
                 f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
@@ -224,7 +224,7 @@ def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array
         for name, value in init_state(scaling).items():
             # Not `module.variable`, which is allowed in `setup` and compact methods only.
             module.put_variable(OVERWRITE, names[name], value)
-    return {name: module.get_variable(OVERWRITE, names[name]) for name in NAMES}
+    return {name: module.get_variable(OVERWRITE, names[name]) for name in names}
 
 
 def einsum_call(module: Any, dot: LayerEinsum) -> Callable[..., jax.Array]:

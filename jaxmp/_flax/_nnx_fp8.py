@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._flax._fp8_layers import AGE, NAMES, PREFIX, LayerDot, LayerEinsum, init_state
+from jaxmp._flax._fp8_layers import (
+    ACTIVE_AMAX,
+    PREFIX,
+    LayerDot,
+    LayerEinsum,
+    init_state,
+    state_names,
+)
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import matrix_sizes
 from jaxmp._overwritten import OVERWRITE
@@ -90,19 +97,21 @@ def _init_state(
 
 
 def read_fp8_state(module: nnx.Module, dot: LayerDot | LayerEinsum) -> dict[str, jax.Array]:
-    """Returns the state of delayed scaling of one layer; its gradient is its next value."""
-    attributes = vars(module)
+    """Returns the FP8 state of one layer; its gradient is its next value."""
+    attributes, scaling = vars(module), type(dot.scaling).__name__
+    names = state_names(dot.scaling)
     try:
-        state = {name: attributes[f"{PREFIX}{name}"].get_value() for name in NAMES}
+        state = {name: attributes[f"{PREFIX}{name}"].get_value() for name in names}
     except KeyError:
         raise CompositionError(
-            f"DelayedScaling finds no state for {dot.path!r}: its attributes {PREFIX}* have been "
+            f"{scaling} finds no state for {dot.path!r}: its attributes {PREFIX}* have been "
             "removed. Apply the policy again: "
             "jaxmp.nnx.apply_policy(model, policies)."
         ) from None
-    if jnp.ndim(state[AGE]):
+    first = state[names[0]]
+    if jnp.ndim(first) and jnp.shape(first) != ACTIVE_AMAX:
         raise CompositionError(
-            f"The DelayedScaling state of {dot.path!r} belongs to {state[AGE].shape[0]} stacked "
+            f"The {scaling} state of {dot.path!r} belongs to {first.shape[0]} stacked "
             "layers, and the transformation that calls one of them does not split it. Specify its "
             "axis as well: nnx.StateAxes({nnx.Param: 0, jaxmp.nnx.OverwriteWithGradient: 0, "
             "...: None})."

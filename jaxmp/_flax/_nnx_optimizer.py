@@ -13,7 +13,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.core import Tracer
 
-from jaxmp import _gradients
+from jaxmp import _gradients, _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
@@ -237,5 +237,6 @@ class Optimizer(nnx.Optimizer):
         if applied is not None and jax.tree.leaves(overwritten):
             old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
             overwritten = _trees.select(applied, overwritten, old)
-        nnx.update(model, overwritten)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        nnx.update(model, _overwritten.measured(params, overwritten))
         self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)

@@ -10,7 +10,7 @@ from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
 from jaxmp._recipe_files._fields import BOOLEAN, COUNT, Field, Setting, choice
 from jaxmp._recipe_files._toml import Document, literal, quoted
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import KERNELS, KINDS, CurrentScaling, as_scaling
+from jaxmp.fp8._scaling import KERNEL_AMAX, KERNELS, KINDS, CurrentScaling, as_scaling
 from jaxmp.fp8._scaling import ScalingLike as ScalingLike
 
 TABLE = "fp8"
@@ -41,6 +41,7 @@ FIELDS = {
     "interval": COUNT._replace(example="1"),
     "calibrate": BOOLEAN,
     "kernels": choice(*KERNELS),
+    "kernel_amax": choice(*KERNEL_AMAX),
     "bounded_amax": BOOLEAN,
     "rounding": choice("up", "down"),
 }

@@ -8,6 +8,7 @@ from jaxmp.fp8._eligible import explain_exclusion as explain_exclusion
 from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import LayerDecision as LayerDecision
 from jaxmp.fp8._explain import explain as explain
+from jaxmp.fp8._kernel_amax import measure_kernels as measure_kernels
 from jaxmp.fp8._mlp import mlp as mlp
 from jaxmp.fp8._quantize import QuantizationStats as QuantizationStats
 from jaxmp.fp8._quantize import compute_scale as compute_scale

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
@@ -76,21 +75,24 @@ def _quantize_copies(
     known: Known | None,
     earlier: tuple[jax.Array, ...],
     source: Source,
+    stored: jax.Array | None = None,
 ) -> Quantized:
     """Quantizes `source.prologue(*xs)`.
 
     Args:
       xs: matrices of one shape.
-      state: active state of the operand; None for scalings without state.
-      known: scale that is known before the step; None for scalings without state.
+      state: active state of the operand; None for `CurrentScaling`.
+      known: scale that is known before the step; None for `CurrentScaling`.
       earlier: scales of the operands of the layer that are already quantized.
       source: static arguments.
+      stored: for scalings without known scales, the amax of the tensor; None: measure it.
     """
     # With the barrier, XLA computes the tensor again instead of storing it.
     again = lambda: _measured(source, lax.optimization_barrier(xs))
     if state is None or known is None:
         assert not isinstance(source.scaling, DelayedScaling)
-        scale = scale_of(measure_amax(again(), None), source.scaling, source.dtype)
+        largest = measure_amax(again(), None) if stored is None else stored
+        scale = scale_of(largest, source.scaling, source.dtype)
         products = tuple(factor_of(each) * factor_of(scale) for each in earlier)
     else:
         measure = lambda: measure_amax(again(), state)
@@ -133,12 +135,12 @@ def _by_xla(
 ) -> tuple[jax.Array, jax.Array]:
     # Without the constraint, XLA would write the first copy transposed, and transpose it back.
     on_gpu = _compat.target() == "gpu"
-    rows_first = lambda x: with_layout_constraint(x, Layout((0, 1))) if on_gpu else x
-    values = rows_first(quantize_finite(_computed(source, xs), scale, source.dtype))
-    if source.scaling.is_stateful:
+    row_major = _compat.row_major if on_gpu else lambda x: x
+    values = row_major(quantize_finite(_computed(source, xs), scale, source.dtype))
+    if isinstance(source.scaling, DelayedScaling):
         # With the barrier, XLA computes the amax in the kernel that quantizes.
         values = lax.optimization_barrier(values)
-    return values, rows_first(values.T)
+    return values, row_major(values.T)
 
 
 @functools.cache

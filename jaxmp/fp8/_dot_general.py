@@ -22,11 +22,11 @@ from jaxmp.fp8._checkpoint import named, named_values
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product
-from jaxmp.fp8._known_scales import are_shared
+from jaxmp.fp8._known_scales import are_known
 from jaxmp.fp8._layer import explain_kernels, linear
 from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
-from jaxmp.fp8._operands import Operand, multiply, observed, quantized
+from jaxmp.fp8._operands import Operand, kernel_amax, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import (
     DelayedScaling,
@@ -36,7 +36,15 @@ from jaxmp.fp8._scaling import (
     as_scaling,
 )
 from jaxmp.fp8._shardings import Shardings, dot_shardings
-from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
+from jaxmp.fp8._state import (
+    AGE,
+    State,
+    before_step,
+    check_state,
+    next_state,
+    of_operand,
+    unknown_amax,
+)
 
 _SIDES = {"lhs": 0, "rhs": 1}
 
@@ -74,8 +82,8 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
       and returns the same dtype as `lax.dot_general`: `preferred_element_type`, or by default the
       dtype of the operands. `precision` applies to dots that the scaling leaves "high", and
       `out_sharding` to explicit mesh axes, as in `lax.dot_general`. `state` is
-      required by `DelayedScaling`: a dict from `init_state`, whose gradient is the state of the
-      next step. Equal arguments of `fp8.dot_general` return the same function object.
+      required by scalings with a state: a dict from `init_state`, whose gradient is the state of
+      the next step. Equal arguments of `fp8.dot_general` return the same function object.
 
     Raises:
       RecipeError: if `scaling` is not an FP8 scaling.
@@ -138,13 +146,13 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         row = captured_row(call, lhs, rhs, None if state is None else dict(state))
         if row is not None:
             return row
-        is_known = state is not None and not is_explicit and are_shared(scaling, dict(state))
-        if isinstance(scaling, DelayedScaling) and scaling.kernels == "pallas":
+        is_known = not is_explicit and are_known(scaling, None if state is None else dict(state))
+        if scaling.uses_pallas:
             reason = explain_kernels(call, lhs, rhs, is_known)
             note_kernels(reason)
-            if state is not None and not reason:
-                return linear(call, lhs, rhs, dict(state))
-        if state is not None and is_known:
+            if not reason:
+                return linear(call, lhs, rhs, None if state is None else dict(state))
+        if isinstance(scaling, DelayedScaling) and state is not None and is_known:
             return known_product(call, lhs, rhs, dict(state))
         return _product(call, lhs, rhs, None if state is None else dict(state))
 
@@ -169,10 +177,10 @@ def _check_call(
             f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
             "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
-    if isinstance(scaling, DelayedScaling):
+    if scaling.is_stateful:
         if state is None:
             raise JaxmpError(
-                "DelayedScaling needs its state: product(lhs, rhs, dimension_numbers, "
+                f"{type(scaling).__name__} needs its state: product(lhs, rhs, dimension_numbers, "
                 "state=state), where state = fp8.init_state(scaling) before the first step and "
                 "its own gradient afterwards. Without a state use fp8.CurrentScaling()."
             )
@@ -269,18 +277,20 @@ def _first(
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
-        seen = None, None
+        stored = kernel_amax(x, state) if state is not None and role == "kernel" else None
+        seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
-    return _forward(call, *_operands(call, lhs, rhs, _before(state))[0])
+    return _forward(call, *_operands(call, lhs, rhs, _before(call, state))[0])
 
 
-def _before(state: State | None) -> State | None:
-    return None if state is None else before_step(state)
+def _before(call: Call, state: State | None) -> State | None:
+    is_delayed = isinstance(call.scaling, DelayedScaling)
+    return before_step(state) if is_delayed and state is not None else state
 
 
 def _operands(
@@ -303,7 +313,7 @@ def _product_fwd(
     call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[jax.Array, Any]:
     lhs, rhs = differentiated_once(type(call.scaling).__name__, lhs, rhs)
-    before = _before(state)
+    before = _before(call, state)
     operands, seen = _operands(call, lhs, rhs, before)
     saved = []
     for side, x in enumerate((lhs, rhs)):
@@ -314,7 +324,7 @@ def _product_fwd(
             operands[side] = of_forward
     # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
     # saved to record it.
-    state_leaf = None if state is None else state[AGE]
+    state_leaf = None if state is None else state.get(AGE)
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
 
 
@@ -360,8 +370,10 @@ def _product_bwd(
         sharding = call.shardings.before_transpose(side, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
-    if not isinstance(call.scaling, DelayedScaling) or before is None:
+    if before is None:
         return results[0], results[1], None
+    if not isinstance(call.scaling, DelayedScaling):
+        return results[0], results[1], unknown_amax(before)
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )

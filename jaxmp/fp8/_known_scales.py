@@ -61,6 +61,16 @@ def are_shared(scaling: Scaling, state: State) -> bool:
     )
 
 
+def are_known(scaling: Scaling, state: State | None) -> bool:
+    """Returns True if the scales do not depend on the place where an operand is quantized.
+
+    Those of `CurrentScaling` follow from the tensor. Those of `DelayedScaling` must be shared.
+    """
+    if not isinstance(scaling, DelayedScaling):
+        return True
+    return state is not None and are_shared(scaling, state)
+
+
 @functools.cache
 def formats(scaling: Scaling) -> dict[str, DTypeLike]:
     """Returns the format of each operand; operands whose two dots do not share one are missing."""

@@ -21,10 +21,26 @@ from jaxmp.fp8._copies import (
     keep,
     multiply_last,
 )
-from jaxmp.fp8._known_scales import Known, formats, independent, known_scales, products_of
+from jaxmp.fp8._known_scales import (
+    Known,
+    factor_of,
+    formats,
+    independent,
+    known_scales,
+    products_of,
+)
+from jaxmp.fp8._operands import kernel_amax
 from jaxmp.fp8._repeated import is_repeated
 from jaxmp.fp8._scaling import DelayedScaling, Scaling
-from jaxmp.fp8._state import AGE, OPERANDS, State, before_step, next_state, of_operand
+from jaxmp.fp8._state import (
+    AGE,
+    OPERANDS,
+    State,
+    before_step,
+    next_state,
+    of_operand,
+    unknown_amax,
+)
 
 # Evaluates Pallas kernels on any device, for tests.
 INTERPRET = False
@@ -49,10 +65,11 @@ class Layer:
     def __init__(self, scaling: Scaling, kernels: str, state: State | None) -> None:
         self.scaling, self.kernels = scaling, kernels
         self.before = self.known = self.state_leaf = None
-        if state is not None:
-            assert isinstance(scaling, DelayedScaling)
+        if state is not None and isinstance(scaling, DelayedScaling):
             self.before, self.state_leaf = before_step(state), state[AGE]
             self.known = known_scales(scaling, self.before)
+        elif state is not None:
+            self.before = state
         self.scales: list[jax.Array] = []
         self.seen: dict[str, tuple[Any, Any]] = {}
 
@@ -75,13 +92,21 @@ class Layer:
     ) -> Quantized:
         """Quantizes the next operand of the layer, `prologue(*xs)`."""
         role = OPERANDS[len(self.scales)]
-        state = None if self.before is None else of_operand(self.before, role)
-        known = None if self.known is None else self.known[role]
+        before, known = self.before, None if self.known is None else self.known[role]
+        state = None if before is None or known is None else of_operand(before, role)
         dtype = formats(self.scaling)[role]
         source = Source(self.scaling, dtype, prologue, self.kernels, bound, sums)
         earlier = tuple(self.scales)
         quantize = QUANTIZE_COPIES[role]
-        if known is not None and role == "kernel" and is_repeated():
+        if known is None:
+            has_amax = before is not None and role == "kernel"
+            stored = kernel_amax(xs[0], before) if has_amax else None
+            result = quantize(xs, None, None, (), source=source, stored=stored)
+            # Here, because a loop may quantize the kernel once for all inputs.
+            scale = result.copies.scale
+            products = tuple(factor_of(each) * factor_of(scale) for each in earlier)
+            result = result._replace(products=products)
+        elif role == "kernel" and is_repeated():
             result = quantize(xs, state, independent(known), (), source=source)
             products = products_of(source.scaling, known, earlier, result.copies.scale)
             result = result._replace(products=products)
@@ -120,7 +145,8 @@ class Layer:
         """Returns the gradient of the state; None for scalings without state."""
         if self.before is None:
             return None
-        assert isinstance(self.scaling, DelayedScaling)
+        if not isinstance(self.scaling, DelayedScaling):
+            return unknown_amax(self.before)
         assert self.state_leaf is not None
         return next_state(self.scaling, self.before, self.seen, self.state_leaf)
 
@@ -143,9 +169,9 @@ def explain_kernels(call: Call, lhs: jax.Array, rhs: jax.Array, is_known: bool) 
     """Returns the reason why a linear layer does not use the Pallas kernel, or "" if it does.
 
     Args:
-      call: the dot; its scaling is a `DelayedScaling`.
+      call: the dot.
       lhs, rhs: operands.
-      is_known: its scales are known before the step; see `are_shared`.
+      is_known: result of `are_known`; False on explicit mesh axes.
     """
     if len(formats(call.scaling)) < len(OPERANDS):
         return "an operand has two formats, or a dot does not use FP8"
@@ -180,7 +206,7 @@ def pallas_mode() -> str:
     return "interpret" if INTERPRET else "pallas"
 
 
-def linear(call: Call, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.Array:
+def linear(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
     """Computes a dot whose operands the Pallas kernel quantizes; see `explain_kernels`."""
     x, w = to_matrices(call, lhs, rhs)
     matrix = MatrixCall(call.scaling, pallas_mode(), (*call.dtypes, call.out_dtype))
@@ -190,12 +216,13 @@ def linear(call: Call, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(call: MatrixCall, x: jax.Array, w: jax.Array, state: State) -> jax.Array:
-    return _linear_forward(call, x, w, state)[0]
+def _linear(call: MatrixCall, x: jax.Array, w: jax.Array, state: State | None) -> jax.Array:
+    # Without a backward pass, one copy of each operand suffices, and XLA writes only that one.
+    return _linear_forward(call._replace(kernels="xla"), x, w, state)[0]
 
 
 def _linear_forward(
-    call: MatrixCall, x: jax.Array, w: jax.Array, state: State
+    call: MatrixCall, x: jax.Array, w: jax.Array, state: State | None
 ) -> tuple[jax.Array, Saved]:
     x, w = differentiated_once(type(call.scaling).__name__, x, w)
     layer = Layer(call.scaling, call.kernels, state)

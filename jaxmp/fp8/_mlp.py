@@ -17,7 +17,8 @@ from jaxmp._core import _compat
 from jaxmp.errors import JaxmpError, did_you_mean
 from jaxmp.fp8._call import Call, differentiated_once
 from jaxmp.fp8._cast_transpose import explain_fallback
-from jaxmp.fp8._known_scales import are_shared, formats
+from jaxmp.fp8._checkpoint import named_result
+from jaxmp.fp8._known_scales import are_known, formats
 from jaxmp.fp8._layer import Layer, Saved, is_matrix_product, pallas_mode, to_matrices
 from jaxmp.fp8._scaling import DelayedScaling, Scaling
 from jaxmp.fp8._state import OPERANDS, State
@@ -98,7 +99,8 @@ def captured_row(
 ) -> jax.Array | None:
     """Returns the row that replaces the result of a dot if `mlp` calls its layer, else None."""
     dots, scaling = _captured.get(), call.scaling
-    can_fuse = isinstance(scaling, DelayedScaling) and (_mode(scaling) or scaling.bounded_amax)
+    is_bounded = isinstance(scaling, DelayedScaling) and scaling.bounded_amax
+    can_fuse = _mode(scaling) or is_bounded
     if dots is None or not can_fuse or call.shardings.result is not None:
         return None
     shape = (1,) * (lhs.ndim - 1) + rhs.shape[-1:]
@@ -127,10 +129,10 @@ def mlp(
     pass saves only the results of `up` and `gate`, and quantized operands. Any other layers, as in
     `init` and with other recipes, are called as written.
 
-    Layers are fused with `DelayedScaling(kernels="pallas")` if the Pallas kernel can quantize all
-    of their matrices, and with `DelayedScaling(bounded_amax=True)`. Both require
-    `jaxmp.value_and_grad` in a program for one device. Rounding differs from that of the layers:
-    the activation is not rounded to 16 bits before it is quantized.
+    Layers are fused with `kernels="pallas"` if the Pallas kernel can quantize all of their
+    matrices, and with `DelayedScaling(bounded_amax=True)`. Both require a program for one device,
+    and `jaxmp.value_and_grad` with delayed scaling. Rounding differs from that of the layers: the
+    activation is not rounded to 16 bits before it is quantized.
 
     Args:
       x: `[..., D]`, the input.
@@ -211,14 +213,14 @@ def _fused(
 def explain_unfused(name: str, dots: list[Captured]) -> str:
     """Returns the reason why the layers of an MLP cannot be fused, or ""."""
     scaling = dots[-1].call.scaling
-    if not isinstance(scaling, DelayedScaling) or not (_mode(scaling) or _bounds(scaling, name)):
+    if not (_mode(scaling) or _bounds(scaling, name)):
         return "the scaling uses neither Pallas kernels nor bounded amaxes"
     if any(dot.call.scaling != scaling for dot in dots):
         return "the layers have different scalings"
     if len(formats(scaling)) < len(OPERANDS):
         return "an operand has two formats, or a dot does not use FP8"
     for dot in dots:
-        if dot.state is None or not are_shared(scaling, dot.state):
+        if not are_known(scaling, dot.state):
             return "jaxmp.value_and_grad does not update the state"
         if dot.rhs.ndim != 2 or not is_matrix_product(dot.call):
             return "a layer is not a product of two matrices"
@@ -231,8 +233,7 @@ def explain_unfused(name: str, dots: list[Captured]) -> str:
 
 def _mode(scaling: Scaling) -> str:
     """Returns how Pallas kernels run if the scaling uses them; otherwise ""."""
-    is_asked = isinstance(scaling, DelayedScaling) and scaling.kernels == "pallas"
-    return pallas_mode() if is_asked else ""
+    return pallas_mode() if scaling.uses_pallas else ""
 
 
 def _bounds(scaling: Scaling, name: str) -> tuple[float, float] | None:
@@ -257,6 +258,7 @@ class MlpCall(NamedTuple):
 
 
 _Biases = tuple[jax.Array | None, ...]
+_States = tuple[State | None, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -265,7 +267,7 @@ def _mlp(
     x: jax.Array,
     kernels: tuple[jax.Array, ...],
     biases: _Biases,
-    states: tuple[State, ...],
+    states: _States,
 ) -> jax.Array:
     return _forward(call, x, kernels, biases, states)[0]
 
@@ -284,7 +286,7 @@ def _forward(
     x: jax.Array,
     kernels: tuple[jax.Array, ...],
     biases: _Biases,
-    states: tuple[State, ...],
+    states: _States,
 ) -> tuple[jax.Array, _SavedMlp]:
     x, *kernels_ = differentiated_once(type(call.scaling).__name__, x, *kernels)
     ups, hidden = [], []
@@ -293,11 +295,12 @@ def _forward(
         h, saved = layer.forward(layer.quantize((x,)), layer.quantize((kernel,)), call.dtypes[1])
         h = h if bias is None else h + bias[None].astype(h.dtype)
         ups.append(saved)
-        hidden.append(lax.optimization_barrier(h))
+        hidden.append(named_result(lax.optimization_barrier(h), batched=False))
     layer = Layer(call.scaling, call.kernels, states[-1])
     bound = (_bounds(call.scaling, call.activation) or (None,))[0]
     activated = layer.quantize(tuple(hidden), ACTIVATIONS[call.activation].value, bound)
     y, saved = layer.forward(activated, layer.quantize((kernels_[-1],)), call.dtypes[2])
+    y = named_result(y, batched=False)
     return y, _SavedMlp(ups, hidden, saved, biases)
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
@@ -23,7 +22,14 @@ from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
 from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
-from jaxmp.fp8._state import OperandState, amax_in_force
+from jaxmp.fp8._state import (
+    KERNEL_AMAX,
+    OperandState,
+    State,
+    amax_in_force,
+    has_stored_amax,
+    to_float32,
+)
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
 # partial maxima if the state is active.
@@ -169,10 +175,10 @@ def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) ->
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
-        values = with_layout_constraint(values, Layout(major_to_minor=tuple(range(x.ndim))))
+        values = _compat.row_major(values)
     # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
     # the barrier, it is the amax, and the copy is made of one byte per element.
-    return lax.optimization_barrier(values) if scaling.is_stateful else values
+    return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
 
 
 _QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
@@ -195,6 +201,24 @@ def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns partial maxima of `x`, as many as an active state has."""
     count = state.amax_history.shape[0]
     return _over_devices(_state_partials(0, count)(x, state.age), state)
+
+
+@jax.jit
+def kernel_amax(x: jax.Array, state: State) -> jax.Array:
+    """Returns the amax of a kernel, which its state contains inside of `jaxmp.value_and_grad`.
+
+    Args:
+      x: the kernel, or the result of casting the stored kernel.
+      state: the state of `CurrentScaling(kernel_amax="optimizer")`.
+    """
+    if not has_stored_amax(state):
+        return amax(x)
+    stored = to_float32(state[KERNEL_AMAX]).reshape(())
+    if x.dtype.itemsize < 4:
+        # Rounding is monotonic, so that it maps the amax to that of the rounded kernel.
+        info = jnp.finfo(x.dtype)
+        stored = lax.reduce_precision(stored, info.nexp, info.nmant)
+    return stored
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:

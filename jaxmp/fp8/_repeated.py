@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxmp._core import _compat
@@ -214,9 +213,8 @@ def _transposed(results: list[Array]) -> dict[int, Array]:
     """
     if _compat.target() != "gpu":
         return {}
-    rows_first = lambda x: with_layout_constraint(x, Layout((0, 1)))
     matrices = ((n, x) for n, x in enumerate(results) if x.ndim == 2 and is_fp8(x.dtype))
-    return {n: rows_first(x.T) for n, x in matrices}
+    return {n: _compat.row_major(x.T) for n, x in matrices}
 
 
 def _required(body: Any, plan: _Plan, indices: set[int]) -> list[int]:

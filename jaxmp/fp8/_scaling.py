@@ -29,6 +29,8 @@ _E4M3 = ("e4m3fn", "e4m3fn")
 
 # Values of the setting `kernels`.
 KERNELS = ("xla", "pallas")
+# Values of the setting `kernel_amax`.
+KERNEL_AMAX = ("matmul", "optimizer")
 
 # Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
 MX_BLOCK = 32
@@ -65,7 +67,12 @@ class Scaling:
 
     @property
     def is_stateful(self) -> bool:
-        """True if scales come from earlier steps, which requires a state."""
+        """True if the dots require a state, which earlier steps have written."""
+        return False
+
+    @property
+    def uses_pallas(self) -> bool:
+        """True if a Pallas kernel quantizes the operands where it applies."""
         return False
 
     def formats(self, gemm: str) -> tuple[Any, Any] | None:
@@ -98,6 +105,11 @@ def check_count(scaling: Scaling, name: str, low: int, high: int) -> None:
     value = getattr(scaling, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _bad(scaling, name, f"an integer from {low} to {high}", str(min(max(low, 1), high)))
+
+
+def _check_choice(scaling: Scaling, name: str, allowed: tuple[str, str]) -> None:
+    if getattr(scaling, name) not in allowed:
+        raise _bad(scaling, name, " or ".join(map(repr, allowed)), repr(allowed[1]))
 
 
 def _formats(scaling: Scaling, gemm: str) -> Any:
@@ -140,7 +152,7 @@ def _gemm_names(scaling: Scaling, name: str) -> tuple[str, ...]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Scaling):
-    """Stateless per-tensor scaling: each scale comes from the tensor that it quantizes.
+    """Per-tensor scaling: each scale comes from the tensor that it quantizes.
 
     Args:
       fprop: formats of input and kernel in the forward dot: a pair of "e4m3fn" and "e5m2", one name
@@ -156,6 +168,15 @@ class CurrentScaling(Scaling):
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
         described in `explain_exclusion`.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
+      kernels: "xla", or "pallas" for a CUDA kernel that reads a tensor once, and writes it and its
+        transpose in FP8, after XLA has measured it. It applies in a program for one GPU, to sizes
+        that are multiples of 64, and lets `fp8.mlp` compute its activation. Elsewhere XLA computes
+        the same values, and `fp8.explain` lists the reason. It was compiled for an H200, but not
+        timed.
+      kernel_amax: "matmul" measures a layer's kernel in each step before it is quantized, one pass
+        over it in FP32. "optimizer" lets `jaxmp.TrainState.apply_gradients` and
+        `jaxmp.nnx.Optimizer.update` measure each new kernel while they write it, with the same
+        scales. The amax is a state of the layer; see `measure_kernels`.
 
     Raises:
       RecipeError: with the setting, its allowed values and a valid call.
@@ -165,9 +186,27 @@ class CurrentScaling(Scaling):
       'high'
       >>> CurrentScaling(dgrad="e4m3fn").dgrad
       ('e4m3fn', 'e4m3fn')
+      >>> CurrentScaling(kernel_amax="optimizer").is_stateful
+      True
     """
 
     kind: ClassVar[str] = "current"
+
+    kernels: str = "xla"
+    kernel_amax: str = "matmul"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice(self, "kernels", KERNELS)
+        _check_choice(self, "kernel_amax", KERNEL_AMAX)
+
+    @property
+    def is_stateful(self) -> bool:
+        return self.kernel_amax == "optimizer"
+
+    @property
+    def uses_pallas(self) -> bool:
+        return self.kernels == "pallas"
 
 
 @jax.tree_util.register_static
@@ -217,8 +256,7 @@ class DelayedScaling(Scaling):
         super().__post_init__()
         if not isinstance(self.bounded_amax, bool):
             raise _bad(self, "bounded_amax", "True or False", "True")
-        if self.kernels not in KERNELS:
-            raise _bad(self, "kernels", "'xla' or 'pallas'", "'pallas'")
+        _check_choice(self, "kernels", KERNELS)
         if not isinstance(self.calibrate, bool):
             raise _bad(self, "calibrate", "True or False", "True")
         check_count(self, "amax_history_len", low=1, high=2**20)
@@ -229,6 +267,10 @@ class DelayedScaling(Scaling):
     @property
     def is_stateful(self) -> bool:
         return True
+
+    @property
+    def uses_pallas(self) -> bool:
+        return self.kernels == "pallas"
 
 
 @jax.tree_util.register_static

@@ -1,4 +1,4 @@
-"""State of delayed scaling: the amaxes of earlier steps, as a flat dict of float32 arrays.
+"""States of FP8 layers: amaxes that earlier steps have measured, as flat dicts of float32 arrays.
 
 Every leaf is combined by max over microbatches, devices and the uses of a shared layer. The state
 therefore stores the amax rather than the scale: amaxes combine by max, scales would require min.
@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError, missing_dependency
 from jaxmp.fp8._quantize import compute_scale
-from jaxmp.fp8._scaling import DelayedScaling, ScalingLike, as_scaling
+from jaxmp.fp8._scaling import CurrentScaling, DelayedScaling, Scaling, ScalingLike, as_scaling
 
 State = dict[str, jax.Array]
 
@@ -30,23 +30,30 @@ AGE = "age"
 USES = "uses"
 # In an active state, the size of `X_amax`, and the first index of the results of `common_scales`.
 ACTIVE_SIZE, COMMON_SCALE = 7, 3
+# Shape of the amax in the state of current scaling inside of `jaxmp.value_and_grad`.
+ACTIVE_AMAX = (1, 1)
 # Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
-# The leaves of one layer's state.
+# The only leaf of the state of current scaling. Delayed scaling has another `kernel_amax`.
+KERNEL_AMAX = "exact_kernel_amax"
+# The leaves of one layer's state with delayed scaling.
 NAMES = (AGE, USES, *(f"{x}_{leaf}" for x in OPERANDS for leaf in ("amax", "amax_history")))
 
 
 def init_state(scaling: ScalingLike = "delayed") -> State:
     """Returns the state of one linear layer before its first step.
 
-    For each operand X of "input", "kernel" and "output_grad", the state has `X_amax`, a scalar: the
-    amax from which the active scale is computed, 0 before the first step; and `X_amax_history` of
-    shape `[amax_history_len]`, with the newest entry first. It also has two scalars: `age`, the
-    number of steps since the scales were last updated, and `uses`, the number of times that the
-    layer ran in the last step if JAX summed the gradients of all runs.
+    With `DelayedScaling`, for each operand X of "input", "kernel" and "output_grad", the state has
+    `X_amax`, a scalar: the amax from which the active scale is computed, 0 before the first step;
+    and `X_amax_history` of shape `[amax_history_len]`, with the newest entry first. It also has two
+    scalars: `age`, the number of steps since the scales were last updated, and `uses`, the number
+    of times that the layer ran in the last step if JAX summed the gradients of all runs.
+
+    With `CurrentScaling(kernel_amax="optimizer")`, the state has only `exact_kernel_amax`, a
+    scalar: the amax of the kernel, or 0 if it is unknown.
 
     Args:
-      scaling: a `DelayedScaling`, or "delayed".
+      scaling: a scaling with a state, or "delayed".
 
     Returns:
       A dict of float32 arrays.
@@ -58,6 +65,9 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
       >>> {name: leaf.shape for name, leaf in init_state().items() if "input" in name}
       {'input_amax': (), 'input_amax_history': (1024,)}
     """
+    scaling = as_scaling(scaling)
+    if isinstance(scaling, CurrentScaling) and scaling.is_stateful:
+        return {KERNEL_AMAX: jnp.zeros((), FLOAT32)}
     scaling = _as_delayed(scaling)
     state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
     for operand in OPERANDS:
@@ -75,7 +85,7 @@ def _as_delayed(scaling: ScalingLike) -> DelayedScaling:
     )
 
 
-def check_state(scaling: DelayedScaling, state: object) -> None:
+def check_state(scaling: Scaling, state: object) -> None:
     """Checks that a state has the keys, shapes and dtypes of `init_state(scaling)`.
 
     Raises:
@@ -86,19 +96,21 @@ def check_state(scaling: DelayedScaling, state: object) -> None:
     if not isinstance(state, Mapping) or set(state) != set(expected):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
-            f"The state of DelayedScaling has the keys {sorted(expected)}, not {keys}. {fix}"
+            f"The state of {type(scaling).__name__} has the keys {sorted(expected)}, not {keys}. "
+            f"{fix}"
         )
-    if is_active(state):
+    is_delayed = isinstance(scaling, DelayedScaling)
+    if is_active(state) if is_delayed else has_stored_amax(state):
         return
+    where = f"with amax_history_len={scaling.amax_history_len} " if is_delayed else ""
     for name, shape in expected.items():
         leaf = state[name]
         if not hasattr(leaf, "dtype"):
             raise JaxmpError(f"state[{name!r}] is {type(leaf).__name__}, no array. {fix}")
         if leaf.shape != shape or not (leaf.dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
-                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; with "
-                f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and "
-                f"dtype float32. {fix}"
+                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; {where}it must "
+                f"have shape {shape} and dtype float32. {fix}"
             )
 
 
@@ -108,8 +120,22 @@ def is_active(state: Mapping[str, Any]) -> bool:
     return next(ranks) == next(ranks) + 2
 
 
+def has_stored_amax(state: Mapping[str, Any]) -> bool:
+    """Returns True for the state of current scaling inside of `jaxmp.value_and_grad`.
+
+    Elsewhere, the matmul measures the kernel: evaluation may replace the parameters with which the
+    state was computed, for example by averages.
+    """
+    return jnp.shape(state[KERNEL_AMAX]) == ACTIVE_AMAX
+
+
+def state_names(scaling: Scaling) -> tuple[str, ...]:
+    """Returns the names of the leaves of the state that a scaling requires."""
+    return tuple(_shapes(scaling))
+
+
 @functools.cache
-def _shapes(scaling: DelayedScaling) -> dict[str, tuple[int, ...]]:
+def _shapes(scaling: Scaling) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of `init_state(scaling)`; cached, because every layer reads them."""
     state = jax.eval_shape(lambda: init_state(scaling))
     return {name: leaf.shape for name, leaf in state.items()}
@@ -296,6 +322,13 @@ def amax_in_force(
     # With a branch, only the first step reads the tensor once more. The other steps measure it in
     # the kernel that quantizes it.
     return lax.cond(is_known, lambda: known, measure)
+
+
+def unknown_amax(state: Mapping[str, jax.Array]) -> State:
+    """Returns the gradient of the state of current scaling: the next amax is not known yet."""
+    (leaf,) = state.values()
+    zeros = _compat.vary(jnp.zeros(leaf.shape, FLOAT32), tuple(_compat.varying_axes(leaf)))
+    return {KERNEL_AMAX: lax.convert_element_type(zeros, leaf.dtype)}
 
 
 def next_state(

@@ -26,6 +26,7 @@ from jaxmp._core._compat._jaxprs import jaxpr_body as jaxpr_body
 from jaxmp._core._compat._jaxprs import jaxpr_like as jaxpr_like
 from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
 from jaxmp._core._compat._jaxprs import underlying as underlying
+from jaxmp._core._compat._layouts import row_major as row_major
 from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree
 from jaxmp._core._compat._objects import einsum_bias_shape as einsum_bias_shape

@@ -48,9 +48,10 @@ def partition_spec(sharding: Sharding, mesh: Mesh, ndim: int) -> PartitionSpec |
       A spec with `ndim` entries; None if a dimension is split over a part of a mesh axis.
     """
     parse: Any = load_private("jax._src.sharding_impls").parse_flatten_op_sharding
+    flat = sharding._to_xla_hlo_sharding(ndim)
     try:
-        spec = parse(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
-    except Exception:  # errors differ between versions of JAX
+        spec = parse(flat, mesh)[0]
+    except ValueError:
         return None
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
