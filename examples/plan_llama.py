@@ -168,10 +168,10 @@ def markdown(row: dict[str, Any]) -> str:
 
 def main(
     size: Annotated[str | None, typer.Option(help="llama-3-8b or llama-3-70b.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
-    model: Annotated[int, typer.Option(help="GPUs that share a sequence.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs.")] = None,
+    model: Annotated[int, typer.Option(min=1, help="GPUs that share a sequence.")] = 1,
     recipe: Annotated[str, typer.Option(help="Name, policy string or .toml file.")] = "bf16_params",
-    sequences: Annotated[int, typer.Option(help="Of 8,192 tokens, per group.")] = 1,
+    sequences: Annotated[int, typer.Option(min=1, help="Of 8,192 tokens, per group.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
 ) -> list[dict[str, Any]]:
     """Compiles Llama 3 for clusters of H200, and prints memory and communication."""
@@ -181,6 +181,8 @@ def main(
         raise typer.BadParameter(str(error)) from None
     single = [(size or "llama-3-8b", gpus or 8, model)]
     plans = PLANS if size is None and gpus is None else single
+    if plans is PLANS and model > 1:
+        raise typer.BadParameter(f"--model {model} requires --size and --gpus.")
     for name, count, group in plans:
         if name not in llama.SIZES:
             raise typer.BadParameter(f"--size {name} is none of {', '.join(llama.SIZES)}")
@@ -189,6 +191,14 @@ def main(
             raise typer.BadParameter(
                 f"--model {group} does not divide --gpus {count} and the {heads} key heads"
             )
+        groups, width = count // group, llama.SIZES[name].width
+        if width % groups:
+            raise typer.BadParameter(
+                f"--gpus {count} --model {group} makes {groups} groups, which cannot split the "
+                f"width of {width} evenly; parameters would stay whole. Use a power of two."
+            )
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: the folder {out.parent} does not exist.")
     rows = []
     print(HEADER)
     for name, count, group in plans:

@@ -25,6 +25,7 @@ the address of the first one, their number and their index. Each has a part of t
 
 Each process reads the rows of the batch that its devices train on. Process 0 prints. If a process
 dies, the others end within a minute; the same command resumes all of them from the last checkpoint.
+If a process receives SIGTERM, as before the eviction from a cluster, all save a checkpoint and end.
 Install first: pip install "jaxmp[examples]".
 
 Shape suffixes: B batch, S positions and one more, T positions, D width.
@@ -46,6 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,6 +59,11 @@ AXES = ("replica", "data", "model")
 BATCH = P(("replica", "data"))
 # A process that has sent no heartbeat for so long is dead, and all others end.
 HEARTBEAT_TIMEOUT_SECONDS = 60
+# All processes start within this time, or those that have started end.
+START_TIMEOUT_SECONDS = 300
+
+# Option for a number that is at least 1.
+Positive = Annotated[int, typer.Option(min=1)]
 
 # (layer, parameter) -> the dimension that the axis "model" splits: attention heads, hidden units of
 # the perceptron, or logits. The other arrays are the same for all of its devices.
@@ -171,19 +178,52 @@ def sharded_batch(
 # ---------------------------------------------------------------------------
 
 
+def check_processes(
+    coordinator: str | None, processes: int | None, index: int | None, devices: int
+) -> bool:
+    """Checks the arguments that describe processes, and returns True if there are any.
+
+    Raises:
+      typer.BadParameter: if some of them are missing, or do not fit each other or the mesh.
+    """
+    explicit = {"--coordinator": coordinator, "--processes": processes, "--process-index": index}
+    missing = [name for name, value in explicit.items() if value is None]
+    if coordinator is None or processes is None or index is None:
+        if len(missing) == len(explicit):
+            return False
+        raise typer.BadParameter(
+            f"{' and '.join(missing)}: missing. Give --coordinator HOST:PORT, --processes N and "
+            "--process-index I, or none of them on a cluster that JAX detects."
+        )
+    if not coordinator.rpartition(":")[2].isdecimal():
+        raise typer.BadParameter(
+            f"--coordinator {coordinator} has no port. Write --coordinator HOST:PORT, for example "
+            f"--coordinator {coordinator.rstrip(':')}:12345"
+        )
+    if index >= processes:
+        raise typer.BadParameter(
+            f"--process-index {index} is not less than --processes {processes}. The first process "
+            f"is 0, and the last {processes - 1}."
+        )
+    if devices % processes:
+        raise typer.BadParameter(
+            f"--processes {processes} cannot share the {devices} devices of the mesh evenly."
+        )
+    return True
+
+
 def start_processes(coordinator: str | None, processes: int | None, index: int | None) -> None:
     """Connects the processes of a run, before the first use of a device.
 
     Raises:
-      typer.BadParameter: if some of the arguments are missing, or all are and JAX detects no
-        cluster.
+      typer.BadParameter: if the arguments are None and JAX detects no cluster.
     """
-    explicit = {"--coordinator": coordinator, "--processes": processes, "--process-index": index}
-    missing = [name for name, value in explicit.items() if value is None]
-    if 0 < len(missing) < len(explicit):
-        raise typer.BadParameter(
-            f"{' and '.join(missing)}: missing. Give --coordinator HOST:PORT, --processes N and "
-            "--process-index I, or none of them on a cluster that JAX detects."
+    if coordinator is not None:
+        print(
+            f"Process {index} of {processes} connects to {coordinator}, and waits for the others "
+            f"for up to {START_TIMEOUT_SECONDS} seconds.",
+            file=sys.stderr,
+            flush=True,
         )
     # The collectives of CPU devices; accelerators have their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -193,7 +233,8 @@ def start_processes(coordinator: str | None, processes: int | None, index: int |
             processes,
             index,
             # Ray on Slurm: the variables of Slurm describe other processes.
-            cluster_detection_method=None if missing else "deactivate",
+            cluster_detection_method=None if coordinator is None else "deactivate",
+            initialization_timeout=START_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             shutdown_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
@@ -250,7 +291,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def check_divisible(sizes: dict[str, int], batch_size: int, heads: int) -> None:
+def check_divisible(sizes: dict[str, int], batch_size: int, width: int, heads: int) -> None:
     """Raises an error if the mesh cannot split the batch or the heads evenly."""
     rows, model = sizes.get("replica", 1) * sizes.get("data", 1), sizes.get("model", 1)
     if batch_size % rows:
@@ -261,6 +302,8 @@ def check_divisible(sizes: dict[str, int], batch_size: int, heads: int) -> None:
         raise typer.BadParameter(
             f"--heads {heads} and the {VOCABULARY} logits are not divisible by model={model}."
         )
+    if width % heads:
+        raise typer.BadParameter(f"--width {width} is not divisible by --heads {heads}.")
 
 
 def train(
@@ -268,42 +311,47 @@ def train(
     recipe: RecipeName = "bf16",
     distributed: Annotated[bool, typer.Option("--distributed", help="Several processes.")] = False,
     coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Number of processes.")] = None,
-    process_index: Annotated[int | None, typer.Option(help="Of this process, from 0.")] = None,
-    steps: int = 100,
-    batch_size: Annotated[int, typer.Option(help="Of all devices together.")] = 32,
-    seq_len: int = 64,
-    layers: int = 3,
-    width: int = 128,
-    heads: int = 4,
+    processes: Annotated[int | None, typer.Option(min=1, help="Number of processes.")] = None,
+    process_index: Annotated[
+        int | None, typer.Option(min=0, help="Of this process, from 0.")
+    ] = None,
+    steps: Positive = 100,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of all devices together.")] = 32,
+    seq_len: Positive = 64,
+    layers: Positive = 3,
+    width: Positive = 128,
+    heads: Positive = 4,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: int = 0,
-    print_every: int = 10,
+    print_every: Positive = 10,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder, shared by all hosts, to save in and resume from.")
     ] = None,
-    checkpoint_every: int = 50,
+    checkpoint_every: Positive = 50,
 ) -> list[float]:
     """Trains a byte-level GPT on several devices and returns the losses."""
     sizes = parse_mesh(mesh)
-    check_divisible(sizes, batch_size, heads)
+    check_divisible(sizes, batch_size, width, heads)
+    devices = math.prod(sizes.values())
+    if check_processes(coordinator, processes, process_index, devices) and not distributed:
+        raise typer.BadParameter("--coordinator requires --distributed. Add --distributed.")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
         processes is not None or not distributed
     ):
-        jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()) // (processes or 1))
+        jax.config.update("jax_num_cpu_devices", devices // (processes or 1))
     if distributed:
         start_processes(coordinator, processes, process_index)
     say = functools.partial(print, flush=True) if jax.process_index() == 0 else lambda text: None
 
     device_mesh = make_mesh(sizes)
     gpt = GPT(layers=layers, width=width, heads=heads, max_length=seq_len)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, steps // 10), steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, steps // 10), max(2, steps))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
     init, _, train_step = prepare(recipe, gpt, tx, device_mesh, seed=seed)
     text, losses, start = standard_library_text().train, [], time.perf_counter()
-    devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
     count = jax.process_count()
-    say(f"{recipe}: {mesh} on {devices}, {count} process{'es' * (count > 1)}")
+    kind = jax.devices()[0].device_kind
+    say(f"{recipe}: {mesh} on {devices} x {kind}, {count} process{'es' * (count > 1)}")
 
     saved = Checkpointer(checkpoint_dir, keep=2) if checkpoint_dir else contextlib.nullcontext()
     with ended_with_others(), saved as checkpointer:
@@ -322,8 +370,15 @@ def train(
                 jaxmp.check(state)  # raises if gradients overflow at the smallest loss scale
                 skipped = int(jaxmp.get_skip_stats(state).total)
                 say(f"step {step:>5}  loss {float(loss):.4f}  {skipped} steps skipped")
-            if checkpointer is not None and (step % checkpoint_every == 0 or step == steps):
+            # JAX catches SIGTERM if there are several processes; all of them stop after this step.
+            stops = reached_preemption_sync_point(step)
+            if checkpointer is not None and (
+                step % checkpoint_every == 0 or step == steps or stops
+            ):
                 checkpointer.save(step, state, recipe=recipe)
+            if stops:
+                say(f"a process received SIGTERM; all end after step {step}")
+                break
         losses = [float(loss) for loss in losses]
     tokens = len(losses) * batch_size * seq_len
     say(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s, with compilation")

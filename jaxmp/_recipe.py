@@ -127,7 +127,8 @@ class Recipe:
           A model of the same class with the same parameter tree.
 
         Raises:
-          JaxmpError: if `model` is not such an instance.
+          JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
+            than its parameters (in Linen, from `apply`).
 
         Example:
           >>> model = load_recipe("bf16").wrap(nn.Dense(2))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._shardings import shardings_by_path, without_contents
-from jaxmp._core._trees import Path, leaves_with_path, path_names
+from jaxmp._core._shardings import (
+    check_even,
+    check_rank,
+    missing_parameter,
+    shardings_by_path,
+    without_contents,
+)
+from jaxmp._core._trees import Path, is_castable, leaves_with_path, path_names
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import JaxmpError
+from jaxmp.errors import JaxmpError, RecipeWarning
 
 __all__ = ["state_shardings"]
 
@@ -21,7 +30,8 @@ def state_shardings(
     Parameters get the shardings in `params_shardings`. Masters, packed remainders and moments are
     found by their paths, which end in the path of their parameter, and by their shapes. All other
     arrays, such as loss scale, counters, FP8 state and the factored moments of Adafactor, are
-    replicated.
+    replicated. If several models are trained, call the function for each of them, with its
+    optimizer.
 
     Args:
       state: a `TrainState`, the state of NNX objects (`nnx.state((model, optimizer))`), or any
@@ -38,8 +48,12 @@ def state_shardings(
 
     Raises:
       JaxmpError: if a leaf of `params_shardings` is not a `NamedSharding`, if the shardings are on
-        different meshes, if a parameter is not in the state, or if the mesh has no axis of the name
-        `optimizer`.
+        different meshes, if a parameter is not in the state or its sharding does not split it
+        evenly, or if the mesh has no axis of the name `optimizer`.
+
+    Warns:
+      RecipeWarning: if an array has the name and the shape of a parameter that is split, but its
+        path does not end in the path of the parameter, so that the array is replicated.
 
     Example:
       >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -64,23 +78,24 @@ def state_shardings(
     longest = max(map(len, placements))
     matches = {names: _match(names, placements, longest) for names, _ in leaves_with_path(state)}
     shapes = _parameter_shapes(state, matches)
-    missing = [names for names in placements if names not in shapes]
-    if missing:
-        raise JaxmpError(
-            f"params_shardings contains {'/'.join(missing[0])!r}, and the state has no such "
-            "parameter. Use the tree of the parameters: jax.tree.map(lambda p: "
-            "NamedSharding(mesh, PartitionSpec()), state.params)."
-        )
+    for names, sharding in placements.items():
+        if names not in shapes:
+            suffixes = (without_contents(path)[-len(names) :] for path in matches)
+            paths = {path[1:] if path[:1] == ("params",) else path for path in suffixes}
+            raise missing_parameter("params_shardings", names, "the state", paths)
+        check_rank("params_shardings", names, sharding.spec, shapes[names][1])
+        check_even("params_shardings", names, sharding, shapes[names][1])
+    _warn_of_lost_moments(state, matches, placements, shapes)
 
     def sharding_of(key_path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         names = path_names(key_path)
         param = matches[names]
-        if param is None or leaf.shape != shapes[param][1]:
+        if param is None or np.shape(leaf) != shapes[param][1]:
             return NamedSharding(mesh, PartitionSpec())
         sharding = placements[param]
         if names == shapes[param][0] or optimizer == "like_params":
             return sharding
-        return _split_further(sharding, leaf.shape, optimizer)
+        return _split_further(sharding, np.shape(leaf), optimizer)
 
     return jax.tree_util.tree_map_with_path(sharding_of, state)
 
@@ -100,14 +115,45 @@ def _parameter_shapes(
     """Returns path of a parameter -> its path in the state and its shape.
 
     Of all arrays with the path of a parameter, the parameter is the least deep one: optimizer
-    states are deeper.
+    states are deeper. Of those at one depth, such as averages of the parameters, it is in "params".
     """
+
+    def rank(names: Path) -> tuple[int, int]:
+        return len(names), -names.count("params")
+
     shapes: dict[Path, tuple[Path, tuple[int, ...]]] = {}
     for names, leaf in leaves_with_path(state):
         param = matches[names]
-        if param is not None and (param not in shapes or len(names) < len(shapes[param][0])):
-            shapes[param] = names, leaf.shape
+        if param is not None and (param not in shapes or rank(names) < rank(shapes[param][0])):
+            shapes[param] = names, np.shape(leaf)
     return shapes
+
+
+def _warn_of_lost_moments(
+    state: PyTree,
+    matches: dict[Path, Path | None],
+    placements: dict[Path, NamedSharding],
+    shapes: dict[Path, tuple[Path, tuple[int, ...]]],
+) -> None:
+    """Warns of an array that is replicated, and has name and shape of a parameter that is split."""
+    split = {
+        (names[-1], shapes[names][1]): names
+        for names, sharding in placements.items()
+        if any(sharding.spec)
+    }
+    for names, leaf in leaves_with_path(state):
+        path = without_contents(names)
+        param = split.get((path[-1], np.shape(leaf))) if path and matches[names] is None else None
+        if param is not None and is_castable(leaf):
+            warnings.warn(
+                f"state_shardings replicates {'/'.join(path)!r}: its path does not end in "
+                f"{'/'.join(param)!r}, a parameter of the same shape, which is split. If there are "
+                "several models, call state_shardings for each of them, with its optimizer. For "
+                "NNX, use the tree of the model alone: nnx.state(model, nnx.Param).",
+                RecipeWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _split_further(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
@@ -119,5 +165,5 @@ def _split_further(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -
     for dimension, (entry, size) in enumerate(zip(spec, shape, strict=True)):
         if entry is None and size and size % sharding.mesh.shape[axis] == 0:
             spec[dimension] = axis
-            return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+            return sharding.update(spec=PartitionSpec(*spec))
     return sharding

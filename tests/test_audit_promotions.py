@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from byte_gpt import GPT
-from grids import fast_cases
+from grids import EXPENSIVE
 from jaxmp import audit
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
@@ -41,10 +41,10 @@ def matmul(x, w):
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 @pytest.mark.parametrize(
     ("framework", "recipe"), [("linen", "bf16"), ("nnx", "fp16"), ("linen", "fp8"), ("nnx", "tf32")]
 )
-@fast_cases("linen-fp8")
 def test_a_wrapped_model_is_ok_at_a_length_that_attends_block_by_block(framework, recipe):
     model = GPT(layers=1, width=32, heads=2, max_length=1024)
     tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)

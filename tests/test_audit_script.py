@@ -237,7 +237,7 @@ SLOW_STYLES = ("absl", "ahead_of_time", "thread")
     "style",
     [pytest.param(style, marks=[pytest.mark.slow] * (style in SLOW_STYLES)) for style in STYLES],
 )
-@fast_cases("jit", "pmap")
+@fast_cases("jit")
 def test_a_script_is_audited_without_an_edit(run, folder, style):
     text, arguments, name = STYLES[style]
     status, out, error = run(
@@ -274,6 +274,7 @@ def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
     assert status == 0 and "Function loss_fn" in out, error
 
 
+@EXPENSIVE
 def test_the_list_has_every_function_of_an_iteration(run, folder):
     status, out, _ = run(TWO_PLAYERS, "--list", "--json", "functions.json")
     assert status == 0
@@ -297,6 +298,7 @@ def test_gradients_that_are_compiled_apart_are_audited(run, folder):
     assert status == 2 and "compiled no function 'train_stap'" in error and "--list" in error
 
 
+@EXPENSIVE
 def test_a_module_runs_as_after_python_m(run, folder):
     (folder / "package").mkdir()
     (folder / "package/__init__.py").touch()
@@ -314,8 +316,16 @@ def test_a_module_runs_as_after_python_m(run, folder):
     ("text", "message"),
     [
         ("import jax\nraise KeyError('gone')", "failed (status 1) before its train step"),
-        ("import jax, sys\nsys.exit(3)", "the script exited with status 3 before its train step"),
-        ("import jax\nprint(jax.numpy.ones(3) + 1)", "compiled no function with matmuls"),
+        pytest.param(
+            "import jax, sys\nsys.exit(3)",
+            "the script exited with status 3 before its train step",
+            marks=EXPENSIVE,
+        ),
+        pytest.param(
+            "import jax\nprint(jax.numpy.ones(3) + 1)",
+            "compiled no function with matmuls",
+            marks=EXPENSIVE,
+        ),
     ],
 )
 def test_a_script_without_a_train_step(run, text, message):
@@ -323,6 +333,7 @@ def test_a_script_without_a_train_step(run, text, message):
     assert status == 2 and out == "" and message in error
 
 
+@EXPENSIVE
 def test_a_script_that_takes_no_gradients_is_audited_at_its_end(run):
     status, out, _ = run(MODEL + "jax.jit(loss_fn)(first(), x)")
     assert status == 0 and out.startswith("Function loss_fn (train.py:3), which takes no gradients")
@@ -335,12 +346,14 @@ def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
     assert status == 0 and "Function loss_fn" in out
 
 
+@EXPENSIVE
 def test_options_behind_a_double_dash_are_the_scripts(run):
     text = MODEL + "import sys\nassert sys.argv[1:] == ['--target', 'x', '--help']\n"
     status, out, _ = run(text + "jax.jit(loss_fn)(first(), x)", "--", "--target", "x", "--help")
     assert status == 0 and "Function loss_fn" in out
 
 
+@EXPENSIVE
 def test_the_script_prints_to_the_error_output(run):
     status, out, error = run(MODEL + "print('hello')\njax.jit(loss_fn)(first(), x)")
     assert status == 0 and "hello" in error and "hello" not in out
@@ -474,6 +487,7 @@ def test_watching_sees_calls_of_untraced_code_and_leaves_jax_as_it_was():
     assert float(jax.jit(inner)(3.0)) == 6
 
 
+@EXPENSIVE
 def test_the_result_is_data(folder):
     (folder / "train.py").write_text(MODEL + "jax.jit(train_step)(first(), tx.init(first()), x)")
     result = audit_script(["train.py"], recipe="bf16")

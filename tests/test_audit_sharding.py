@@ -269,6 +269,31 @@ def test_zero_1_gathers_updated_parameters_as_they_are_stored():
 
 
 @needs_compiler
+def test_updates_that_xla_gathers_together_with_a_gradient_are_updates():
+    """The gradient is that of a table, of which the head's part is gathered for its scatter."""
+    shapes = {"down": (4 * WIDTH, WIDTH), "table": (2 * WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
+    params = {name: shape(sizes, P()) for name, sizes in shapes.items()}
+    moments = {name: shape(sizes, SPLIT) for name, sizes in shapes.items()}
+
+    def loss_fn(params, tokens):
+        x = low(params["table"])[tokens]
+        h = x + jax.nn.gelu(x @ low(params["up"])) @ low(params["down"])
+        return jnp.mean((h @ low(params["table"]).T).astype(jnp.float32) ** 2)
+
+    def step(params, moments, tokens):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, tokens)
+        moments = jax.tree.map(lambda m, g: constrain(0.9 * m + g), moments, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+    tokens = shape((8, ROWS), P("data"), jnp.int32)
+    where = [jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (params, moments)]
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=tuple(where))
+    report = audit(step, params, moments, tokens, policies=BF16, target="h200")
+    size = sum(4 * np.prod(sizes) for sizes in shapes.values())
+    assert sent(report, "update", "all-gather") == {"float32": size}
+
+
+@needs_compiler
 @pytest.mark.parametrize("is_placed", [True, False])
 @fast_cases("True")
 def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
@@ -291,11 +316,42 @@ def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
 
     def rows(x):
         scope = {"jax": jax, "NamedSharding": NamedSharding, "P": P, "mesh": MESH, "x": x}
-        exec(finding.fix.splitlines()[-1].strip(), scope)
+        exec(finding.fix.splitlines()[1].strip(), scope)
         return scope["x"]
 
     report = compiled(step_of(functools.partial(mlp, rows=rows)), params, batch)
     assert "activation_all_gather" not in severities(report)
+    assert set(sent(report, "weight")) == {"bfloat16"}
+
+
+@needs_compiler
+def test_activations_gathered_although_they_are_constrained():
+    """XLA gathers some activations of a plain function until it knows the weights' shardings."""
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "table": (2 * WIDTH, WIDTH)}
+    specs = {"up": P(None, "data"), "down": SPLIT, "table": SPLIT}
+    params = {name: shape(shapes[name], specs[name]) for name in shapes}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+
+    def loss_fn(params, tokens):
+        x = constrain(low(params["table"])[tokens], P("data"))
+        h = constrain(x + jax.nn.gelu(x @ low(params["up"])) @ low(params["down"]), P("data"))
+        return jnp.mean((h @ low(params["table"]).T).astype(jnp.float32) ** 2)
+
+    def run(loss_fn):
+        tokens = shape((8, ROWS), P("data"), jnp.int32)
+        return compiled(jax.jit(jaxmp.value_and_grad(loss_fn)), params, tokens)
+
+    report = run(loss_fn)
+    assert severities(report)["activation_all_gather"] == "warning"
+    fix = the_only(report, "activation_all_gather").fix.splitlines()[-1]
+
+    def fixed(params, tokens):
+        scope = {"jax": jax, "params": params, "params_shardings": shardings}
+        exec(fix.strip(), scope)
+        return loss_fn(scope["params"], tokens)
+
+    report = run(fixed)
+    assert severities(report) == {}
     assert set(sent(report, "weight")) == {"bfloat16"}
 
 
@@ -343,11 +399,15 @@ def free(params, x):
 def run_fix(fix, mesh):
     """Returns the function that the remedy of `reduction_per_microbatch` defines."""
     code = "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
-    *definition, call = code.splitlines()
-    scope = {"jax": jax, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
-    exec("\n".join(definition), scope)
-    assert call == "loss, grads = grads_fn(params, batch)"
-    return scope["grads_fn"]
+    scope = {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
+    split = [NamedSharding(mesh, SPLIT)] * LAYERS
+
+    def run(params, batch):
+        scope.update(params=params, batch=batch, params_shardings=split)
+        exec(code, scope)
+        return scope["loss"], scope["grads"]
+
+    return run
 
 
 @needs_compiler
@@ -365,6 +425,37 @@ def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once()
     assert severities(report) == {}
     assert sent(report, "gradient") == {"float32": pytest.approx(whole, rel=1e-4)}
     assert sum(row.count for row in report.collectives if row.bytes > 4096) == 1
+
+
+@needs_compiler
+def test_chunks_of_the_loss_are_no_microbatches():
+    """With two mesh axes, XLA summed the gradient of a split table in each chunk of the loss."""
+    specs = P(("model", "data"), None), P("model", None)
+    parts, whole = (functools.partial(constrain, spec=spec, mesh=MESH_2D) for spec in specs)
+    table = shape((4 * WIDTH, WIDTH), specs[0], mesh=MESH_2D)
+    batch = shape((4, ROWS, WIDTH), P("data"), mesh=MESH_2D)
+
+    def loss_fn(table, x):
+        x = constrain(low(x), P("data"), MESH_2D)
+        labels = jnp.zeros(x.shape[:2], jnp.int32)
+        gathered = whole(parts(low(table)))
+        return jaxmp.losses.linear_cross_entropy(x, gathered, labels, transposed=True)
+
+    report = compiled(jax.jit(jaxmp.value_and_grad(loss_fn)), table, batch)
+    # Half of the FP32 gradient and the loss, once.
+    assert sent(report, "gradient") == {"float32": pytest.approx(4 * 4 * ONE // 2, rel=1e-4)}
+
+
+@needs_compiler
+def test_the_remedy_for_microbatches_gathers_weights_in_16_bits():
+    report = compiled(step_of(mlp, in_microbatches))
+    finding = the_only(report, "reduction_per_microbatch")
+    summed_once = run_fix(finding.fix, MESH)
+    report = compiled(step_of(free, lambda _: summed_once))
+    assert report.ok and severities(report) == {"kept_weights": "warning"}
+    assert "before the loop over microbatches" in the_only(report, "kept_weights").fix
+    assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
+    assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
 
 
 @needs_compiler

@@ -51,6 +51,8 @@ def test_sizes_that_do_not_fit_are_refused():
     for options, message in (
         (["--size", "gpt2"], "--size gpt2 is none of"),
         (["--gpus", "12", "--model", "8"], "does not divide --gpus 12"),
+        (["--gpus", "12", "--model", "2"], "makes 6 groups, which cannot split the width"),
+        (["--out", "missing/plan.json"], "the folder missing does not exist"),
         (["--recipe", "fp61"], "Did you mean 'fp16'?"),
     ):
         app = plan_llama.typer.Typer()

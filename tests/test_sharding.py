@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import plan_llama
 import sharded_programs
-from jaxmp.errors import JaxmpError
+from grids import EXPENSIVE
+from jaxmp.errors import JaxmpError, RecipeWarning
 from jaxmp.sharding import state_shardings
 
 
@@ -163,6 +164,7 @@ def test_a_step_keeps_the_shardings_and_is_traced_once():
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
 
+@EXPENSIVE
 def test_masters_and_moments_in_host_memory_train_alike():
     mesh = mesh_of()
     batch = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P("data")))
@@ -205,6 +207,26 @@ def test_shapes_are_enough():
     assert state_shardings(shapes, specs) == state_shardings(state, specs)
 
 
+def test_moments_of_several_models_in_one_state_cause_a_warning():
+    params = {"w": jnp.ones((8, 4))}
+    moments = optax.adam(1e-3).init(params)
+    split = {"w": NamedSharding(mesh_of(), P("data", None))}
+    state = {"params": {"g": params, "d": params}, "moments": {"g": moments, "d": moments}}
+    with pytest.warns(RecipeWarning, match=r"replicates 'moments/d/0/mu/w'.*for each of them"):
+        state_shardings(state, {"g": split, "d": split})
+    state_shardings({"params": params, "moments": moments}, split)  # no warning
+
+
+def test_averages_beside_the_parameters_are_split_like_moments():
+    params = {"w": jnp.ones((8, 4))}
+    whole = {"w": NamedSharding(mesh_of(), P()).with_memory_kind("pinned_host")}
+    state = {"averages": params, "params": params, "step": 0, "rate": 1e-3}
+    shardings = state_shardings(state, whole, optimizer="data")
+    assert shardings["params"] == whole and shardings["step"].spec == P()
+    assert shardings["averages"]["w"].spec == P("data", None)
+    assert shardings["averages"]["w"].memory_kind == "pinned_host"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -212,12 +234,24 @@ def test_shapes_are_enough():
         (lambda mesh, p: jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), p), "each"),
         (lambda mesh, p: {}, "no sharding"),
         (lambda mesh, p: {"lost": NamedSharding(mesh, P())}, "'lost'"),
+        (lambda mesh, p: NamedSharding(mesh, P()), "is NamedSharding.*a tree with"),
+        (lambda mesh, p: {"on": {"bias": NamedSharding(mesh, P())}}, "no such.*mean 'in/bias'"),
+        (lambda mesh, p: p, r"has float32\[32\] at 'in/bias'"),
+        (
+            lambda mesh, p: {"in": {"bias": NamedSharding(mesh, P("data", None))}},
+            r"P\('data', None\) at 'in/bias'.*\(32,\).*at most 1 entries: P\('data',\)",
+        ),
+        (
+            lambda mesh, p: {"in": {"kernel": NamedSharding(mesh, P(None, ("data", "model")))}},
+            r"\(16, 32\): 5 devices cannot share dimension 1 evenly.*P\(None, None\)",
+        ),
     ],
 )
 def test_wrong_shardings_are_refused(change, message):
     state = linen_state("bf16", optax.sgd(0.1))
+    mesh = jax.sharding.AbstractMesh((5, 1), ("data", "model"))
     with pytest.raises(JaxmpError, match=message):
-        state_shardings(state, change(mesh_of(), state.params))
+        state_shardings(state, change(mesh, state.params))
 
 
 def test_an_unknown_axis_is_refused():

@@ -146,6 +146,10 @@ def test_all_devices_skip_what_overflows_on_one(sizes):
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
 
+def explicit(coordinator, processes, process_index):
+    return dict(coordinator=coordinator, processes=processes, process_index=process_index)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -154,6 +158,11 @@ def test_all_devices_skip_what_overflows_on_one(sizes):
         (dict(mesh="data=0"), "positive"),
         (dict(mesh="data=3"), "--batch-size 8 is not divisible by replica x data = 3"),
         (dict(mesh="model=3"), "--heads 4 and the 256 logits are not divisible by model=3"),
+        (dict(mesh="data=2", width=30), "--width 30 is not divisible by --heads 4"),
+        (dict(mesh="data=2", **explicit("h:1", 2, 0)), "--coordinator requires --distributed"),
+        (dict(mesh="data=2", **explicit("h", 2, 0)), "h has no port.*--coordinator h:12345"),
+        (dict(mesh="data=2", **explicit("h:1", 2, 2)), "2 is not less than.*the last 1"),
+        (dict(mesh="data=2", **explicit("h:1", 3, 0)), "3 cannot share the 2 devices"),
         (dict(mesh="data=2"), r"has 2 devices, and JAX has 4 in 1 processes.*JAX_NUM_CPU_DEVICES"),
         (
             dict(mesh="data=4", distributed=True, processes=2),
@@ -248,6 +257,7 @@ def test_the_pods_of_kubernetes_connect(tmp_path):
     assert results(processes) == ["0 of 2 with 8", "1 of 2 with 8"]
 
 
+@EXPENSIVE
 def test_without_a_cluster_the_arguments_are_named():
     process = start([ROOT / "examples/train_sharded.py", "--mesh", "data=4", "--distributed"])
     _, errors = process.communicate(timeout=600)
@@ -283,17 +293,27 @@ def test_one_two_and_four_processes_print_the_same_losses():
     assert printed[1] == printed[2] == printed[4]
 
 
+def start_saving(folder):
+    """Starts two processes, and waits until they have saved a checkpoint."""
+    options = ("--steps", 100_000, "--checkpoint-dir", folder, "--checkpoint-every", 20)
+    processes = start_training(free_port(), 2, *options)
+    end = time.monotonic() + 600
+    try:
+        while not (folder / "20").exists() and time.monotonic() < end:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.1)
+    except BaseException:
+        stop(processes)
+        raise
+    return processes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_death_of_a_process_ends_the_others(victim, tmp_path):
-    options = ("--steps", 100_000, "--checkpoint-dir", tmp_path, "--checkpoint-every", 20)
-    processes = start_training(free_port(), 2, *options)
+    processes = start_saving(tmp_path)
     survivor = processes[1 - victim]
     try:
-        end = time.monotonic() + 600
-        while not (tmp_path / "20").exists() and time.monotonic() < end:
-            assert all(process.poll() is None for process in processes)
-            time.sleep(0.1)
         processes[victim].send_signal(signal.SIGKILL)
         killed = time.monotonic()
         _, errors = survivor.communicate(timeout=2 * train_sharded.HEARTBEAT_TIMEOUT_SECONDS)
@@ -303,3 +323,12 @@ def test_the_death_of_a_process_ends_the_others(victim, tmp_path):
     # The second message is that of JAX, which noticed first.
     assert "another process has died" in errors or "another task died" in errors
     assert survivor.returncode != 0
+
+
+@pytest.mark.slow
+def test_all_processes_save_and_end_if_one_receives_sigterm(tmp_path):
+    processes = start_saving(tmp_path)
+    processes[1].terminate()
+    printed, _ = wait(processes)
+    steps = [int(folder.name) for folder in tmp_path.iterdir() if folder.name.isdecimal()]
+    assert f"a process received SIGTERM; all end after step {max(steps)}" in printed

@@ -62,24 +62,39 @@ _WIDE = ("float32", "float64")
 
 # Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
 _FIX_REDUCE = "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)"
+_SHARDINGS = """\
+    model = recipe.wrap(model, shardings=params_shardings)
+    params = jax.tree.map(jax.lax.with_sharding_constraint, params, params_shardings)"""
 _FIX_GATHER = """\
 Cast the weight while it is split, and gather the copy:
-    w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)
+    w = jax.lax.with_sharding_constraint(w.astype(jnp.{dtype}), sharding_of_w)
     w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)
-For all weights of a Flax model whose gradients jaxmp computes:
-    model = recipe.wrap(model, shardings=params_shardings)"""
+For all weights whose gradients jaxmp computes, pass their shardings to a Flax model, or constrain
+them in the loss function:
+"""
+_FIX_GATHER += _SHARDINGS
 _FIX_UPDATE = """\
 ZeRO-1 gathers parameters in the dtype in which they are stored. Store them in 16 bits, with FP32
 masters in the optimizer state:
     recipe = jaxmp.load_recipe('bf16_params')"""
 _FIX_ACTIVATIONS = """\
 Constrain the activations of each block to the rows of the batch, so that XLA gathers weights:
-    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P({axis!r})))"""
-_FIX_KEPT = """\
-Gather weights again in the backward pass, which requires their shardings and jaxmp's gradients:
-    model = recipe.wrap(model, shardings=params_shardings)
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P({axis!r})))
+If they are constrained already, pass the shardings of the weights to a Flax model, or constrain the
+parameters in a loss function whose gradients jaxmp computes:
+"""
+_FIX_ACTIVATIONS += _SHARDINGS
+_FIX_KEPT = f"""\
+Gather weights again in the backward pass, which requires jaxmp's gradients, activations that are
+constrained to the rows of the batch, and the shardings of the weights. Pass them to a Flax model,
+or constrain the parameters in the loss function:
+{_SHARDINGS}
 Or compute each block again in the backward pass (nn.remat and nnx.remat in Flax):
     block = jax.checkpoint(block)"""
+_FIX_KEPT_IN_LOOP = """\
+They are gathered once, before the loop over microbatches, and remain in memory in all of it. If
+this memory is not available, compute the gradients without jax.shard_map: then XLA gathers weights,
+and sums gradients, in each microbatch."""
 _FIX_REGATHER = """\
 The recipe has regather=False. Gather weights again in the backward pass:
     recipe = recipe.replace(regather=True)"""
@@ -92,7 +107,16 @@ Compute the gradients in jax.shard_map over the axis of the batch; other axes re
     grads_fn = jax.shard_map(
         grads_fn, mesh=mesh, in_specs=(P(), P({axis!r})), out_specs=P(), axis_names={{{axis!r}}}
     )
-    loss, grads = grads_fn(params, batch)"""
+"""
+_CALL_WITH_WHOLE = "    loss, grads = grads_fn(params, batch)"
+# Otherwise, `shard_map` gathers the weights in FP32.
+_CALL_WITH_SPLIT = """\
+    low = jax.tree.map(
+        lambda p, sharding: jax.lax.with_sharding_constraint(p.astype(jnp.{dtype}), sharding),
+        params,
+        params_shardings,
+    )
+    loss, grads = grads_fn(low, batch)"""
 
 
 @ALL_REDUCE_16BIT.on_compiled
@@ -126,7 +150,8 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
         elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
             size = bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
-            gather = finding(FP32_ALL_GATHER, row, message, _FIX_GATHER)
+            dtype = _half_dtype([row])
+            gather = finding(FP32_ALL_GATHER, row, message, _FIX_GATHER.format(dtype=dtype))
             yield dataclasses.replace(gather, severity=ERROR if has_policies else WARNING)
     if updates:
         message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
@@ -163,6 +188,8 @@ def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
     if _bytes(rows) > _FEW * _bytes(weights):
         recipe = audit.context.recipe
         fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
+        if audit.collected[_MicrobatchLoop] and not any(row.in_outer_loop for row in rows):
+            fix = _FIX_KEPT_IN_LOOP
         message = f"{_total(rows)} of gathered weights are kept until the backward pass."
         yield _whole(KEPT_WEIGHTS, rows, message, fix)
 
@@ -204,7 +231,17 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
         )
         axis = rows[0].axes[0]
         fix = _FIX_MICROBATCHES.format(length=length or "k", axis=axis)
+        if axis in program.fsdp_axes:
+            fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(program.rows.collectives))
+        else:
+            fix += _CALL_WITH_WHOLE
         yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
+
+
+def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
+    """Returns the 16-bit dtype in which weights are read; "bfloat16" if there is none."""
+    dtypes = (row.read_as for row in rows if row.content == WEIGHT and row.read_as in _HALF)
+    return next(dtypes, "bfloat16")
 
 
 def _large(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:

@@ -201,7 +201,9 @@ class Contents:
         for value in self._flow.after(result, self._passes):
             if is_matmul(value.instruction) and self._belongs_to_model(value):
                 return Content(ACTIVATION, in_matmul=True)
-            is_of_model |= is_differentiated(self._flow.op_name(value))
+            # The end of a combined collective has the names of all its arrays.
+            if result.number is None or not value.instruction.opcode.endswith("-done"):
+                is_of_model |= is_differentiated(self._flow.op_name(value))
         return Content(ACTIVATION if is_of_model else UPDATE)
 
     def _passes(self, value: Value) -> bool:

@@ -19,6 +19,7 @@ from jaxmp._core._locations import Lines
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import DynamicLossScale
+from jaxmp.errors import AuditError
 
 _KeyPath = tuple[Any, ...]
 
@@ -120,7 +121,11 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """Traces a function for arguments of these shapes and dtypes; nothing is computed."""
+    """Traces a function for arguments of these shapes and dtypes; nothing is computed.
+
+    Raises:
+      AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`.
+    """
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
     results: list[tuple[_KeyPath, Any]] = []
@@ -140,9 +145,23 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return [leaf for _, leaf in out if _is_array(leaf)] + written
 
     arrays = [leaves[n] for n in positions]
-    closed = jax.make_jaxpr(run)(*arrays)
+    try:
+        closed = jax.make_jaxpr(run)(*arrays)
+    except ValueError as error:
+        if "compiler_options" not in str(error):
+            raise
+        raise AuditError(
+            "the audited function was jitted with compiler_options=..., and JAX cannot trace it as "
+            "a part of another program, as the audit does. Audit the function without them; "
+            f"the audit compiles with its own options:\n    jaxmp.audit(jax.jit({_name(fn)}), ...)"
+        ) from error
     variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
     return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn))
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__name__", "")
+    return name if name.isidentifier() else "step"
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
+from jaxmp._core._shardings import check_rank, missing_parameter, without_contents
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_attributes import bind, unbind
 from jaxmp._flax._nnx_bound import Path, author_class, bound_of
@@ -44,9 +46,13 @@ def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedShar
       model: the model.
       policies: the policies.
       shardings: path of a parameter -> its sharding, for the metadata of a new Variable.
+
+    Raises:
+      JaxmpError: if a sharding belongs to no parameter, or has too many dimensions.
     """
     entries = find_modules(model)
     paths = module_paths(entries)
+    _check_shardings(model, shardings)
     check_required(policies, paths)
     _check_shared(entries, policies, paths)
     copy = nnx.clone(model, variables=False)
@@ -189,6 +195,16 @@ def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) 
 # ---------------------------------------------------------------------------
 
 
+def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding]) -> None:
+    """Raises an error if a sharding belongs to no Variable of a model."""
+    if shardings:
+        flat = _trees.leaves_with_path(nnx.state(model))
+        paths = {without_contents(names) for names, _ in flat}
+        for name in shardings:
+            if name not in paths:
+                raise missing_parameter("shardings", name, "the model", paths)
+
+
 def _separate(
     entries: list[ModuleEntry], policies: PolicyMap, shardings: Mapping[Path, NamedSharding]
 ) -> None:
@@ -199,7 +215,10 @@ def _separate(
             value = param.get_raw_value()
             path = (*entry.paths[0], *name.split("/"))
             dtype = storage_dtype(policies, path)
-            sharding = shardings.get(path)
+            names = ((*other, *name.split("/")) for other in entry.paths)
+            sharding = next((shardings[n] for n in names if n in shardings), None)
+            if sharding is not None:
+                check_rank("shardings", path, sharding.spec, np.shape(value))
             is_stored = _trees.is_castable(value) and value.dtype != dtype
             if is_stored or sharding is not None:
                 copy = copies.setdefault(id(param), param.copy())

@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._trees import Path, path_names
+from jaxmp._core._shardings import check_rank, missing_parameter, without_contents
+from jaxmp._core._trees import Path, leaves_with_path, path_names
 from jaxmp._core._typing import Array, PyTree
 
 
@@ -41,9 +42,16 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
     Args:
       variables: a dict of collections, or other variables, which are returned unchanged.
       shardings: path of a parameter -> its sharding. Others have those of their boxes, if any.
+
+    Raises:
+      JaxmpError: if none of the shardings belongs to a parameter, or one has too many dimensions.
     """
     if not isinstance(variables, Mapping) or "params" not in variables:
         return variables
+    if shardings:
+        paths = {without_contents(names) for names, _ in leaves_with_path(variables["params"])}
+        if paths and paths.isdisjoint(shardings):
+            raise missing_parameter("shardings", next(iter(shardings)), "the model", paths)
     changed = False
 
     def of_leaf(key_path: tuple[object, ...], leaf: Any) -> Any:
@@ -54,6 +62,7 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
         sharding = shardings.get(path_names(key_path))
         if sharding is not None:
             spec = sharding.spec
+            check_rank("shardings", path_names(key_path), spec, array.shape)
         else:
             spec = _spec_of_box(leaf) if isinstance(leaf, nn.Partitioned) else None
             spec = None if spec is None or len(spec) != array.ndim else spec

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import run_in_fp32
+from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
     Saved,
@@ -103,8 +104,16 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
     is_split = [layout is not None and layout.is_split for layout in layouts]
 
+    adds_in_a_loop = loops(equation)
+
     def forward(*arrays: Array) -> list[Array]:
         return results_of(equation, bind(equation, list(arrays)))
+
+    def summed(gradient: Array, layout: Layout | None) -> Array:
+        # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
+        # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
+        is_whole = adds_in_a_loop and layout is not None and not layout.is_explicit
+        return gathered_again(gradient, layout) if is_whole else gradient
 
     @jax.custom_vjp
     def call(arrays: list[Array], carriers: list[Array]) -> list[Array]:
@@ -135,7 +144,9 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         results = run_in_fp32(closed, saved, [n in copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
         narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
-        return narrow, [split(by_operand[n], layouts[n]) for n in sorted(copies)]
+        return narrow, [
+            split(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
+        ]
 
     call.defvjp(call_fwd, call_bwd)
     return list(call(arrays, carriers))

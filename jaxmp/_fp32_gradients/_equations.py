@@ -33,3 +33,12 @@ def quantizes(equation: JaxprEqn) -> bool:
         for jaxpr in sub_jaxprs(equation)
         for inner in equations(jaxpr)
     )
+
+
+def loops(equation: JaxprEqn) -> bool:
+    """Returns True if a function contains a loop."""
+    return any(
+        inner.primitive.name in ("scan", "while")
+        for jaxpr in sub_jaxprs(equation)
+        for inner in equations(jaxpr)
+    )

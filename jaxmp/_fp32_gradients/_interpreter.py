@@ -206,13 +206,18 @@ def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
     (value,), sharding = operands, equation.params["dst_sharding"]
+    stored = jax.typeof(value.low if isinstance(value, Copy) else as_array(value)).sharding
+    if stored.mesh != sharding.mesh:
+        # Functions of `auto_axes` enter a mesh with automatic axes, where they read the weight.
+        if isinstance(value, Copy):
+            return _move(equation, [value._replace(layout=None)])
+        return [Weight(array) for array in bound(equation, operands)]
     if isinstance(value, Weight):
         return _moved_weight(equation, value, [], bound(equation, operands))
     if not isinstance(value, Copy) or value.layout is None or value.layout.is_split:
         return (
             _move(equation, operands) if isinstance(value, Copy) else [*bound(equation, operands)]
         )
-    stored = jax.typeof(value.low).sharding
     carrier = bind(equation, [value.carrier])
     layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
     return [Copy(value.low, carrier, layout)]
@@ -223,7 +228,8 @@ def _broadcast(value: Value, equation: JaxprEqn) -> Value:
     aval: Any = equation.outvars[0].aval
     if not isinstance(value, Copy) or value.low.shape == aval.shape:
         return value
-    axes = range(len(aval.shape))
+    # Arithmetic also accepts a scalar beside an array.
+    axes = range(len(aval.shape)) if value.low.ndim else ()
     sharding = aval.sharding if any(aval.sharding.spec) else None
     low, carrier = (
         lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)

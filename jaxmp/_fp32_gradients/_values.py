@@ -103,11 +103,11 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
         array = value.array if isinstance(value, Weight) else value.low
         sliced = layout.of_a_slice(array.ndim)
         if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
-            return Copy(value.whole, value.carrier, sliced)
+            return Copy(value.whole, value.carrier, sliced, value.rows)
         layout = sliced
     if isinstance(value, Weight):
         return Weight(value.array, layout)
-    return Copy(value.low, value.carrier, layout)
+    return value._replace(layout=layout)
 
 
 def computed_weight(array: Array, layout: Layout | None = None) -> Value:

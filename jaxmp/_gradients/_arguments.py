@@ -92,7 +92,7 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
         options,
         argnums=count("argnums"),
         rng_argnums=count("rng_argnums"),
-        batch_argnums=count("batch_argnums", optional=True),
+        batch_argnums=count("batch_argnums", optional=options.microbatches == 1),
         mutable_argnum=mutable[0] if mutable else None,
     )
     both = set(called.argnums) & set(called.batch_argnums)
