@@ -83,7 +83,7 @@ LATER = (
     torch("w4", 3),
     step("w1", f"jaxmp-bf16 plain {FP8} jaxmp-bf16_params jaxmp-tf32", 4),
     step("w1", PEERS, 4),
-    step("w2", f"jaxmp-fp8_pallas jaxmp-fp8_rowwise {PEERS}", 5, 5),
+    step("w2", f"jaxmp-fp8_pallas jaxmp-fp8_measured jaxmp-fp8_rowwise {PEERS}", 5.5, 5),
     step("w4", PEERS, 4),
     step("w5", "jaxmp-bf16 jaxmp-fp8_rowwise flax jaxmp-bf16_params", 3),
     step("w3b", "jaxmp-bf16 hand flax", 3),

@@ -71,8 +71,9 @@ class Block(nn.Module):
         h_BTD = causal_attention(qkv_BTF, self.heads)
         x_BTD = x_BTD + nn.Dense(width, kernel_init=residual, name="attention_out")(h_BTD)
         h_BTD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_BTD)
-        h = nn.gelu(nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")(h_BTD))
-        return x_BTD + nn.Dense(width, kernel_init=residual, name="mlp_down")(h), None
+        up = nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")
+        down = nn.Dense(width, kernel_init=residual, name="mlp_down")
+        return x_BTD + fp8.mlp(h_BTD, up, down), None
 
 
 class GPT(nn.Module):
@@ -132,7 +133,7 @@ class NnxBlock(nnx.Module):
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
         qkv_BTF = self.qkv(self.attention_norm(x_BTD))
         x_BTD = x_BTD + self.attention_out(causal_attention(qkv_BTF, self.heads))
-        return x_BTD + self.mlp_down(nnx.gelu(self.mlp_up(self.mlp_norm(x_BTD))))
+        return x_BTD + fp8.mlp(self.mlp_norm(x_BTD), self.mlp_up, self.mlp_down)
 
 
 class NnxGPT(nnx.Module):
