@@ -33,6 +33,9 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
+# The compiled forms of the tests, in which pytest has rewritten the assertions, are kept.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench lint format clean
 .DELETE_ON_ERROR:
 

@@ -287,6 +287,7 @@ def test_every_argument_of_jax_has_its_name_kind_and_default():
         assert (ours[name].kind, ours[name].default) == (theirs.kind, theirs.default), name
 
 
+@EXPENSIVE
 @pytest.mark.parametrize(
     "options",
     [
@@ -297,7 +298,6 @@ def test_every_argument_of_jax_has_its_name_kind_and_default():
     ],
     ids=lambda options: "-".join(options),
 )
-@fast_cases("query_seq_lengths-key_value_seq_lengths")
 def test_result_residual_and_gradients_are_those_of_jax(options):
     operands = inputs(8, 12, groups=2, dtype=jnp.bfloat16)
     # JAX's masks and biases have four dimensions.
@@ -334,6 +334,7 @@ def test_result_residual_and_gradients_are_those_of_jax(options):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@fast_cases("blockwise")
 def test_a_traced_scale_has_a_gradient(implementation):
     operands = inputs(8, 8)
 
@@ -378,6 +379,7 @@ def test_a_policy_widens_the_residual():
     assert not np.array_equal(residual, np.float32(residual.astype(jnp.bfloat16)))
 
 
+@EXPENSIVE
 def test_forward_mode_as_in_jax_while_the_logits_are_held():
     query, key, value = inputs(8, 8)
     ours = lambda query: dot_product_attention(query, key, value, is_causal=True)
@@ -469,6 +471,7 @@ def test_float16_runs_jitted_on_a_cpu_under_a_mask(implementation):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@fast_cases("blockwise")
 def test_a_nan_is_not_hidden(name):
     query, key, value = inputs(20, 20)
     call = arguments(query.at[0, 5].set(jnp.nan), key, value, is_causal=True)
@@ -497,6 +500,7 @@ def dropped(name, rate=0.25, keys=48, broadcast=False):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@fast_cases("blockwise")
 def test_dropout_drops_its_share_and_scales_the_rest(name):
     kept, whole = dropped(name)
     gone = kept == 0
@@ -506,6 +510,7 @@ def test_dropout_drops_its_share_and_scales_the_rest(name):
     assert bool((gone[0] != gone[1]).any())
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_broadcast_dropout_is_one_mask_for_all_heads(name):
     kept, _ = dropped(name, broadcast=True)
@@ -513,6 +518,7 @@ def test_broadcast_dropout_is_one_mask_for_all_heads(name):
     assert bool((gone == gone[:1, :1]).all()) and bool(gone.any())
 
 
+@EXPENSIVE
 def test_blockwise_dropout_drops_the_same_weights_backward():
     query, key, value = inputs(40, 40)
     call = lambda v: arguments(query, key, v, dropout_rate=0.5, dropout_rng=KEY)
@@ -534,6 +540,7 @@ def loss(query, key, value, **options):
     return (dot_product_attention(query, key, value, **options) ** 2).sum()
 
 
+@EXPENSIVE
 def test_vmap_scan_and_checkpoint_agree():
     query, key, value = inputs(20, 20)
     want = jax.grad(loss)(query, key, value)
@@ -605,6 +612,7 @@ def temporary(length, implementation):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@EXPENSIVE
 def test_memory_of_blocks_grows_linearly():
     sizes = [temporary(length, "blockwise") for length in (2048, 4096, 8192)]
     # Twice the positions require at most twice the bytes; all pairs would require four times.
@@ -789,6 +797,7 @@ LAYERS = {
 }
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("framework", LAYERS)
 def test_what_a_layer_states_agrees_with_the_mask(framework):
     make, flax = LAYERS[framework]
@@ -815,6 +824,7 @@ def test_a_pairwise_padding_mask_hides_queries_too():
     assert not out[1, 7:].any() and bool(out[1, :7].any())
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("framework", LAYERS)
 def test_leading_dimensions(framework):
     make, flax = LAYERS[framework]

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from grids import EXPENSIVE, fast_cases
 from jaxmp import dot_product_attention, explain_attention
 from jaxmp._attention._arguments import arguments
 from test_attention import inputs, oracle
@@ -64,6 +65,17 @@ def gradients(implementation, d_out, **options):
     ],
 )
 @pytest.mark.parametrize("case", CASES)
+@fast_cases(
+    "heads over more devices than key heads-xla-AxisType.Explicit",
+    "sequence-blockwise-AxisType.Explicit",
+    "sequence, grouped-blockwise-AxisType.Auto",
+    "sequence that the heads cannot replace-xla-AxisType.Explicit",
+    "only the query-blockwise-AxisType.Explicit",
+    "only the key-blockwise-AxisType.Auto",
+    "head size-xla-AxisType.Explicit",
+    "batch and heads-blockwise-AxisType.Explicit",
+    "two axes on the heads-blockwise-AxisType.Auto",
+)
 def test_result_and_gradients_are_those_of_one_device(case, implementation, kind):
     heads, groups, query_spec, spec = CASES[case]
     mesh, specs = mesh_of(kind), (query_spec, spec, spec)
@@ -120,6 +132,7 @@ def test_devices_drop_different_weights(implementation):
     np.testing.assert_allclose(out.mean(), 1, atol=0.05)
 
 
+@EXPENSIVE
 def test_transformations():
     mesh = mesh_of(AxisType.Explicit)
     query, key, value = inputs(16, 16, heads=4, groups=1, batch=4)
@@ -145,6 +158,7 @@ def test_transformations():
     np.testing.assert_allclose(residual, whole, rtol=1e-5, atol=1e-6)
 
 
+@EXPENSIVE
 def test_a_layer_on_explicit_axes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

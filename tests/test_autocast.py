@@ -382,7 +382,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMED))
-@fast_cases("grad of autocast", "jit", "forward mode", "vmap", "autocast of checkpoint")
+@fast_cases("grad of autocast", "autocast of checkpoint")
 def test_transformations(name):
     make = TRANSFORMED[name]
     arguments = (jnp.float32(1), W, X) if name == "forward mode" else (W, X)
@@ -396,6 +396,7 @@ def test_transformations(name):
     assert set(operands(fn, *arguments)) == {(BF16, BF16)}
 
 
+@EXPENSIVE
 def test_grad_of_autocast_equals_autocast_of_grad_to_rounding():
     first = jax.grad(autocast(network, MIXED))(W, X)
     second = autocast(jax.grad(network), MIXED)(W, X)
@@ -519,7 +520,7 @@ CUSTOM_VJP_CALLS = {
 
 
 @pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
-@fast_cases("plain", "scan", "vmap")
+@fast_cases("plain", "scan")
 def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     """Differentiation does not change the equations of the rules, so a tolerance for FP32 is
     reached.

@@ -124,6 +124,7 @@ def equinox_gradients(loss_fn, model):
     return gradients, arrays
 
 
+@EXPENSIVE
 def test_equinox_products_norms_and_softmax():
     gradients, arrays = equinox_gradients(autocast(encoder_loss, MIXED), encoder())
     traced = trace(gradients, arrays)
@@ -330,6 +331,7 @@ def test_plain_function_trains():
     assert_trains_alike(*((losses, s[0]) for losses, s in runs))
 
 
+@EXPENSIVE
 def test_a_train_step_of_plain_functions_with_a_recipe():
     """Masters, loss scale and skipped steps work without an adapter for the loss."""
     recipe = jaxmp.load_recipe("fp16")

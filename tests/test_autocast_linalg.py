@@ -19,7 +19,7 @@ def floats(*shape, seed):
 
 
 B, V = floats(6, 6, seed=1), floats(6, seed=2)
-EYE = jnp.eye(6)
+EYE = jnp.asarray(np.eye(6, dtype=np.float32))
 
 
 def general(w):

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from grids import fast_cases
+from grids import EXPENSIVE
 from jaxmp import linen as jl
 from jaxmp import nnx as jn
 from jaxmp._core._trees import saturating_cast
@@ -160,8 +160,8 @@ def _assert_as_written(wrapped, plain):
     assert "bf16" not in str(wrapped) and "f8" not in str(wrapped)
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("dtype", ["complex64", "float64"])
-@fast_cases("complex64")
 def test_linen_layers_keep_complex_and_float64_operands(dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for name, layer in _linen_layers(dtype).items():
@@ -199,8 +199,8 @@ def test_nnx_layers_keep_complex_and_float64_operands(dtype):
                 _assert_as_written(run(jn.apply_policy(model, policy), x), plain)
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
-@fast_cases("bf16")
 def test_complex_layers_give_plain_results(policy):
     x = jnp.asarray(
         np.random.default_rng(0).normal(size=(2, 4, 2)) @ np.array([1, 1j]), "complex64"
@@ -320,6 +320,7 @@ def test_linen_attention_reads_a_float32_cache(policy):
     assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
 
 
+@EXPENSIVE
 def test_a_cache_keeps_the_precision_of_what_is_not_written():
     layer = nn.MultiHeadDotProductAttention(1, decode=True)
     x = jnp.ones((1, 2, 2))

@@ -100,6 +100,7 @@ def bits(value):
 
 
 @pytest.mark.parametrize("abstract", [False, True])
+@fast_cases("True")
 def test_every_kind_of_leaf_comes_back_exactly(abstract, tmp_path):
     state, other = full_state(1), full_state(0)
     # The state has two optimizers, each with its own recipe.
@@ -172,10 +173,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("framework", "source", "target"), PAIRS)
-@fast_cases(
-    *("linen-packed-fp8_delayed", "linen-fp16_params-bf16"),
-    *("linen-fp8_delayed-packed", "nnx-packed-packed"),
-)
+@fast_cases("linen-fp16_params-bf16")
 def test_migrated_states_train_as_their_reference(framework, source, target, tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         state = matrix.save_trained(framework, source, str(tmp_path))
@@ -496,6 +494,7 @@ def placed(state, count):
     )
 
 
+@EXPENSIVE
 def test_states_move_between_meshes(tmp_path):
     most = jax.device_count()
     expected = make_state("packed", size=64)
@@ -527,6 +526,7 @@ def test_states_move_between_meshes_of_8_devices():
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout
 
 
+@EXPENSIVE
 def test_a_migration_keeps_shardings(tmp_path):
     state = make_state(size=64)
     checkpointer = save(tmp_path, placed(state, 4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxmp
-from grids import fast_cases
+from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp.cli._app import app
@@ -416,8 +416,8 @@ def test_a_missing_package_is_named_with_its_extra(missing):
     assert 'pip install "jaxmp[cli]"' in done.stderr
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("package", ["typer", "rich"])
-@fast_cases("rich")
 def test_without_the_extra_it_says_what_to_install(package):
     code = (
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', '--help']; "

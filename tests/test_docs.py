@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import EXPENSIVE
 
 MODULES = ["jaxmp"] + [
     module.name
@@ -45,7 +46,13 @@ def run_examples(test):
     return "".join(failures)
 
 
-@pytest.mark.parametrize("name", MODULES)
+# Examples that train, or measure statistics of training.
+TRAIN = {"jaxmp._validate._run", "jaxmp._validate._validate", "jaxmp.fp8._stats"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=EXPENSIVE) if n in TRAIN else n for n in MODULES]
+)
 def test_docstring_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)

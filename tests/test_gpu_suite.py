@@ -267,6 +267,7 @@ def test_a_job_that_fails_does_not_stop_the_others_and_is_repeated_last(suite, t
     assert order.read_text() == "bad good more repaired "
 
 
+@EXPENSIVE
 def test_a_stopped_job_leaves_no_process_and_runs_again(suite, tmp_path):
     pid = tmp_path / "pid"
     child = f"""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from grids import fast_cases
+from grids import EXPENSIVE, fast_cases
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
@@ -191,6 +191,7 @@ def test_a_submodule_can_be_called_by_name():
     assert model.apply(variables, floats(2, 4), method="inner").dtype == jnp.bfloat16
 
 
+@EXPENSIVE
 def test_bound_submodules_can_be_called_again_and_again():
     class Outer(nn.Module):
         def setup(self):
@@ -670,7 +671,7 @@ def attention_inputs(dtype=jnp.float32, scale=1.0):
     "options",
     [
         {},
-        {"mask": jnp.tril(jnp.ones((5, 5), bool))},
+        {"mask": np.tri(5, dtype=bool)},
         {"bias": floats(2, 5, 5)},
         {"dropout_rng": KEY, "dropout_rate": 0.5},
         {"dropout_rng": KEY, "dropout_rate": 0.5, "broadcast_dropout": False},
@@ -682,8 +683,6 @@ def attention_inputs(dtype=jnp.float32, scale=1.0):
 )
 @fast_cases(
     "mask",
-    "bias",
-    "precision",
     "dropout_rng-dropout_rate-deterministic",
     "qk_attn_weights_einsum-attn_weights_value_einsum",
 )
@@ -898,6 +897,7 @@ def test_a_class_a_function_and_an_nnx_module_are_refused():
         assert isinstance(error, CompositionError) and fix in str(error)
 
 
+@EXPENSIVE
 def test_a_bound_model_is_refused_with_a_fix_that_works():
     x = floats(2, 8)
     variables = MLP().init(KEY, x)
@@ -918,6 +918,7 @@ def test_float8_in_a_rule_is_refused_too():
     assert "head" in str(refused(MLP(), PolicyMap(MIXED, [Rule("head", "c=e4m3")])))
 
 
+@EXPENSIVE
 def test_fields_with_modules_and_defaults_survive():
     @dataclasses.dataclass(frozen=True)
     class Config:

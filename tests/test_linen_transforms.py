@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grids import EXPENSIVE, fast_cases
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
 from jaxmp.linen import apply_policy, module_paths
@@ -345,6 +346,7 @@ class WeightNormed(nn.Module):
     ],
     ids=lambda model: type(model).__name__,
 )
+@fast_cases("Conditional", "CustomGradient", "Mapped", "WhileLoop")
 def test_transformation_computes_in_bf16(model):
     x = floats(2, 4)
     variables = nn.meta.unbox(model.init(KEY, x))
@@ -356,6 +358,7 @@ def test_transformation_computes_in_bf16(model):
     assert jnp.allclose(got, reference, rtol=0.05, atol=0.05)
 
 
+@EXPENSIVE
 def test_vmap_of_the_whole_model():
     model = apply_policy(MLP(), MIXED)
     variables = model.init(KEY, floats(8))
@@ -363,6 +366,7 @@ def test_vmap_of_the_whole_model():
     assert (out.shape, out.dtype) == ((3, 4), jnp.float32)
 
 
+@EXPENSIVE
 def test_forward_mode_and_hessian_vector_products_go_through_a_wide_head():
     model = apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "o=f32")]))
     x = floats(2, 8)

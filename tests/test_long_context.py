@@ -17,7 +17,7 @@ import attention_gpu
 import attention_memory
 import byte_gpt
 import long_context
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE
 from long_context import GIB, LongGPT, OutOfMemoryError, Point
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("attention", ["blockwise", "xla"])
-@fast_cases("xla")
 def test_stated_causality_computes_what_the_mask_does(attention):
     sizes = dict(layers=1, width=32, heads=2, max_length=24)
     masked, stated = byte_gpt.GPT(**sizes), LongGPT(**sizes, attention=attention)
@@ -91,6 +91,7 @@ def lengthen(monkeypatch, **options):
     return long_context.lengthen("fp32", LongGPT(max_length=8), **options)
 
 
+@EXPENSIVE
 def test_lines_and_picture_of_two_kinds_of_attention(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(long_context, "Training", Recorded)
     Recorded.ran = []

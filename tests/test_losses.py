@@ -240,7 +240,7 @@ def layer(dtype=jnp.float32, rows=5, features=8, classes=11):
 
 @both
 @pytest.mark.parametrize("how", ["ignore_index", "weights"])
-@fast_cases("ignore_index-by_chunks", "weights-by_logits")
+@fast_cases("weights-by_logits")
 def test_rows_that_do_not_count_may_hold_anything(loss_fn, how):
     hidden, kernel, labels = layer()
     bad = hidden.at[1].set(jnp.nan).at[3].set(jnp.inf)
@@ -367,8 +367,8 @@ def test_an_ignored_index_may_be_any_integer(ignored):
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 @both
-@fast_cases("by_chunks")
 def test_transformations(loss_fn):
     loss_fn = functools.partial(loss_fn.__wrapped__, label_smoothing=0.1, z_loss=1e-2)
     hidden, kernel, labels = layer(rows=6)
@@ -387,6 +387,7 @@ def test_transformations(loss_fn):
     close(mapped[1][1].mean(0), plain[1][1])
 
 
+@EXPENSIVE
 def test_forward_over_reverse_is_the_second_derivative():
     options = {"label_smoothing": 0.1, "z_loss": 1e-2}
     hidden, kernel, labels = layer(rows=3, classes=5)
@@ -624,6 +625,7 @@ def shares(target):
     return {(row["dtype"], row["way"]): row["of_plain"] for row in rows}
 
 
+@EXPENSIVE
 def test_memory_on_a_cpu():
     found = shares("cpu")
     for dtype in ("float32", "bfloat16"):

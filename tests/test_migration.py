@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxmp
-from grids import fast_cases
+from grids import EXPENSIVE, fast_cases
 from programs import relative_error
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text("utf-8")
@@ -112,7 +112,7 @@ def test_each_diff_deletes_more_than_signs():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@fast_cases("dynamic_scale", "jmp", "flax_optimizer", "optax")
+@fast_cases("jmp")
 def test_in_fp32_both_sides_are_bit_identical(name):
     before, after = (run(name, sign, edit=full_precision) for sign in (BEFORE, AFTER))
     assert_equal(before, after, "losses", "params")
@@ -129,7 +129,7 @@ def test_compiled_they_agree_to_the_last_digits_of_fp32(name):
 
 @pytest.mark.parametrize("name", ["dynamic_scale", "jmp"])
 @pytest.mark.parametrize("batches", [setup_batches, with_an_overflow])
-@fast_cases("with_an_overflow-dynamic_scale", "with_an_overflow-jmp")
+@fast_cases("with_an_overflow-dynamic_scale")
 def test_a_loss_scale_gives_the_same_bits_and_skips_the_same_steps(name, batches):
     before, after = (run(name, sign, batches) for sign in (BEFORE, AFTER))
     assert_equal(before, after, "losses", "params", "scale")
@@ -140,8 +140,8 @@ def test_a_loss_scale_gives_the_same_bits_and_skips_the_same_steps(name, batches
     assert int(jaxmp.get_skip_stats(state).total) == overflowed
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("name", ["linen", "nnx"])
-@fast_cases("linen")
 def test_policies_compute_what_dtype_arguments_computed(name):
     before, after = (run(name, sign) for sign in (BEFORE, AFTER))
     assert relative_error(after["losses"], before["losses"]) < HALF_BUDGET
@@ -150,6 +150,7 @@ def test_policies_compute_what_dtype_arguments_computed(name):
     assert np.any(flat(before["losses"]) != flat(run(name, BEFORE, edit=full_precision)["losses"]))
 
 
+@EXPENSIVE
 def test_a_model_may_keep_its_dtype_arguments():
     keep = lambda code: code.replace(
         "model = Net(jnp.bfloat16)", 'model = jaxmp.load_recipe("bf16").wrap(Net(jnp.float32))'
@@ -161,7 +162,7 @@ def test_a_model_may_keep_its_dtype_arguments():
 
 
 @pytest.mark.parametrize("name", ["flax_state", "flax_optimizer", "optax"])
-@fast_cases("flax_state", "flax_optimizer")
+@fast_cases("flax_state")
 def test_a_loop_that_stays_trains_in_16_bits(name):
     before, after = (run(name, sign) for sign in (BEFORE, AFTER))
     assert relative_error(after["losses"], before["losses"]) < HALF_BUDGET
@@ -175,7 +176,7 @@ def test_a_loop_that_stays_trains_in_16_bits(name):
 
 
 @pytest.mark.parametrize("name", ["nnx", "flax_state", "flax_optimizer", "optax"])
-@fast_cases("flax_state", "optax")
+@fast_cases("flax_state")
 def test_a_step_that_overflows_is_skipped_in_every_loop(name):
     expected = run(name, AFTER, without_the_third)
     assert_equal(expected, run(name, AFTER, with_an_overflow), "params")
@@ -183,6 +184,7 @@ def test_a_step_that_overflows_is_skipped_in_every_loop(name):
     assert not np.all(np.isfinite(flat(broken["params"])))
 
 
+@EXPENSIVE
 def test_flax_loops_count_skipped_steps_and_ours_do_not():
     batches = with_an_overflow
     assert int(run("flax_state", AFTER, batches)["state"].step) == 6
@@ -192,8 +194,8 @@ def test_flax_loops_count_skipped_steps_and_ours_do_not():
     assert int(run("dynamic_scale", BEFORE, batches)["state"].step) == 6
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("ours", [True, False])
-@fast_cases("True")
 def test_batch_statistics_of_a_skipped_step(ours):
     flax_optimizer = lambda code: code.replace(
         "jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))",

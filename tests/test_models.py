@@ -199,6 +199,7 @@ def test_parameters_stored_in_half_trace_the_same_products(build):
 
 
 @one_build_of_twins
+@fast_cases("mlp-nnx", "tied-linen", "attention-linen", "hard_coded-nnx", "raw_param-linen")
 def test_result_and_gradients_are_close_to_fp32(build):
     reference, state, reference_gradients = build.run(None)
     out, new_state, gradients = build.run(MIXED)
@@ -256,6 +257,7 @@ SAME = 1e-6
     ],
     ids=lambda twins: str(twins[0].case),
 )
+@fast_cases("mlp", "tied", "attention", "raw_param")
 def test_twins_have_the_same_numbers(twins):
     for policies, limit in ((None, SAME), (MIXED, RESULT_BUDGET)):
         first, second = (

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from grids import fast_cases
+from grids import EXPENSIVE, fast_cases
 from relaxed import relaxed
 
 
@@ -98,6 +98,7 @@ def test_parameters_are_their_cast_masters():
     assert all(jax.tree.leaves(same))
 
 
+@EXPENSIVE
 def test_gradients_equal_flax_gradients_in_fp32():
     model, _, x, y = setup(recipe_for("fp32"))
     model.dropout.rate = 0.0

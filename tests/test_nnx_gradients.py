@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from grids import EXPENSIVE
 
-X = jax.random.normal(jax.random.key(0), (8, 4))
-Y = jnp.sin(X.sum(-1))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+Y = jnp.asarray(np.sin(np.asarray(X).sum(-1)))
 
 
 class Net(nnx.Module):
@@ -73,6 +74,7 @@ def assert_equal(ours, expected):
 KERNELS = nnx.DiffState(0, nnx.PathContains("kernel"))
 
 
+@EXPENSIVE
 def test_any_argument_is_a_flax_object():
     results = []
     for value_and_grad in (nnx.value_and_grad, jaxmp.nnx.value_and_grad):

@@ -16,9 +16,9 @@ from jaxmp.errors import CompositionError
 from programs import dtypes, products, trace
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (4, 16))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16)), jnp.float32)
 DIMS = (((1,), (0,)), ((), ()))
-AMAX = float(jnp.abs(X.astype(jnp.bfloat16)).max())
+AMAX = float(np.abs(np.asarray(X).astype(jnp.bfloat16)).max())
 BF16 = ("bfloat16",) * 2
 
 # ---------------------------------------------------------------------------

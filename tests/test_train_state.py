@@ -12,7 +12,7 @@ import pytest
 from flax.training import train_state as flax_train_state
 
 import jaxmp
-from grids import REST, each_value, fast_cases
+from grids import EXPENSIVE, REST, each_value, fast_cases
 from relaxed import relaxed
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
@@ -136,6 +136,7 @@ def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
     assert int(after.step) == 2 and bool(jaxmp.get_skip_stats(after).last_finite)
 
 
+@EXPENSIVE
 def test_two_states_of_one_recipe_survive_donation():
     for recipe in RECIPES:
         recipe = jaxmp.load_recipe(recipe)

@@ -170,6 +170,7 @@ class NnxDropout(nnx.Module):
         return self.dropout(self.out(x))
 
 
+@EXPENSIVE
 def test_the_held_out_loss_of_nnx_has_no_dropout():
     report = run(lambda seed: NnxDropout(nnx.Rngs(seed)), seeds=1, steps=1, compare_steps=[0])
     model = NnxDropout(nnx.Rngs(0))
@@ -218,6 +219,7 @@ def test_a_stopped_validation_resumes(report, tmp_path):
         store.record("fp32", 0, changed | {"parameters": 3, "batch": 4})
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed(vectorize):
     def make(recipe, seed):
@@ -653,6 +655,7 @@ from test_validate import make_run
 """
 
 
+@EXPENSIVE
 def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

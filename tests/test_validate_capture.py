@@ -10,15 +10,15 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from grids import fast_cases
+from grids import EXPENSIVE
 from jaxmp._validate._capture import with_outputs
 from test_validate import Perceptron, data
 
 # The defaults of JAX, as users of Flax and optax have them.
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
-W, X = 0.5 * jnp.eye(2), jnp.arange(8.0).reshape(4, 2)
-DENSE = np.sin(np.asarray(X) / 2)
+W, X = np.eye(2, dtype=np.float32) / 2, np.arange(8, dtype=np.float32).reshape(4, 2)
+DENSE = np.sin(X / 2)
 
 
 def captured(fn, *args):
@@ -159,9 +159,9 @@ def test_platform_dependent_functions_have_no_outputs():
 # ---------------------------------------------------------------------------
 
 
+@EXPENSIVE
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("is_deep", [True, False])
-@fast_cases("False-False")
 def test_outputs_of_all_devices_are_joined(check_vma, is_deep):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     specs = (PartitionSpec(), PartitionSpec("data"), PartitionSpec())

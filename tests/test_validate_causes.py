@@ -207,6 +207,7 @@ def test_fp8_head_with_large_weights(size):
     assert loss.name == "held_out_loss" and abs(loss.value) < 0.05
 
 
+@EXPENSIVE
 def test_float16_overflow():
     report = run(
         Perceptron(),
