@@ -1285,21 +1285,28 @@ def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
 
 
 @pytest.mark.slow
-def test_a_48_layer_step_is_audited_in_two_seconds():
-    model = GPT(layers=48, width=64, heads=2, max_length=16)
-    state, step, _ = prepare("bf16", model, relaxed(optax.adamw(1e-3)))
-    closed = jax.make_jaxpr(step)(state, TOKENS)
-    run = jaxpr_as_fun(closed)
-    leaves = jax.tree.leaves((state, TOKENS))
-    audit(run, *leaves, policies="bf16")
+def test_an_audit_takes_less_time_than_tracing_the_step():
+    steps = []
+
+    def init():
+        model = GPT(layers=48, width=64, heads=2, max_length=16)
+        state, step, _ = prepare("bf16", model, relaxed(optax.adamw(1e-3)))
+        steps.append(step)
+        return state
 
     def seconds(work):
         start = time.process_time()
         result = work()
         return time.process_time() - start, result
 
-    traced, _ = seconds(lambda: jax.make_jaxpr(run)(*leaves))
-    whole, report = seconds(lambda: audit(run, *leaves, policies="bf16"))
-    print(f"\n{report.equations} equations: {whole - traced:.2f} s after {traced:.2f} s of tracing")
+    state = jax.eval_shape(init)  # a compilation would take a minute
+    traced, closed = seconds(lambda: jax.make_jaxpr(steps[0])(state, TOKENS))
+    run = jaxpr_as_fun(closed)  # tracing it again takes almost no time
+    leaves = jax.tree.leaves((state, TOKENS))
+    audits = [seconds(lambda: audit(run, *leaves, policies="bf16")) for _ in range(3)]
+    report = audits[0][1]
+    audited = min(time for time, _ in audits)
+    print(f"\n{report.equations} equations: traced in {traced:.2f} s, audited in {audited:.2f} s")
     assert report.equations > 15_000 and report.ok
-    assert whole - traced < 2
+    # A quarter of the time on an idle machine: 1 of 4 seconds.
+    assert audited < 0.7 * traced

@@ -64,7 +64,7 @@ def sub_jaxprs(equation: Equation) -> list[Any]:
 
 def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
     """Returns True for an open or closed jaxpr."""
-    return hasattr(value, "eqns") and hasattr(value, "outvars")
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
 def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
@@ -83,7 +83,7 @@ def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
 
 def is_literal(var: Atom) -> bool:
     """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
-    return hasattr(var, "val")
+    return isinstance(var, Literal)
 
 
 @functools.lru_cache(maxsize=65536)
