@@ -245,7 +245,13 @@ def before_step(state: Mapping[str, Any]) -> State:
       CompositionError: as in `to_float32`.
     """
     _check_reducible(state[AGE])
-    return to_float32(dict(state)) if is_active(state) else settled(state)
+    return _active_in_float32(dict(state)) if is_active(state) else settled(state)
+
+
+@jax.jit
+def _active_in_float32(state: State) -> State:
+    """Converts an active state in one call of a function, rather than leaf by leaf."""
+    return to_float32(state)
 
 
 @jax.jit
