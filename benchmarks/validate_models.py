@@ -39,6 +39,7 @@ import optax
 import jaxmp
 from jaxmp._validate._sections import figure_text
 from validation_runs import (
+    SMALL,
     adam_in_fp16,
     byte_gpt,
     byte_gpt_nnx,
@@ -65,7 +66,6 @@ CLIPPING = {
     for name in ("clip, then unscale", "unscale, then clip")
 }
 
-SMALL = dict(layers=1, width=32, heads=2, seq_len=32, batch_size=8, eval_batches=16)
 LARGE = dict(layers=3, width=128, heads=4, seq_len=64, batch_size=8, eval_batches=16)
 # The layers of GPT-2 small, with a learning rate that suits their width.
 LARGEST = dict(layers=12, width=768, heads=12, seq_len=128, batch_size=8, eval_batches=8)

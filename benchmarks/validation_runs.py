@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 
 import jaxmp
@@ -69,6 +70,13 @@ def mean_loss(
     return {"loss": jnp.mean(losses)}
 
 
+def gpt_loss(model: nn.Module) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns the mean loss of the next bytes as a function of (variables, tokens_BS)."""
+    return lambda variables, tokens_BS: cross_entropy(
+        model.apply(variables, tokens_BS[:, :-1]), tokens_BS
+    )
+
+
 def nnx_step(loss_fn: Callable[..., jax.Array]) -> Callable[..., dict[str, Any]]:
     """Returns the training step of an NNX model with a loss function."""
 
@@ -98,10 +106,8 @@ def byte_gpt(
     variables = initializer(gpt)(seed)
     tx = recipe.optimizer(optimizer() if tx is None else tx)
     state = jaxmp.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+    loss_fn = gpt_loss(model)
     held_out = held_out_batches(eval_batches, batch_size, seq_len)
-
-    def loss_fn(variables: Any, tokens_BS: jax.Array) -> jax.Array:
-        return cross_entropy(model.apply(variables, tokens_BS[:, :-1]), tokens_BS)
 
     def step(state: jaxmp.TrainState, tokens_BS: jax.Array) -> Any:
         loss, grads = state.value_and_grad(loss_fn)(tokens_BS)
@@ -179,51 +185,62 @@ def digits(
 
 
 # ---------------------------------------------------------------------------
-# FP16 throughout, with Adam
+# Loops in FP16, written by hand
 # ---------------------------------------------------------------------------
 
 HAND_SCALE = 1024.0
+SMALL = dict(layers=1, width=32, heads=2, seq_len=32, batch_size=8, eval_batches=16)
 
 
-def adam_in_fp16(
+def cast(tree: Any, dtype: Any) -> Any:
+    """Returns a tree of arrays in another dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def divided(scaled_grads: Any) -> Any:
+    """Returns gradients of `loss * HAND_SCALE` without that scale."""
+    return jax.tree.map(lambda g: g / HAND_SCALE, scaled_grads)
+
+
+def run_by_hand(
     recipe: jaxmp.Recipe,
     seed: int,
+    tx: optax.GradientTransformation,
+    unscale: Callable[[Any], tuple[Any, Any]],
+    dtype: Any,
     *,
-    layers: int = 1,
-    width: int = 32,
-    heads: int = 2,
-    seq_len: int = 32,
-    batch_size: int = 8,
-    eval_batches: int = 16,
+    layers: int,
+    width: int,
+    heads: int,
+    seq_len: int,
+    batch_size: int,
+    eval_batches: int,
 ) -> jaxmp.TrainingRun:
-    """Returns a run with Adam, which a recipe without masters computes in FP16 throughout.
+    """Returns a run of the GPT whose gradients are those of an FP16 copy of the parameters.
 
-    Such a recipe stands for a loop written by hand: parameters, gradients and both moments are FP16
-    arrays, with a static loss scale. Adam's default epsilon of 1e-8 is zero in FP16, and so are the
-    squares of most gradients, so that updates are divided by zero. A recipe whose name contains
-    1e-4 has that epsilon.
+    Args:
+      recipe: makes the model; the loop uses neither its optimizer nor its loss scale.
+      seed: of parameters and batches.
+      tx: the optimizer.
+      unscale: receives the FP16 gradients of `loss * HAND_SCALE`, and returns the gradients to
+        report and those that the optimizer receives.
+      dtype: the dtype in which the parameters are stored.
+      layers, width, heads, seq_len, batch_size, eval_batches: as in `byte_gpt`.
     """
-    if recipe.master != "none":
-        sizes = dict(layers=layers, width=width, heads=heads, seq_len=seq_len)
-        sizes |= dict(batch_size=batch_size, eval_batches=eval_batches)
-        return byte_gpt(recipe, seed, **sizes, tx=optax.adam(ADAM_RATE))
     gpt = GPT(layers, width, heads, seq_len)
-    model = recipe.wrap(gpt)
-    tx = optax.adam(ADAM_RATE, eps=1e-4 if "1e-4" in recipe.name else 1e-8)
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), initializer(gpt)(seed))
+    loss_fn = gpt_loss(recipe.wrap(gpt))
+    params = cast(initializer(gpt)(seed), dtype)
     held_out = held_out_batches(eval_batches, batch_size, seq_len)
-
-    def loss_fn(variables: Any, tokens_BS: jax.Array) -> jax.Array:
-        return cross_entropy(model.apply(variables, tokens_BS[:, :-1]), tokens_BS)
 
     def scaled(variables: Any, tokens_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         loss = loss_fn(variables, tokens_BS)
         return loss * HAND_SCALE, loss
 
     def step(state: dict[str, Any], tokens_BS: jax.Array) -> Any:
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(state["params"], tokens_BS)
-        grads = jax.tree.map(lambda g: g / jnp.float16(HAND_SCALE), grads)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        half = cast(state["params"], jnp.float16)
+        (_, loss), scaled_grads = jax.value_and_grad(scaled, has_aux=True)(half, tokens_BS)
+        grads, received = unscale(scaled_grads)
+        updates, opt_state = tx.update(received, state["opt_state"], state["params"])
         state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
         return state, {"loss": loss, "grads": grads}
 
@@ -233,66 +250,48 @@ def adam_in_fp16(
     return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
 
 
-# ---------------------------------------------------------------------------
-# Clipping of scaled FP16 gradients
-# ---------------------------------------------------------------------------
+def adam_in_fp16(recipe: jaxmp.Recipe, seed: int, **sizes: int) -> jaxmp.TrainingRun:
+    """Returns a run with Adam, which a recipe without masters computes in FP16 throughout.
+
+    Such a recipe stands for a loop written by hand: parameters, gradients and both moments are FP16
+    arrays, with a static loss scale. Adam's default epsilon of 1e-8 is zero in FP16, and so are the
+    squares of most gradients, so that updates are divided by zero. A recipe whose name contains
+    1e-4 has that epsilon. `sizes` replaces some of `SMALL`.
+    """
+    sizes = SMALL | sizes
+    if recipe.master != "none":
+        return byte_gpt(recipe, seed, **sizes, tx=optax.adam(ADAM_RATE))
+    tx = optax.adam(ADAM_RATE, eps=1e-4 if "1e-4" in recipe.name else 1e-8)
+
+    def unscale(scaled_grads: Any) -> tuple[Any, Any]:
+        grads = divided(scaled_grads)
+        return grads, grads
+
+    return run_by_hand(recipe, seed, tx, unscale, jnp.float16, **sizes)
 
 
 def clipping_by_hand(
-    recipe: jaxmp.Recipe,
-    seed: int,
-    *,
-    layers: int = 1,
-    width: int = 32,
-    heads: int = 2,
-    seq_len: int = 32,
-    batch_size: int = 8,
-    eval_batches: int = 16,
-    learning_rate: float = ADAM_RATE,
+    recipe: jaxmp.Recipe, seed: int, *, learning_rate: float = ADAM_RATE, **sizes: int
 ) -> jaxmp.TrainingRun:
     """Returns a run with clipping and Adam; a recipe without loss scale is a loop by hand.
 
     The loop has FP32 parameters, an FP16 copy of them for the gradients, and a static loss scale.
     It divides the gradients by the scale and then clips them; or, if the recipe's name begins with
     "clip", it clips the scaled gradients first. The sum of their squares exceeds 65504, so that the
-    norm is infinite and each update zero.
+    norm is infinite and each update zero. `sizes` replaces some of `SMALL`.
     """
+    sizes = SMALL | sizes
     clip, adam = optax.clip_by_global_norm(1.0), optax.adam(learning_rate)
     if "unscale" not in recipe.name:
-        sizes = dict(layers=layers, width=width, heads=heads, seq_len=seq_len)
-        sizes |= dict(batch_size=batch_size, eval_batches=eval_batches)
         return byte_gpt(recipe, seed, **sizes, tx=optax.chain(clip, adam))
-    gpt = GPT(layers, width, heads, seq_len)
-    model = recipe.wrap(gpt)
-    params = initializer(gpt)(seed)
-    held_out = held_out_batches(eval_batches, batch_size, seq_len)
-    cast = lambda tree, dtype: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-
-    def loss_fn(variables: Any, tokens_BS: jax.Array) -> jax.Array:
-        return cross_entropy(model.apply(variables, tokens_BS[:, :-1]), tokens_BS)
-
-    def scaled(variables: Any, tokens_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loss = loss_fn(variables, tokens_BS)
-        return loss * HAND_SCALE, loss
 
     def clipped(grads: Any) -> Any:
-        return clip.update(grads, clip.init(params))[0]
+        return clip.update(grads, clip.init(grads))[0]
 
-    def step(state: dict[str, Any], tokens_BS: jax.Array) -> Any:
-        half = cast(state["params"], jnp.float16)
-        (_, loss), scaled_grads = jax.value_and_grad(scaled, has_aux=True)(half, tokens_BS)
-        unscale = lambda tree: jax.tree.map(lambda g: g / HAND_SCALE, cast(tree, jnp.float32))
-        grads = unscale(scaled_grads)
-        is_clipped_first = recipe.name.startswith("clip")
-        received = unscale(clipped(scaled_grads)) if is_clipped_first else clipped(grads)
-        updates, opt_state = adam.update(received, state["opt_state"])
-        state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-        return state, {"loss": loss, "grads": grads}
+    def unscale(scaled_grads: Any) -> tuple[Any, Any]:
+        grads = divided(cast(scaled_grads, jnp.float32))
+        if recipe.name.startswith("clip"):
+            return grads, divided(cast(clipped(scaled_grads), jnp.float32))
+        return grads, clipped(grads)
 
-    def evaluate(state: dict[str, Any]) -> dict[str, jax.Array]:
-        losses = jax.lax.map(lambda tokens_BS: loss_fn(state["params"], tokens_BS), held_out)
-        return {"loss": jnp.mean(losses)}
-
-    state = {"params": params, "opt_state": adam.init(params)}
-    batches = text_batches(seed, batch_size, seq_len)
-    return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
+    return run_by_hand(recipe, seed, adam, unscale, jnp.float32, **sizes)
