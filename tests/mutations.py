@@ -155,6 +155,27 @@ MUTATIONS = [
         ("test_gradients.py::test_aux_is_stacked_and_keys_are_folded",),
     ),
     Mutation(
+        "a bad loss of a microbatch on explicit axes leaves its gradients finite",
+        "jaxmp/_gradients/_microbatches.py",
+        "total = unscaled(jax.tree.map(summed, total), options)",
+        "total = jax.tree.map(summed, total)",
+        ("test_delayed_sums.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
+    ),
+    Mutation(
+        "operations that JAX does not define for unreduced arrays read them",
+        "jaxmp/_gradients/_delayed_sums.py",
+        "        if not wrong:\n",
+        "        if wrong is not None:\n",
+        ("test_delayed_sums.py::test_gradients_are_right_whatever_operations_compute_them",),
+    ),
+    Mutation(
+        "rows of a table are added on all devices in each microbatch",
+        "jaxmp/_gradients/_delayed_sums.py",
+        "return AddedRows(scatter, indices, rows) if is_local and _split(rows) else None",
+        "return None",
+        ("test_delayed_sums.py::test_all_gradients_are_summed_after_the_loop",),
+    ),
+    Mutation(
         "gradients are summed over devices instead of averaged",
         "jaxmp/_gradients/_evaluate.py",
         "combine = lax.pmean if sums.weight is None else lax.psum",

@@ -81,6 +81,17 @@ def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
     return result
 
 
+def without_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns an open jaxpr without the equations that its results do not depend on."""
+    used = {var for var in jaxpr.outvars if not is_literal(var)}
+    needed = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            needed.append(equation)
+            used |= {var for var in equation.invars if not is_literal(var)}
+    return jaxpr.replace(eqns=needed[::-1])
+
+
 def is_literal(var: Atom) -> bool:
     """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
     return isinstance(var, Literal)

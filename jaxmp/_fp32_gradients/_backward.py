@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import consumers
+from jaxmp._core._jaxprs import consumers, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
@@ -109,19 +109,8 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     if any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
         closed = jax.make_jaxpr(lambda *args: run(closed, *args))(*closed.in_avals)
-    return _without_unused(closed)
-
-
-def _without_unused(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr without the equations that its results do not depend on."""
     jaxpr, consts = jaxpr_body(closed)
-    used = {var for var in jaxpr.outvars if isinstance(var, Var)}
-    kept = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not used.isdisjoint(equation.outvars):
-            kept.append(equation)
-            used |= {var for var in equation.invars if isinstance(var, Var)}
-    return ClosedJaxpr(jaxpr.replace(eqns=kept[::-1]), consts)
+    return ClosedJaxpr(without_unused(jaxpr), consts)
 
 
 def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:

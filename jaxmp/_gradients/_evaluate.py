@@ -18,6 +18,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._arguments import Options
+from jaxmp._gradients._delayed_sums import summed
 from jaxmp._gradients._result import parse_result
 from jaxmp._loss_scale import NoLossScale
 
@@ -41,6 +42,15 @@ def evaluate(
     fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[Sums, PyTree]:
     """Returns the loss (or its sum), unscaled gradients and auxiliary data of one part."""
+    sums, aux = differentiate(fn, args, kwargs, options)
+    # Gradients of parameters that are `reduced` over explicit mesh axes are unreduced.
+    return unscaled(jax.tree.map(summed, sums), options), aux
+
+
+def differentiate(
+    fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[Sums, PyTree]:
+    """Returns the loss (or its sum), scaled gradients and auxiliary data of one part."""
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
     def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
@@ -58,20 +68,32 @@ def evaluate(
         run, inputs = with_fp32_gradients(fn_of_inputs, inputs, regather=options.regather)
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
+    cotangent, _ = _cotangent_and_unscale(loss, options)
+    grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
+    return Sums(loss, weight, grads), aux
+
+
+def unscaled(sums: Sums, options: Options) -> Sums:
+    """Divides gradients by the loss scale, in FP32. They are NaN if the loss is not finite."""
+    _, unscale = _cotangent_and_unscale(sums.loss, options)
+    grads = tuple(_overwritten.map_params(unscale, tree) for tree in sums.grads)
+    return dataclasses.replace(sums, grads=grads)
+
+
+def _cotangent_and_unscale(
+    loss: jax.Array, options: Options
+) -> tuple[jax.Array, Callable[[PyTree], PyTree]]:
+    """Returns the initial cotangent of a loss, and the function that unscales its gradients."""
     finite = lax.is_finite(loss)
     nan = jnp.full_like(loss, jnp.nan)
     scale = options.loss_scale.scale_value
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     if not isinstance(options.loss_scale, NoLossScale):
-        unscale = options.loss_scale.with_leaves(scale_value=poisoned).unscale
-    elif _compat.target() == "cpu":
-        unscale = functools.partial(_poison_one, finite)
-    else:
-        # XLA drops products with a constant 1, and fuses the selection with the reads of gradients.
-        poisoned = jnp.ones_like(loss)
-        unscale = functools.partial(_poison_all, finite)
-    grads = backward(_compat.vary(poisoned, _compat.varying_axes(loss)))
-    return Sums(loss, weight, tuple(_overwritten.map_params(unscale, g) for g in grads)), aux
+        return poisoned, options.loss_scale.with_leaves(scale_value=poisoned).unscale
+    if _compat.target() == "cpu":
+        return poisoned, functools.partial(_poison_one, finite)
+    # XLA drops products with a constant 1, and fuses the selection with the reads of gradients.
+    return jnp.ones_like(loss), functools.partial(_poison_all, finite)
 
 
 def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:

@@ -41,7 +41,7 @@ def is_repeated() -> bool:
 
 
 @contextlib.contextmanager
-def _repeating() -> Iterator[None]:
+def repeating() -> Iterator[None]:
     token = _is_repeated.set(True)
     try:
         yield
@@ -63,7 +63,7 @@ def scan_with_same_kernels(
     def loop() -> tuple[PyTree, PyTree]:
         return lax.scan(body, init, xs)
 
-    with _repeating():
+    with repeating():
         closed, shape = jax.make_jaxpr(loop, return_shape=True)()
     if not any(_is_kernel(equation) for equation in equations(closed)):
         leaves = _run(closed, [], None, {}, _Origins(()))
