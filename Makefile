@@ -91,6 +91,6 @@ $(BIN)/python:
 
 $(STAMP)/%: pyproject.toml Makefile | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
-	rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
-	mkdir -p $(STAMP)
-	touch $@
+	@rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
+	@mkdir -p $(STAMP)
+	@touch $@
