@@ -286,8 +286,8 @@ def _added_rows(equation: JaxprEqn, definitions: Mapping[Var, JaxprEqn]) -> Adde
     """
 
     def definition(var: Var | Literal, name: str) -> JaxprEqn | None:
-        found = definitions.get(var) if isinstance(var, Var) else None
-        return found if found is not None and found.primitive.name == name else None
+        producer = definitions.get(var) if isinstance(var, Var) else None
+        return producer if producer is not None and producer.primitive.name == name else None
 
     scatter = definition(equation.invars[0], "scatter-add") if equation.invars else None
     if equation.primitive.name != "reshard" or scatter is None:
