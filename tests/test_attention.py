@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases, pairwise
@@ -708,6 +708,24 @@ def test_heads_are_padded_where_that_buys_the_kernel(gpu):
     query, value = shapes(2, 64, 8, 20), shapes(2, 64, 8, 12)
     choice = explain_attention(query, query, value)
     assert choice.implementation == "cudnn" and "12 and 20 are padded to 24" in choice.notes[0]
+
+
+def test_a_note_names_automatic_axes_that_key_heads_cannot_follow(gpu):
+    """XLA chooses the shardings after the kernel has been chosen, so that nothing can fall back."""
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    notes = []
+
+    def note(query, key):
+        notes.append(explain_attention(query, key, key, is_causal=True).notes)
+
+    whole = lambda heads: jax.ShapeDtypeStruct(
+        (2, 64, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    jax.eval_shape(note, whole(8), whole(2))
+    jax.eval_shape(note, whole(8), whole(4))
+    assert "if XLA splits the 8 heads over {'model': 4}" in notes[0][0]
+    assert "key = jnp.repeat(key, 4, axis=-2)" in notes[0][0]
+    assert notes[1] == ()
 
 
 def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):

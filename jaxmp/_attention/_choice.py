@@ -270,7 +270,31 @@ def _cudnn_notes(args: Arguments) -> list[str]:
             "a bool mask is added to the logits as an array of all pairs, and its gradient may be "
             "computed; is_causal, local_window_size and lengths cost nothing"
         )
-    return notes
+    return [*notes, *_unsplit_heads(args)]
+
+
+def _unsplit_heads(args: Arguments) -> list[str]:
+    """Describes automatic mesh axes over which XLA must not split the heads of the query.
+
+    XLA chooses the sharding after the implementation has been traced; see `_sharding`.
+    """
+    if not isinstance(args.query, jax.Array):
+        return []
+    mesh = jax.typeof(args.query).sharding.mesh
+    heads, groups = args.query.shape[2], args.key.shape[2]
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    axes = {
+        name: size
+        for name, size, kind in sizes
+        if kind == AxisType.Auto and heads % size == 0 and groups % size
+    }
+    if not axes:
+        return []
+    return [
+        f"if XLA splits the {heads} heads over {axes}, compilation raises an error, because the "
+        f"{groups} heads of key and value cannot be split alike: repeat them, key = "
+        f"jnp.repeat(key, {heads // groups}, axis=-2)"
+    ]
 
 
 _TRACED_SCALE = "a scale that is an array multiplies the query, in the query's dtype"
