@@ -52,6 +52,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gpt
 import jaxmp
+from jaxmp import fp8
 
 EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
@@ -115,10 +116,10 @@ class Block(nn.Module):
         x_BTD += linear(shape.width, kernel_init=residual, name="attention_out")(h_BTD)
         x_BTD = checkpoint_name(x_BTD, "residual")
         h_BTD = nn.RMSNorm(EPSILON, name="mlp_norm")(x_BTD)
-        gate_BTF = linear(shape.hidden, kernel_init=NORMAL, name="mlp_gate")(h_BTD)
-        up_BTF = linear(shape.hidden, kernel_init=NORMAL, name="mlp_up")(h_BTD)
-        h_BTF = gated(gate_BTF, up_BTF)
-        x_BTD += linear(shape.width, kernel_init=residual, name="mlp_down")(h_BTF)
+        gate = linear(shape.hidden, kernel_init=NORMAL, name="mlp_gate")
+        up = linear(shape.hidden, kernel_init=NORMAL, name="mlp_up")
+        down = linear(shape.width, kernel_init=residual, name="mlp_down")
+        x_BTD += fp8.mlp(h_BTD, up, down, gate=gate, residual_name="mlp")
         return shape.constrain(x_BTD), None
 
 
@@ -175,8 +176,9 @@ class NnxBlock(nnx.Module):
         x_BTD += self.attention_out(attention(self.shape, qkv_BTF))
         x_BTD = checkpoint_name(x_BTD, "residual")
         h_BTD = self.mlp_norm(x_BTD)
-        h_BTF = gated(self.mlp_gate(h_BTD), self.mlp_up(h_BTD))
-        return self.shape.constrain(x_BTD + self.mlp_down(h_BTF))
+        layers = self.mlp_up, self.mlp_down
+        x_BTD += fp8.mlp(h_BTD, *layers, gate=self.mlp_gate, residual_name="mlp")
+        return self.shape.constrain(x_BTD)
 
 
 class NnxLlama(nnx.Module):
@@ -249,11 +251,6 @@ def attention(shape: Shape, qkv_BTF: jax.Array) -> jax.Array:
     v_BTKH = qkv_BTKGH[:, :, :, -1]
     qkv = (checkpoint_name(part, "qkv") for part in (q_BTNH, k_BTKH, v_BTKH))
     return jaxmp.dot_product_attention(*qkv, is_causal=True).reshape(batch, length, -1)
-
-
-def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """Multiplies the two results with which the perceptron begins, the first after SiLU."""
-    return nn.silu(checkpoint_name(gate_BTF, "mlp")) * checkpoint_name(up_BTF, "mlp")
 
 
 # ---------------------------------------------------------------------------

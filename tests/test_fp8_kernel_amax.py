@@ -126,8 +126,13 @@ def test_the_stored_amax_is_read_in_value_and_grad_only():
     loss_fn = lambda variables, x: mean_square(state.apply_fn(variables, x))
     gradient = jax.jit(jaxmp.value_and_grad(loss_fn))
     assert gradient(of_amaxes(0.5), x)[0] != gradient(of_amaxes(1.0), x)[0]
-    # An unknown amax is measured.
+    # Unknown amaxes are measured, also if those of other layers are known.
     assert gradient(of_amaxes(0.0), x)[0] == gradient(of_amaxes(1.0), x)[0]
+    partly = of_amaxes(1.0)
+    partly["_overwrite_with_gradient"]["Block_0"] = of_amaxes(0.0)["_overwrite_with_gradient"][
+        "Block_0"
+    ]
+    assert gradient(partly, x)[0] == gradient(of_amaxes(1.0), x)[0]
     # Evaluation may use other kernels, such as averages.
     evaluate = jax.jit(loss_fn)
     assert evaluate(of_amaxes(0.5), x) == evaluate(of_amaxes(1.0), x)
@@ -300,3 +305,40 @@ def test_a_step_in_shard_map():
         state, _ = step(state, x)
         expected, _ = step(expected, x)
     assert_equal(state.params["params"], expected.params["params"])
+
+
+# ---------------------------------------------------------------------------
+# States without amaxes
+# ---------------------------------------------------------------------------
+
+
+def test_a_state_of_measured_kernels_is_refused():
+    state, before = make_state("plain", STORED), make_state("plain", fp8.CurrentScaling())
+    with pytest.raises(jaxmp.CompositionError) as error:
+        train(state.replace(params=before.params))
+    fix = "Pass all variables that `init` returned, including '_overwrite_with_gradient'"
+    assert fix in str(error.value)
+    params = {**state.params, "params": before.params["params"]}
+    assert_equal(train(state.replace(params=params))[1], train(before)[1])
+
+
+def test_a_checkpoint_of_measured_kernels_is_migrated(tmp_path):
+    """Without `migrate=True`, `restore` raises an error that names it."""
+    policies = "p=f32,c=bf16,o=bf16,matmul=fp8"
+    recipes = [
+        jaxmp.load_recipe(PolicyMap(policies, fp8=each)) for each in (fp8.CurrentScaling(), STORED)
+    ]
+    before, _ = train(make_state("plain", fp8.CurrentScaling()))
+    state = make_state("plain", STORED)
+    with jaxmp.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, before, recipe=recipes[0])
+        with pytest.raises(jaxmp.CheckpointError) as error:
+            checkpointer.restore(state, recipe=recipes[1])
+        assert "fp8_exact_kernel_amax: absent in the checkpoint" in str(error.value)
+        assert "restore(state, recipe=recipe, migrate=True)" in str(error.value)
+        state = checkpointer.restore(state, recipe=recipes[1], migrate=True)
+    assert amaxes(state) == [0, 0]
+    (state, losses), (before, expected) = train(state), train(before)
+    assert_equal(losses, expected)
+    assert_equal(state.params["params"], before.params["params"])
+    assert all(amax > 0 for amax in amaxes(state))

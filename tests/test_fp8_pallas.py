@@ -13,6 +13,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
+from jaxmp._core._jaxprs import equations
 from jaxmp.fp8 import _layer
 from jaxmp.fp8._cast_transpose import cast_transpose
 from jaxmp.fp8._copies import QUANTIZE_COPIES, Source, identity
@@ -265,6 +266,7 @@ class Block(nn.Module):
     activation: str
     fused: bool = True
     use_bias: bool = True
+    residual_name: str | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -275,7 +277,8 @@ class Block(nn.Module):
         gate = layer(128, "gate") if self.activation == "swiglu" else None
         if self.fused:
             name = None if gate else self.activation
-            return fp8.mlp(x, up, down, gate=gate, activation=name)
+            names = {"activation": name, "residual_name": self.residual_name}
+            return fp8.mlp(x, up, down, gate=gate, **names)
         if gate:
             return down(jaxmp.functional.swiglu(gate(x), up(x)))
         return down(getattr(jaxmp.functional, self.activation)(up(x)))
@@ -367,6 +370,27 @@ def test_a_fused_mlp_under_remat(interpreted):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found[:4], expected[:4]
     )
+
+
+@pytest.mark.parametrize("scaling", [CURRENT, fp8.CurrentScaling()], ids=["fused", "layers"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_remat_saves_named_residuals(interpreted, activation, scaling):
+    """If the results of `up` and `gate` are saved, their matmuls are not computed again."""
+    policies = jaxmp.PolicyMap("p=f32,c=bf16,matmul=fp8", fp8=scaling)
+    block = Block(activation, residual_name="hidden")
+    model = jaxmp.linen.apply_policy(block, policies)
+    x = normal(5, 4, 64, 64)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def count_matmuls(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        apply = jax.checkpoint(model.apply, policy=policy)
+        loss = lambda variables, x: jnp.sum(apply(variables, x).astype(jnp.float32))
+        step = jaxmp.value_and_grad(loss, argnums=(0, 1))
+        found = equations(jax.make_jaxpr(step)(variables, x))
+        return sum(equation.primitive.name == "dot_general" for equation in found)
+
+    assert count_matmuls() - count_matmuls("hidden") == {"gelu": 1, "swiglu": 2}[activation]
 
 
 @EXPENSIVE

@@ -208,4 +208,4 @@ def multiply_last(
     accurate: bool,
 ) -> jax.Array:
     """Multiplies `[m, k]` and `[n, k]` FP8 matrices and a factor to `[m, n]`."""
-    return multiply_values(lhs, rhs, factor, _LAST_AXES, dtype, accurate=accurate)
+    return multiply_values(lhs, rhs, factor, _LAST_AXES, dtype, accurate=accurate, shared=0)

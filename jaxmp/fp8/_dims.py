@@ -36,6 +36,11 @@ class Dims(NamedTuple):
         start = len(self.batch[0]) + (len(self.free(0)) if side else 0)
         return tuple(range(start, start + len(self.free(side))))
 
+    def contracts_last(self, side: int) -> bool:
+        """Returns True if the contracted axes of operand `side` are its last axes."""
+        axes = self.contract[side]
+        return sorted(axes) == list(range(self.ndims[side] - len(axes), self.ndims[side]))
+
     @property
     def result_ndim(self) -> int:
         return len(self.batch[0]) + len(self.free(0)) + len(self.free(1))

@@ -268,6 +268,7 @@ def _multiply(
         dtype,
         precision=call.precision,
         accurate=accurate,
+        shared=1 - call.kernel,
         out_sharding=out_sharding,
     )
 

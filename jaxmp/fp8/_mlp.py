@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import functional
 from jaxmp._core import _compat
@@ -121,6 +122,7 @@ def mlp(
     *,
     gate: Callable[[jax.Array], jax.Array] | None = None,
     activation: str | None = None,
+    residual_name: str | None = None,
 ) -> jax.Array:
     """Computes `down(activation(up(x)))` of linear layers.
 
@@ -141,6 +143,8 @@ def mlp(
         if the layers are fused, and must only multiply it and add a bias.
       gate: linear layer from D to F for "swiglu": `down(silu(gate(x)) * up(x))`.
       activation: "gelu" (tanh approximation) or "silu"; None: "gelu", or "swiglu" with a gate.
+      residual_name: name of the results of `up` and `gate` for policies of `jax.checkpoint`, as
+        given by `jax.ad_checkpoint.checkpoint_name`; None: no name.
 
     Returns:
       `[..., features of down]`, in the dtype that `down` returns.
@@ -162,26 +166,37 @@ def mlp(
             "'swiglu' with a gate: fp8.mlp(x, up, down, gate=gate)."
         )
     layers = (up,) if gate is None else (gate, up)
+    activated = lambda hidden: ACTIVATIONS[name].plain(*(_named(h, residual_name) for h in hidden))
     dots: list[Captured] = []
     with _capturing(dots):
         rows = [layer(x) for layer in layers]
     if not dots:
-        return down(ACTIVATIONS[name].plain(*rows))
+        return down(activated(rows))
     with _capturing(dots):
         out = down(rows[0])
-    fused = _fused(name, dots, rows, out) if len(dots) == len(layers) + 1 else None
-    if fused is None:
-        return down(ACTIVATIONS[name].plain(*(layer(x) for layer in layers)))
-    return fused
+    fused = None
+    if len(dots) == len(layers) + 1:
+        fused = _fused(name, residual_name, dots, rows, out)
+    return down(activated([layer(x) for layer in layers])) if fused is None else fused
+
+
+def _named(x: jax.Array, name: str | None) -> jax.Array:
+    """Names an array for policies of `jax.checkpoint`."""
+    return x if name is None else checkpoint_name(x, name)
 
 
 def _fused(
-    name: str, dots: list[Captured], rows: list[jax.Array], out: jax.Array
+    name: str,
+    residual_name: str | None,
+    dots: list[Captured],
+    rows: list[jax.Array],
+    out: jax.Array,
 ) -> jax.Array | None:
     """Returns the result of a fused MLP; None if its layers cannot be fused.
 
     Args:
       name: the activation.
+      residual_name: name of the results of the layers in front of the activation.
       dots: the dots of the layers, that of `down` last.
       rows: the results of the layers in front of the activation, of one row: their biases.
       out: the result of `down` of one row: its bias.
@@ -202,6 +217,7 @@ def _fused(
         scaling,
         _mode(scaling) or "xla",
         name,
+        residual_name,
         (x.dtype, rows[0].dtype, down.call.out_dtype, *(kernel.dtype for kernel in kernels)),
     )
     y: Any = _mlp(call, matrix, kernels, biases, states)
@@ -253,6 +269,7 @@ class MlpCall(NamedTuple):
     scaling: Scaling
     kernels: str
     activation: str
+    residual_name: str | None
     # Dtypes of the input, of the hidden arrays, of the result, and of the kernels.
     dtypes: tuple[Any, ...]
 
@@ -295,7 +312,8 @@ def _forward(
         h, saved = layer.forward(layer.quantize((x,)), layer.quantize((kernel,)), call.dtypes[1])
         h = h if bias is None else h + bias[None].astype(h.dtype)
         ups.append(saved)
-        hidden.append(named_result(lax.optimization_barrier(h), batched=False))
+        h = named_result(lax.optimization_barrier(h), batched=False)
+        hidden.append(_named(h, call.residual_name))
     layer = Layer(call.scaling, call.kernels, states[-1])
     bound = (_bounds(call.scaling, call.activation) or (None,))[0]
     activated = layer.quantize(tuple(hidden), ACTIVATIONS[call.activation].value, bound)

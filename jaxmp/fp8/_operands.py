@@ -308,6 +308,7 @@ def multiply(
     *,
     precision: lax.PrecisionLike,
     accurate: bool,
+    shared: int | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies two operands and undoes their scales.
@@ -319,6 +320,7 @@ def multiply(
       out_dtype: dtype of the result.
       precision: precision of a dot without FP8.
       accurate: accumulate FP8 dots in FP32 throughout; False allows fast accumulation.
+      shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
       out_sharding: sharding of the result on explicit mesh axes.
     """
     if lhs.factor is None or rhs.factor is None:
@@ -339,6 +341,7 @@ def multiply(
             dims,
             out_dtype,
             accurate=accurate,
+            shared=shared,
             out_sharding=out_sharding,
         )
     product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate, out_sharding)
@@ -356,12 +359,24 @@ def multiply_values(
     out_dtype: DTypeLike,
     *,
     accurate: bool,
+    shared: int | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
-    product = _dot(lhs, rhs, dims, out_dtype, accurate, out_sharding)
-    # XLA folds a scalar factor in the dtype of the dot into the cuBLAS call, which applies it in
-    # FP32: the program compiled for an H200 has no separate pass over the result.
+    on_gpu = _compat.target() == "gpu"
+    is_narrow = out_dtype == jnp.bfloat16
+    if on_gpu and is_narrow and shared is not None and dims.contracts_last(shared):
+        # XLA would merge dots that share an operand, and apply the factors in passes of their own,
+        # rounded to bfloat16. The barrier includes the factor, because XLA merges equal barriers.
+        # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
+        # kernel that quantizes it.
+        operands = [lhs, rhs]
+        operands[shared], factor = lax.optimization_barrier((operands[shared], factor))
+        lhs, rhs = operands
+    product = _dot(lhs, rhs, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
+    # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
+    # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
+    # it would write the product in FP32, and convert it in a pass of its own.
     factor = lax.convert_element_type(factor, product.dtype)
     product = product * jnp.broadcast_to(factor, product.shape)
     return lax.convert_element_type(product, out_dtype)
