@@ -15,6 +15,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._audit._gpus import GPUS
+from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations
 
@@ -132,7 +133,7 @@ def test_weight_gradients_are_summed_in_fp32(name, kind):
         y = fp8.dot_general(name)(*pair, LINEAR, out_sharding=out_sharding)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), _compat.context(target="gpu"):
         run = jaxmp.value_and_grad(loss_fn)
         jaxpr = jax.make_jaxpr(run)(place(W, P("data", None)), place(X, P("data")))
     rows = [
