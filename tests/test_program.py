@@ -7,9 +7,9 @@ import llama
 import program
 from gpu_compiler import needs_compiler
 
-# With 1,024 features, the loss takes chunks of 1,024 rows, as the hand-written step does; 4 texts
-# are two chunks.
-GPT = gpt.GPT(layers=6, width=1024, heads=16, vocabulary=16000, max_length=512)
+# The width of GPT-2. At 1,024 features, XLA converts the bias of each `mlp_up` in a kernel of its
+# own, instead of the backward kernel that recomputes GELU. 4 texts are two chunks of the loss.
+GPT = gpt.GPT(layers=6, width=768, heads=12, vocabulary=16000, max_length=512)
 LLAMA = llama.Shape(4, 1024, 16, 8, 2048, 16384, 512, tied=True)
 
 
@@ -32,11 +32,7 @@ def test_the_step_of_llama_stays_within_the_limits():
 @pytest.mark.slow
 def test_the_step_of_gpt_2_stays_within_the_limits():
     checks = list(program.check_gpt(GPT, 4))
-    # At this width, the unrolled program has 1.031 times the kernels of the hand-written one. The
-    # limit is for GPT-2 itself, whose recorded program has 1.001 times as many.
-    small = [check for check in beyond(checks) if check.quantity == "kernels / hand"]
-    assert len(checks) == 16 and beyond(checks) == small
-    assert all(check.value <= 1.04 for check in small)
+    assert len(checks) == 16 and not beyond(checks)
 
 
 def test_a_figure_beyond_its_limit_is_reported(monkeypatch, capsys):
