@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
@@ -470,6 +471,16 @@ def test_custom_derivatives_are_kept():
         ):
             expected = factor * jax.grad(lambda x: (x @ W).sum())(X)
             assert relative_error(fn(X), expected) < 0.01
+
+
+def test_custom_derivatives_on_explicit_mesh_axes():
+    """The rule of `relu` selects between a gradient and zeros, which must have its sharding."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+    loss_fn = lambda w, x: jax.nn.relu(x @ w).sum()
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(autocast(loss_fn, MIXED)))(W, x)
+    assert relative_error(jax.device_get(gradient), jax.grad(loss_fn)(W, X)) < 0.01
 
 
 TOLERANCE = 1e-4

@@ -170,7 +170,12 @@ def _rule_jaxpr(
       The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
       each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
     """
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    # On explicit mesh axes, the sharding is a part of the type.
+    spread = (aval.sharding if any(aval.sharding.spec) else None for aval in avals)
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, spread, strict=True)
+    ]
     zeros_out: list[bool] = []
 
     def run(*arrays: Array) -> list[Array]:

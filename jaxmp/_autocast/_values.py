@@ -61,7 +61,7 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
         return cast(array, dtype)
     if value.scalar is not None:
         half = np.asarray(saturating_cast(value.scalar, dtype))
-        return lax.full(array.shape, half, dtype) if array.ndim else half
+        return lax.full_like(array, half, dtype) if array.ndim else half
     return clamped_cast(array, dtype)
 
 
