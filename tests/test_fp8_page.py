@@ -1,0 +1,45 @@
+"""Figures of docs/fp8.md against the recorded results."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/fp8.md").read_text("utf-8")
+
+
+def recorded(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text("utf-8"))
+
+
+def test_memory_traffic():
+    rows = recorded("fp8_program_h200")["rows"]
+    counted = {
+        (f"{row['megabytes']:,.0f}", f"{row['kernels']}", f"{row['temporary']:.0f}") for row in rows
+    }
+    table = PAGE.split("| | MB | kernels | temporary MB |")[1].split("\n\n")[0]
+    shown = re.findall(r"\| ([\d,]+) \| (\d+) \| (\d+) \|", table)
+    assert len(shown) >= 10 and set(shown) <= counted
+
+
+def test_signal_to_noise():
+    columns = ("output", "gradient of the input", "gradient of the kernel")
+    ratios = {
+        name: " | ".join(str(row[column]) for column in columns)
+        for name, row in recorded("fp8_accuracy_cpu")["decibels"].items()
+    }
+    assert ratios["rowwise"] == ratios["mx"]
+    for name in ("current", "current, gradients in E4M3"):
+        assert f"| {name} | {ratios[name]} |" in PAGE
+    assert f"| rowwise, mx | {ratios['mx']} |" in PAGE
+
+
+def test_size_of_the_program():
+    for version in ("0.10.2", "0.12.0.1"):
+        rows = recorded(f"fp8_counts_jax_{version}_cpu")["fp8"]
+        operations = " | ".join(f"{row['ratios']['stablehlo_ops']:.2f}" for row in rows)
+        assert f"| StableHLO operations | {operations} |" in PAGE
+        times = (row["trace_lower"] for row in rows if "trace_lower" in row)
+        spans = ((time["ratio"], *time["interval"]) for time in times)
+        cells = " | ".join("{:.2f} ({:.2f} to {:.2f})".format(*span) for span in spans)
+        assert f"| time, JAX {version} | {cells} |" in PAGE
