@@ -134,17 +134,17 @@ def delay_sums(closed: ClosedJaxpr, asked: Sequence[bool]) -> Delayed:
 
 
 def _delay(
-    closed: ClosedJaxpr | Jaxpr, asked: tuple[bool, ...], given: Mapping[int, Axes]
+    closed: ClosedJaxpr | Jaxpr, asked: tuple[bool, ...], arguments: Mapping[int, Axes]
 ) -> Delayed:
     """Chooses the variables of a jaxpr that are unreduced.
 
     Args:
       closed: the jaxpr.
       asked: for each result, True if it may be unreduced.
-      given: index of an argument -> mesh axes over which it may be unreduced.
+      arguments: index of an argument -> mesh axes over which it may be unreduced.
 
     Returns:
-      A function whose unreduced arguments are all among those `given`.
+      A function whose unreduced arguments are all among `arguments`.
     """
     jaxpr, consts = jaxpr_body(closed)
     jaxpr = without_unused(jaxpr)
@@ -156,7 +156,7 @@ def _delay(
     readers = consumers(jaxpr)
     banned: set[Var] = set()
     while True:
-        possible = {jaxpr.invars[n]: axes for n, axes in given.items()}
+        possible = {jaxpr.invars[n]: axes for n, axes in arguments.items()}
         possible = {var: axes for var, axes in possible.items() if var not in banned}
         for equation in jaxpr.eqns:
             if chain.isdisjoint(equation.outvars):
