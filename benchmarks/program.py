@@ -130,8 +130,15 @@ def check_llama(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
 def check_fp8(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
     """Yields the figures of Llama under the FP8 recipes."""
     bf16 = count_step("bf16", "linen", *llama.make_step("bf16", shape, batch))
-    for recipe in ("fp8", "fp8_delayed"):
-        row = count_step(recipe, "linen", *llama.make_step(recipe, shape, batch))
+    delayed = jaxmp.load_recipe("fp8_delayed")
+    without_branches = delayed.replace(fp8=jaxmp.fp8.DelayedScaling(calibrate=False))
+    recipes = {
+        "fp8": jaxmp.load_recipe("fp8"),
+        "fp8_delayed": delayed,
+        "fp8_delayed, calibrate=False": without_branches,
+    }
+    for recipe, settings in recipes.items():
+        row = count_step(recipe, "linen", *llama.make_step(settings, shape, batch))
         in_fp8 = sum(flops for dtypes, flops in row.matmuls.items() if "float8" in dtypes)
         share = round(in_fp8 / sum(row.matmuls.values()), 3)
         yield Check("fp8", recipe, "FLOPs in FP8", share, None)

@@ -279,7 +279,7 @@ SIZES = {
 
 
 def make_step(
-    recipe: str = "bf16", shape: Shape = SIZES["llama-3.2-1b"], batch_size: int = 1
+    recipe: str | jaxmp.Recipe = "bf16", shape: Shape = SIZES["llama-3.2-1b"], batch_size: int = 1
 ) -> Any:
     """Returns the train step and the shapes of its arguments, for `jaxmp audit`."""
     init, train_step = linen_training(recipe, shape, gpt.make_optimizer())
@@ -288,7 +288,7 @@ def make_step(
 
 
 def make_nnx_step(
-    recipe: str = "bf16", shape: Shape = SIZES["llama-3.2-1b"], batch_size: int = 1
+    recipe: str | jaxmp.Recipe = "bf16", shape: Shape = SIZES["llama-3.2-1b"], batch_size: int = 1
 ) -> Any:
     """Returns the train step in NNX and the shapes of its arguments, for `jaxmp audit`."""
     init, train_step = nnx_training(recipe, shape, gpt.make_optimizer())
