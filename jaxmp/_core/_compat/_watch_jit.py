@@ -180,4 +180,5 @@ def _zeros(aval: ShapedArray, sharding: object) -> jax.Array:
 
 
 def _has_keys(jaxpr: ClosedJaxpr) -> bool:
-    return any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in jaxpr.out_avals)
+    arrays = (aval for aval in jaxpr.out_avals if isinstance(aval, ShapedArray))
+    return any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in arrays)
