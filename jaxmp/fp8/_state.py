@@ -235,9 +235,6 @@ def is_in_unchecked_shard_map() -> bool:
 # ---------------------------------------------------------------------------
 
 
-# Jitted, so that all layers share one trace and, in StableHLO, one function.
-
-
 def before_step(state: Mapping[str, Any]) -> State:
     """Returns `settled(state)` for a state in float32 or `fm32`.
 
@@ -248,9 +245,11 @@ def before_step(state: Mapping[str, Any]) -> State:
     return _active_in_float32(dict(state)) if is_active(state) else settled(state)
 
 
+# Jitted, so that all layers share one trace and, in StableHLO, one function.
+
+
 @jax.jit
 def _active_in_float32(state: State) -> State:
-    """Converts an active state in one call of a function, rather than leaf by leaf."""
     return to_float32(state)
 
 
