@@ -49,13 +49,13 @@ test: $(STAMP)/dev
 	$(PYTEST) -m "not slow and not expensive" $(ARGS)
 
 test-expensive: $(STAMP)/dev
-	$(PYTEST) -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
+	$(PYTEST) --durations=30 -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
 
 test-versions: $(STAMP)/dev
 	$(PYTEST) -m "versions and not slow" $(ARGS)
 
 test-slow: $(STAMP)/dev
-	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
+	$(PYTEST) --durations=30 -m "slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP)/dev
 	$(PYTEST) $(ARGS)
