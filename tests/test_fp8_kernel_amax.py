@@ -1,9 +1,7 @@
 """Current scaling whose kernels the optimizer step measures, against measuring them in the dot."""
 
 import functools
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,28 +14,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, fp8
+from models_linen import TwoResiduals
 
 WIDTH = 64
 LINEAR = (((1,), (0,)), ((), ()))
 STORED = fp8.CurrentScaling(kernel_amax="optimizer")
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(WIDTH, use_bias=False)(x), None
-
-
-class Net(nn.Module):
-    form: str
-
-    @nn.compact
-    def __call__(self, x):
-        block = nn.remat(Block) if "remat" in self.form else Block
-        if "scan" in self.form:
-            axes: Any = {"params": int("axis 1" in self.form), "_overwrite_with_gradient": 0}
-            return nn.scan(block, axes, split_rngs={"params": True}, length=2)()(x, None)[0]
-        return block()(block()(x)[0])[0]
 
 
 def normal(seed, *shape):
@@ -49,7 +30,7 @@ def mean_square(y):
 
 
 def make_state(form, scaling, recipe="bf16", policy="p=f32,c=bf16,o=bf16,matmul=fp8", axis_name=()):
-    model = jaxmp.linen.apply_policy(Net(form), PolicyMap(policy, fp8=scaling))
+    model = jaxmp.linen.apply_policy(TwoResiduals(form, WIDTH), PolicyMap(policy, fp8=scaling))
     inner = optax.sgd(0.1, momentum=0.9)
     tx = jaxmp.load_recipe(recipe).optimizer(inner, axis_name=axis_name)
     variables = model.init(jax.random.key(1), normal(0, 128, WIDTH))
@@ -128,10 +109,8 @@ def test_the_stored_amax_is_read_in_value_and_grad_only():
     assert gradient(of_amaxes(0.5), x)[0] != gradient(of_amaxes(1.0), x)[0]
     # Unknown amaxes are measured, also if those of other layers are known.
     assert gradient(of_amaxes(0.0), x)[0] == gradient(of_amaxes(1.0), x)[0]
-    partly = of_amaxes(1.0)
-    partly["_overwrite_with_gradient"]["Block_0"] = of_amaxes(0.0)["_overwrite_with_gradient"][
-        "Block_0"
-    ]
+    partly, unknown = of_amaxes(1.0), of_amaxes(0.0)["_overwrite_with_gradient"]
+    partly["_overwrite_with_gradient"]["ResidualDense_0"] = unknown["ResidualDense_0"]
     assert gradient(partly, x)[0] == gradient(of_amaxes(1.0), x)[0]
     # Evaluation may use other kernels, such as averages.
     evaluate = jax.jit(loss_fn)

@@ -1,8 +1,5 @@
 """Kernels that are quantized once per step instead of once per microbatch."""
 
-from typing import Any
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,27 +16,10 @@ from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
 from jaxmp._core._jaxprs import equations, sub_jaxprs
 from jaxmp.fp8 import _layer, _repeated
+from models_linen import TwoResiduals
 
 WIDTH = 64
 LINEAR = (((1,), (0,)), ((), ()))
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(WIDTH, use_bias=False)(x), None
-
-
-class Net(nn.Module):
-    form: str
-
-    @nn.compact
-    def __call__(self, x):
-        block = nn.remat(Block) if "remat" in self.form else Block
-        if "scan" in self.form:
-            axes: Any = {"params": 0, "_overwrite_with_gradient": 0}
-            return nn.scan(block, axes, split_rngs={"params": True}, length=2)()(x, None)[0]
-        return block()(block()(x)[0])[0]
 
 
 def policy(scaling):
@@ -106,7 +86,7 @@ def check_step(monkeypatch, make_step, *args):
 @fast_cases("current", "delayed")
 def test_kernels_are_quantized_once_per_step(monkeypatch, scaling, form):
     monkeypatch.setattr(_layer, "INTERPRET", True)
-    model = jaxmp.linen.apply_policy(Net(form), policy(scaling))
+    model = jaxmp.linen.apply_policy(TwoResiduals(form, WIDTH), policy(scaling))
     x = normal(0, 256, WIDTH)
     variables = model.init(jax.random.key(1), x[:64])
 

@@ -18,8 +18,8 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._arguments import Options
-from jaxmp._gradients._delayed_sums import summed
 from jaxmp._gradients._result import parse_result
+from jaxmp._gradients._unreduced import summed
 from jaxmp._loss_scale import NoLossScale
 
 

@@ -16,9 +16,10 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._arguments import Options
-from jaxmp._gradients._delayed_sums import delay_sums, summed
+from jaxmp._gradients._delayed_sums import delay_sums
 from jaxmp._gradients._evaluate import Sums, differentiate, evaluate, unscaled
 from jaxmp._gradients._result import describe
+from jaxmp._gradients._unreduced import summed
 from jaxmp.errors import JaxmpError
 
 

@@ -1,0 +1,262 @@
+"""Runs traced functions that leave some of their results unreduced over explicit mesh axes.
+
+On explicit mesh axes, JAX has a type for the terms of a sum over devices: an array that is
+`unreduced` over mesh axes is the sum of one part per device. `_delayed_sums.py` chooses the arrays
+of a function that are unreduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._core._compat import jaxpr_like, scan_counts
+from jaxmp._core._replay import OF_SCATTER, SCATTERS, as_recorded, bind
+from jaxmp._core._typing import Array
+
+# Mesh axes over which an array is unreduced; empty: it is an ordinary array.
+Axes: TypeAlias = frozenset[Any]
+
+CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+REMATS = frozenset({"checkpoint", "remat2"})
+# Linear operations of one array.
+UNARY = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "pad", "reshape"}
+    | {"slice", "squeeze", "transpose"}
+)
+# Linear operations of several arrays, of which some may be ordinary.
+MERGES = frozenset({"add", "add_any", "concatenate", "sub"})
+FACTORS = frozenset({"div", "mul"})
+SUMS = frozenset({"dot_general", "reduce_sum"})
+NO_AXES: Axes = frozenset()
+
+
+class AddedRows(NamedTuple):
+    """Addition of rows to a table of zeros: the gradient of a table from which rows were read."""
+
+    scatter: JaxprEqn
+    indices: Var
+    # The rows before they were gathered.
+    rows: Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """Traced function that leaves some of its results unreduced.
+
+    Attributes:
+      jaxpr: the jaxpr.
+      consts: its constants.
+      axes: for each unreduced variable, its mesh axes.
+      inner: index of an equation that contains a jaxpr -> the function that replaces that jaxpr.
+      rows: index of an equation whose result is a table to which rows were added -> the addition.
+    """
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    axes: Mapping[Var, Axes]
+    inner: Mapping[int, Delayed]
+    rows: Mapping[int, AddedRows]
+
+    @property
+    def results(self) -> list[Axes]:
+        """For each result, the mesh axes over which it is unreduced."""
+        return [self.of(var) for var in self.jaxpr.outvars]
+
+    @property
+    def shardings(self) -> list[NamedSharding | None]:
+        """For each result, its sharding if it is unreduced; otherwise None.
+
+        This includes results that the function itself leaves unreduced.
+        """
+        pairs = zip(self.jaxpr.outvars, self.results, strict=True)
+        return [_with_axes(var, axes or unreduced_axes_of(var)) for var, axes in pairs]
+
+    @property
+    def operands(self) -> list[Axes]:
+        """For each argument, the mesh axes over which it must be unreduced."""
+        return [self.of(var) for var in self.jaxpr.invars]
+
+    def of(self, var: Var | Literal) -> Axes:
+        """Returns the mesh axes over which a variable is unreduced."""
+        return NO_AXES if isinstance(var, Literal) else self.axes.get(var, NO_AXES)
+
+    def run(self, *args: Array) -> list[Array]:
+        """Runs the function."""
+        values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        values |= zip(self.jaxpr.invars, args, strict=True)
+        read = lambda var: var.val if isinstance(var, Literal) else values[var]
+        for index, equation in enumerate(self.jaxpr.eqns):
+            operands = [read(var) for var in equation.invars]
+            added = self.rows.get(index)
+            if added is not None:
+                operands = [values[added.indices], values[added.rows]]
+            with as_recorded(equation):
+                out = self._equation(index, equation, operands)
+            results = out if isinstance(out, (list, tuple)) else [out]
+            values |= zip(equation.outvars, results, strict=True)
+        return [read(var) for var in self.jaxpr.outvars]
+
+    def _equation(self, index: int, equation: JaxprEqn, operands: list[Array]) -> Any:
+        if index in self.inner:
+            return RUN_INNER[kind_of(equation)](equation, operands, self.inner[index])
+        axes = self.of(equation.outvars[0]) if equation.outvars else NO_AXES
+        if index in self.rows:
+            return _add_rows(equation, operands, self.rows[index], axes)
+        return _run_linear(equation, operands, axes) if axes else bind(equation, operands)
+
+
+# ---------------------------------------------------------------------------
+# Shardings
+# ---------------------------------------------------------------------------
+
+
+def sharding_of(var: Var | Literal) -> NamedSharding | None:
+    sharding = getattr(var.aval, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def entries_of(var: Var | Literal) -> tuple[Any, ...]:
+    sharding = sharding_of(var)
+    ndim = len(getattr(var.aval, "shape", ()))
+    entries = () if sharding is None else sharding.spec.partitions
+    return (*entries, *(None,) * (ndim - len(entries)))
+
+
+def unreduced_axes(sharding: NamedSharding) -> Axes:
+    return frozenset(sharding.spec.unreduced)
+
+
+def unreduced_axes_of(var: Var | Literal) -> Axes:
+    sharding = sharding_of(var)
+    return NO_AXES if sharding is None else unreduced_axes(sharding)
+
+
+def _with_axes(var: Var | Literal, axes: Axes) -> NamedSharding | None:
+    """Returns the sharding of an array as a sum over mesh axes; None if there are no axes."""
+    sharding = sharding_of(var)
+    if not axes or sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries_of(var), unreduced=axes))
+
+
+def summed(array: Array) -> Array:
+    """Returns the sum of an unreduced array over devices, and any other array unchanged."""
+    sharding = jax.typeof(array).sharding
+    if not (isinstance(sharding, NamedSharding) and sharding.spec.unreduced):
+        return array
+    return jax.reshard(
+        array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
+    )
+
+
+# ---------------------------------------------------------------------------
+# Operations
+# ---------------------------------------------------------------------------
+
+
+def _run_linear(equation: JaxprEqn, operands: list[Array], axes: Axes) -> Any:
+    """Runs an operation whose result is unreduced."""
+    name, (out,) = equation.primitive.name, equation.outvars
+    sharding = _with_axes(out, axes)
+    assert sharding is not None
+    if name == "reshard":
+        return operands[0]
+    if name in SUMS:
+        return bind(equation, operands, out_sharding=sharding)
+    if name in UNARY:
+        is_placed = equation.params.get("sharding") is not None
+        return bind(equation, operands, **({"sharding": sharding} if is_placed else {}))
+    # Ordinary operands are a term of the sum, or factors of each of its terms.
+    mark = {"unreduced": axes} if name in MERGES else {"reduced": axes}
+
+    def marked(array: Array, var: Var | Literal) -> Array:
+        if isinstance(var, Var) and jax.typeof(array).sharding.spec.unreduced:
+            return array
+        aval: Any = var.aval
+        spec = PartitionSpec(*entries_of(var), **mark)
+        return jax.reshard(jnp.asarray(array, aval.dtype), NamedSharding(sharding.mesh, spec))
+
+    return bind(equation, list(map(marked, operands, equation.invars)))
+
+
+def _add_rows(equation: JaxprEqn, operands: list[Array], added: AddedRows, axes: Axes) -> Array:
+    """Adds the rows of each device to zeros; the result is unreduced."""
+    (out,), params = equation.outvars, added.scatter.params
+    aval: Any = out.aval
+    sharding = _with_axes(out, axes)
+    assert sharding is not None
+    numbers, entries = params["dimension_numbers"], entries_of(added.rows)
+    of_rows = [e for n, e in enumerate(entries) if n not in numbers.update_window_dims]
+    specs = PartitionSpec(*of_rows, None), PartitionSpec(*entries)
+    indices, rows = operands
+    indices = jax.reshard(indices, NamedSharding(sharding.mesh, specs[0]))
+
+    def add(indices: Array, rows: Array) -> Array:
+        zeros = lax.pcast(jnp.zeros(aval.shape, rows.dtype), tuple(axes), to="varying")
+        options = {name: params[name] for name in OF_SCATTER}
+        total = SCATTERS["scatter-add"](zeros, indices, rows, **options)
+        return lax.pcast(total, tuple(axes), to="unreduced")
+
+    return jax.shard_map(
+        add, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, axis_names=set(axes)
+    )(indices, rows)
+
+
+# ---------------------------------------------------------------------------
+# Operations that contain a jaxpr
+# ---------------------------------------------------------------------------
+
+
+def kind_of(equation: JaxprEqn) -> str:
+    name = equation.primitive.name
+    return "call" if name in CALLS else "remat" if name in REMATS else name
+
+
+def _run_call(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
+    call = lambda *args: inner.run(*args)
+    call.__name__ = equation.params.get("name", "call")
+    return jax.jit(call)(*operands)
+
+
+def _run_remat(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> Any:
+    closed = jax.make_jaxpr(inner.run)(*operands)
+    return bind(equation, operands, jaxpr=jaxpr_like(closed, equation.params["jaxpr"]))
+
+
+def _run_scan(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
+    params = equation.params
+    num_consts, num_carry = scan_counts(params)
+    consts, rest = operands[:num_consts], operands[num_consts:]
+    entering = zip(inner.jaxpr.invars[num_consts:], rest[:num_carry], strict=False)
+    shardings = [(array, _with_axes(var, inner.of(var))) for var, array in entering]
+    init = [array if at is None else jax.reshard(array, at) for array, at in shardings]
+
+    def body(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+        results = inner.run(*consts, *carry, *xs)
+        return results[:num_carry], results[num_carry:]
+
+    carry, stacked = lax.scan(
+        body,
+        init,
+        rest[num_carry:],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+        _split_transpose=params.get("_split_transpose", False),
+    )
+    return [*carry, *stacked]
+
+
+RUN_INNER: dict[str, Callable[[JaxprEqn, list[Array], Delayed], Any]] = {
+    "call": _run_call,
+    "remat": _run_remat,
+    "scan": _run_scan,
+}
