@@ -41,9 +41,10 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
         return None
+    # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
 
-    def call(other: Array, low: Array, **changes: object) -> Array:
+    def call(other: Array, low: Array, rest: list[Array], **changes: object) -> Array:
         pair = [other, low] if side else [low, other]
         return bind(equation, [*pair, *rest], **changes)
 
@@ -51,16 +52,16 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     again = layout is not None and layout.is_split and layout.again
 
     @jax.custom_vjp
-    def matmul(other: Array, low: Array, carrier: Array) -> Array:
-        return call(other, gathered(low, layout))
+    def matmul(other: Array, low: Array, carrier: Array, rest: list[Array]) -> Array:
+        return call(other, gathered(low, layout), rest)
 
-    def matmul_fwd(other: Array, low: Array, carrier: Array) -> Any:
+    def matmul_fwd(other: Array, low: Array, carrier: Array, rest: list[Array]) -> Any:
         low = as_stored(low, layout)
         whole = gathered_again(low, layout)
-        return call(other, whole), (other, low if again else whole)
+        return call(other, whole, rest), (other, low if again else whole, rest)
 
-    def matmul_bwd(saved: tuple[Array, Array], cotangent: Array) -> Any:
-        other, low = saved
+    def matmul_bwd(saved: tuple[Array, Array, list[Array]], cotangent: Array) -> Any:
+        other, low, rest = saved
         if again:
             # Otherwise XLA keeps the array that the forward pass gathered, or gathers the weights
             # of several layers before it computes their gradients.
@@ -73,19 +74,19 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
         cotangent = cotangent.astype(low.dtype)
 
         def of_other(other: Array) -> Array:
-            return call(other, low, **narrow)
+            return call(other, low, rest, **narrow)
 
-        def d_low(other: Array, cotangent: Array) -> tuple[Array]:
-            of_low = lambda low: call(other, low, **narrow)
+        def d_low(other: Array, cotangent: Array, *rest: Array) -> tuple[Array]:
+            of_low = lambda low: call(other, low, list(rest), **narrow)
             return jax.linear_transpose(of_low, low)(cotangent)
 
         (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
-        closed = jax.make_jaxpr(d_low)(other, cotangent)
-        (d_carrier,) = run_in_fp32(closed, [other, cotangent], [True])
-        return d_other, None, split(d_carrier, layout)
+        closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
+        (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
+        return d_other, None, split(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
-    return matmul(other, copy.low, copy.carrier)
+    return matmul(other, copy.low, copy.carrier, rest)
 
 
 def _is_rows(value: Value, operands: list[Value]) -> bool:
