@@ -11,6 +11,7 @@ All handling of this collection is here; `jaxmp.fp8` defines the state of a sing
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._trees import PARAMS, leaves_with_path
+from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._kernel_amax import activate, kernel_amaxes, measure_kernels
@@ -71,6 +72,37 @@ def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
     if state is None:
         return params
     return type(like)({**like, PARAMS: params, OVERWRITE: state})
+
+
+def select(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns overwritten state after a step: `old` if the optimizer skipped the step.
+
+    Args:
+      applied: bool scalar.
+      new: the state of the next step, from gradients; None if there is none.
+      old: the state before the step, in the same structure.
+    """
+    leaves, structure = jax.tree.flatten(new)
+    old_leaves = structure.flatten_up_to(old)
+    states = _find_layer_states(new)
+    for state in states:
+        chosen = _select_state(
+            applied,
+            {name: leaves[index] for name, index in state.items()},
+            {name: old_leaves[index] for name, index in state.items()},
+        )
+        for name, index in state.items():
+            leaves[index] = chosen[name]
+    of_layers = {index for state in states for index in state.values()}
+    for index in set(range(len(leaves))) - of_layers:
+        leaves[index] = select_leaf(applied, leaves[index], old_leaves[index])
+    return structure.unflatten(leaves)
+
+
+# Jitted, so that all layers share one trace and, in StableHLO, one function.
+@jax.jit
+def _select_state(applied: jax.Array, new: State, old: State) -> State:
+    return {name: lax.select_n(applied, old[name], leaf) for name, leaf in new.items()}
 
 
 def measured(params: PyTree, state: PyTree) -> PyTree:
@@ -191,12 +223,15 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
     """
     params, collection = split(tree)
     leaves, structure = jax.tree.flatten(collection)
-    indices = [index for state in _find_layer_states(collection) for index in state.values()]
-    arrays = [leaves[index] for index in indices]
-    if not _max_accumulates(arrays):
+    states = _find_layer_states(collection)
+    indices = [index for state in states for index in state.values()]
+    # Layers share some arrays of active states.
+    arrays = {id(leaves[index]): leaves[index] for index in indices}
+    if not _max_accumulates(list(arrays.values())):
         return tree
-    for index, leaf in zip(indices, to_fm32(arrays), strict=True):
-        leaves[index] = leaf
+    converted = to_fm32(arrays)
+    for index in indices:
+        leaves[index] = converted[id(leaves[index])]
     return join(params, structure.unflatten(leaves), tree)
 
 
@@ -293,7 +328,14 @@ def _find_layer_states(collection: PyTree) -> list[dict[str, int]]:
     Returns:
       For each state, a dict from leaf name (without prefix) to index.
     """
+    return _layer_states(jax.tree.structure(collection))
+
+
+# Cached, because each step reads the locations several times.
+@functools.lru_cache(maxsize=64)
+def _layer_states(structure: Any) -> list[dict[str, int]]:
     locations: dict[Any, dict[str, int]] = {}
+    collection = structure.unflatten(range(structure.num_leaves))
     for index, (path, _) in enumerate(leaves_with_path(collection)):
         if path:
             prefix = PREFIX if path[-1].startswith(PREFIX) else ""

@@ -167,7 +167,7 @@ class TrainState(struct.PyTreeNode):
         if applied is not None:
             old = {name: getattr(self, name) for name in mutables}
             mutables = _trees.select(applied, mutables, old)
-            overwritten = _trees.select(applied, overwritten, old_overwritten)
+            overwritten = _overwritten.select(applied, overwritten, old_overwritten)
         overwritten = _overwritten.measured(new_params, overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         return self.replace(

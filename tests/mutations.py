@@ -193,7 +193,7 @@ MUTATIONS = [
     Mutation(
         "a skipped step keeps the new FP8 history",
         "jaxmp/_train_state.py",
-        "            overwritten = _trees.select(applied, overwritten, old_overwritten)\n",
+        "            overwritten = _overwritten.select(applied, overwritten, old_overwritten)\n",
         "",
         ("test_train_state.py::test_overwritten_state_is_assigned_and_reverted_on_a_skip",),
     ),
@@ -692,8 +692,8 @@ MUTATIONS = [
     Mutation(
         "layers exchange their new FP8 states",
         "jaxmp/fp8/_step_state.py",
-        "(is_used, maxima) in zip(indices, new, parts, strict=True):",
-        "(is_used, maxima) in zip(indices[::-1], new, parts, strict=True):",
+        "(is_used, maxima) in zip(indices, others, parts, strict=True):",
+        "(is_used, maxima) in zip(indices[::-1], others, parts, strict=True):",
         ("test_fp8_state.py::test_states_of_a_model_are_updated_as_each_layer_updates_its_own",),
     ),
     Mutation(

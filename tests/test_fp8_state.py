@@ -15,6 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import equations, sub_jaxprs
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
@@ -88,6 +90,46 @@ def test_states_of_a_model_are_updated_as_each_layer_updates_its_own(recipe):
         expected["unused"] = states["unused"]
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found["a"]["input_amax_history"][0] == 4
+
+
+def counted_step(recipe, layers):
+    """Returns the numbers of equations of a training step: of its own, and of its functions."""
+    product, state_of = fp8.dot_general(recipe), {}
+    if recipe.is_stateful:
+        state_of = {str(n): fp8.init_state(recipe) for n in range(layers)}
+    params = {str(n): of_size(0.5, 16, 16) for n in range(layers)}
+    variables = {"params": params, "_overwrite_with_gradient": state_of}
+    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies="bf16")
+    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+
+    def loss(variables, x):
+        for name, w in variables["params"].items():
+            state = variables["_overwrite_with_gradient"].get(name)
+            x = product(x, w, LINEAR, state=state)
+        return jnp.sum(x)
+
+    def step(state, x):
+        _, grads = state.value_and_grad(loss)(x)
+        return state.apply_gradients(grads=grads)
+
+    closed = jax.make_jaxpr(step)(state, of_size(1, 24, 16))
+    bodies = {id(sub): sub for e in equations(closed) for sub in sub_jaxprs(e)}
+    return len(closed.eqns), sum(len(jaxpr_body(sub)[0].eqns) for sub in bodies.values())
+
+
+def test_a_further_layer_adds_few_equations_to_the_step():
+    """The time of tracing does not depend on the number of leaves of the states."""
+    of = {
+        (recipe.kind, layers): counted_step(recipe, layers)
+        for recipe in (fp8.DelayedScaling(), fp8.CurrentScaling())
+        for layers in (2, 3)
+    }
+    own, inside = (
+        {kind: of[kind, 3][n] - of[kind, 2][n] for kind in ("delayed", "current")} for n in (0, 1)
+    )
+    assert own["delayed"] <= own["current"]
+    # Layers of equal shapes share the traces of all functions; only the optimizer's grows.
+    assert inside["delayed"] == inside["current"]
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ class Optimizer(nnx.Optimizer):
         nnx.update(self.opt_state, nnx.state(opt_state))
         if applied is not None and jax.tree.leaves(overwritten):
             old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
-            overwritten = _trees.select(applied, overwritten, old)
+            overwritten = _overwritten.select(applied, overwritten, old)
         params = nnx.as_pure(nnx.state(model, nnx.Param))
         nnx.update(model, _overwritten.measured(params, overwritten))
         self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)

@@ -6,6 +6,7 @@ step then scales it with its own amax, and saves one pass over each kernel.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -28,9 +29,15 @@ _KERNEL = "kernel"
 
 def kernel_amaxes(states: PyTree) -> list[int]:
     """Locates the states of `CurrentScaling` in `jax.tree.leaves(states)`."""
+    return list(_kernel_amaxes(jax.tree.structure(states)))
+
+
+# Cached, because each step reads the locations several times.
+@functools.lru_cache(maxsize=64)
+def _kernel_amaxes(structure: Any) -> tuple[int, ...]:
     names = {KERNEL_AMAX, PREFIX + KERNEL_AMAX}
-    paths = [path for path, _ in leaves_with_path(states)]
-    return [index for index, path in enumerate(paths) if path and path[-1] in names]
+    flat = leaves_with_path(structure.unflatten(range(structure.num_leaves)))
+    return tuple(index for index, (path, _) in enumerate(flat) if path and path[-1] in names)
 
 
 def measure_kernels(params: PyTree, states: PyTree) -> PyTree:

@@ -40,7 +40,7 @@ class Known(NamedTuple):
 def factor_of(scale: jax.Array) -> jax.Array:
     """Returns the reciprocal of a scale, which undoes it in the result of a dot."""
     # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
-    return lax.full_like(scale, 1) / jnp.minimum(scale, np.float32(2.0**126))
+    return lax.div(lax.full_like(scale, 1), lax.min(scale, lax.full_like(scale, 2.0**126)))
 
 
 def scale_of(amax: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:

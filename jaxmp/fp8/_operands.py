@@ -54,7 +54,11 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     """
     wide = lax.abs(lax.convert_element_type(x, FLOAT32))
     bits = lax.bitcast_convert_type(wide, jnp.int32)
-    largest = jnp.max(bits, axis=axes, keepdims=axes is not None, initial=0)
+    # `jnp.max` takes several times as long to trace. The maximum with 0 is for empty arrays.
+    reduced = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
+    largest = lax.max(lax.reduce_max(bits, tuple(reduced)), np.int32(0))
+    if axes is not None:
+        largest = lax.expand_dims(largest, reduced)
     return lax.bitcast_convert_type(largest, FLOAT32)
 
 
@@ -378,7 +382,7 @@ def multiply_values(
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
     # it would write the product in FP32, and convert it in a pass of its own.
     factor = lax.convert_element_type(factor, product.dtype)
-    product = product * jnp.broadcast_to(factor, product.shape)
+    product = lax.mul(product, lax.broadcast(factor, product.shape))
     return lax.convert_element_type(product, out_dtype)
 
 

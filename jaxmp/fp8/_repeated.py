@@ -116,7 +116,8 @@ class _Plan(NamedTuple):
 
 
 def _is_kernel(equation: JaxprEqn) -> bool:
-    return equation.params.get("name") in _KERNELS
+    # A scan over layers moves the constants of its body to calls without operands.
+    return bool(equation.invars) and equation.params.get("name") in _KERNELS
 
 
 def _make_plan(jaxpr: Jaxpr | ClosedJaxpr, levels: Sequence[_Level]) -> _Plan | None:

@@ -150,8 +150,9 @@ def _shapes(scaling: Scaling) -> dict[str, tuple[int, ...]]:
 _MAX = "fp8_meta32"
 
 
-def _is_max(leaf: jax.Array) -> bool:
-    return getattr(leaf.dtype, "name", "") == _MAX
+def _is_max(leaf: object) -> bool:
+    """Returns True for an array in `fm32`; see `to_fm32`."""
+    return getattr(getattr(leaf, "dtype", None), "name", "") == _MAX
 
 
 def to_fm32(state: PyTree) -> PyTree:
@@ -194,9 +195,9 @@ def to_float32(state: PyTree) -> PyTree:
     """
 
     def convert(leaf: PyTree) -> Any:
-        if not (hasattr(leaf, "dtype") and _is_max(leaf)):
+        if not _is_max(leaf):
             return leaf
-        _check_reducible(leaf)
+        check_reducible(leaf)
         return _convert_to_float32(leaf)
 
     return jax.tree.map(convert, state)
@@ -213,7 +214,12 @@ _convert_to_float32.defvjp(
 )
 
 
-def _check_reducible(leaf: jax.Array) -> None:
+def check_reducible(leaf: jax.Array) -> None:
+    """Checks that JAX can combine the gradients of a state over devices.
+
+    Raises:
+      CompositionError: as in `to_float32`.
+    """
     if _is_max(leaf) and is_in_unchecked_shard_map():
         raise CompositionError(
             "DelayedScaling: the state of an FP8 layer is read inside shard_map(..., "
@@ -241,7 +247,7 @@ def before_step(state: Mapping[str, Any]) -> State:
     Raises:
       CompositionError: as in `to_float32`.
     """
-    _check_reducible(state[AGE])
+    check_reducible(state[AGE])
     return _active_in_float32(dict(state)) if is_active(state) else settled(state)
 
 

@@ -70,20 +70,15 @@ def _of_operands(state: State, leaf: str) -> jax.Array:
 
 
 @jax.jit
-def _stored(state: State) -> tuple[State, jax.Array, jax.Array]:
-    """Returns a settled state, and the amaxes and histories of its operands."""
+def _stored(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the settled age of a state, and the amaxes and histories of its operands."""
     state = _settled(state)
-    return state, _of_operands(state, "amax"), _of_operands(state, "amax_history")
+    return state[AGE], _of_operands(state, "amax"), _of_operands(state, "amax_history")
 
 
 @jax.jit
-def _active(state: State, known: jax.Array, zeros: jax.Array) -> State:
-    """Returns the active state of a layer; `known` is `[3, ..., 7]`."""
-    active = {AGE: state[AGE], USES: state[USES]}
-    for place, operand in enumerate(OPERANDS):
-        active[f"{operand}_amax"] = known[place]
-        active[f"{operand}_amax_history"] = zeros
-    return active
+def _rows(known: jax.Array) -> list[jax.Array]:
+    return list(known)
 
 
 def begin_step(states: Sequence[State], partials: int) -> list[State]:
@@ -95,31 +90,41 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
     """
     active: list[State] = [{} for _ in states]
     for indices in _groups(states):
-        group, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
+        ages, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
         history = jnp.concatenate(histories)
         stored = jnp.concatenate(amaxes)
         largest = jnp.max(history, axis=-1)
         amaxes = jnp.stack([stored, largest, history[..., 0]], axis=-1)
         known = jnp.concatenate([amaxes, common_scales(largest)], axis=-1)
-        zeros = jnp.zeros((*history.shape[1:-1], partials, 1), FLOAT32)
+        stack = history.shape[1:-1]
+        # All layers have the same arrays of zeros, of which only the gradients differ.
+        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, partials, 1), FLOAT32)
         parts = lax.split(known, [3] * len(indices))
-        for index, state, part in zip(indices, group, parts, strict=True):
-            active[index] = _active(state, part, zeros)
+        for index, age, part in zip(indices, ages, parts, strict=True):
+            active[index] = {AGE: age, USES: uses}
+            for operand, row in zip(OPERANDS, _rows(part), strict=True):
+                active[index][f"{operand}_amax"] = row
+                active[index][f"{operand}_amax_history"] = maxima
     return active
 
 
+# Leaves of the gradient of an active state that `_measured` reads; `_finished` reads the others.
+_MEASURED = (USES, *(f"{x}_amax_history" for x in OPERANDS))
+
+
 @jax.jit
-def _measured(gradient: State) -> tuple[State, jax.Array, jax.Array]:
-    """Returns the gradient of an active state in float32, its uses, and all partial maxima."""
+def _measured(gradient: State) -> tuple[jax.Array, jax.Array]:
+    """Returns the uses of a layer and all partial maxima, from leaves of its gradient."""
     gradient = to_float32(gradient)
-    return gradient, gradient[USES][None], _of_operands(gradient, "amax_history")
+    return gradient[USES][None], _of_operands(gradient, "amax_history")
 
 
 @jax.jit
 def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> State:
     """Returns the state of a layer after a step; `latest` has the amaxes of its operands."""
-    is_used, settled_old = is_used[0], _settled(old)
-    state = {leaf: jnp.where(is_used, new[leaf], old[leaf]) for leaf in (AGE, USES)}
+    new, is_used, settled_old = to_float32(new), is_used[0], _settled(old)
+    ran = {AGE: new[AGE], USES: lax.full_like(old[USES], 1)}
+    state = {leaf: jnp.where(is_used, value, old[leaf]) for leaf, value in ran.items()}
     for place, operand in enumerate(OPERANDS):
         name = f"{operand}_amax"
         active = new[name][..., 0]
@@ -142,13 +147,18 @@ def finish_step(gradients: Sequence[State], before: Sequence[State]) -> list[Sta
     """
     after: list[State] = [{} for _ in before]
     for indices in _groups(before):
-        new, uses, partials = zip(*(_measured(gradients[index]) for index in indices), strict=True)
+        group = [gradients[index] for index in indices]
+        measured = [{name: state[name] for name in _MEASURED} for state in group]
+        others = [
+            {name: leaf for name, leaf in state.items() if name not in _MEASURED} for state in group
+        ]
+        uses, partials = zip(*map(_measured, measured), strict=True)
         # Without the barrier, XLA would copy each constant result in a kernel of its own.
         used = lax.optimization_barrier(jnp.concatenate(uses)) > np.float32(0)
         latest = amax(jnp.concatenate(partials), (-2, -1))[..., 0, 0]
         count = len(indices)
         parts = zip(lax.split(used, [1] * count), lax.split(latest, [3] * count), strict=True)
-        for index, state, (is_used, maxima) in zip(indices, new, parts, strict=True):
+        for index, state, (is_used, maxima) in zip(indices, others, parts, strict=True):
             after[index] = _finished(state, before[index], is_used, maxima)
     return after
 
