@@ -232,7 +232,7 @@ def saved(remat: str) -> Callable[..., bool]:
         attends = primitive.name.startswith("dot_product_attention_fwd")
         return (attends and remat != "full") or is_named(primitive, *args, **params)
 
-    return is_saved
+    return fp8.checkpoint_policy(is_saved)
 
 
 def attention(shape: Shape, qkv_BTF: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._first_step import with_branches_outside
 from jaxmp.fp8._kernel_amax import activate, kernel_amaxes, measure_kernels
 from jaxmp.fp8._repeated import repeating as repeating
 from jaxmp.fp8._repeated import scan_with_same_kernels as scan_with_same_kernels
@@ -175,6 +176,21 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
         for name, index in indices.items():
             leaves[index] = state[name]
     return join(params, structure.unflatten(leaves), tree)
+
+
+def evaluate_step(evaluate: Callable[[], PyTree], args: Sequence[PyTree]) -> PyTree:
+    """Returns `evaluate()`; see `with_branches_outside`.
+
+    Args:
+      evaluate: computes the gradients of a step.
+      args: the differentiated arguments, from `begin_step`.
+    """
+    states = []
+    for tree in args:
+        leaves = jax.tree.leaves(collection := split(tree)[1])
+        for indices in _find_layer_states(collection):
+            states.append({name: leaves[index] for name, index in indices.items()})
+    return with_branches_outside(evaluate, list(filter(is_active, states)))
 
 
 def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:

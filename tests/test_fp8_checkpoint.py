@@ -82,8 +82,19 @@ def test_batched_products_are_saved_as_those_of_16_bits(policy, dots):
 def test_other_policies_and_programs_do_not_change(policy):
     policies = {"names": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)}
     policy = policies.get(policy, getattr(jax.checkpoint_policies, policy, DOTS))
-    layer, x, w = layers(SCALINGS["current"], MATRICES)
+    layer, x, w = layers(SCALINGS["rowwise"], MATRICES)
     if policy is DOTS:
         layer = lambda x, w: jnp.tanh(x @ w)
     plain, ours = (gradient(layer, p) for p in (policy, fp8.checkpoint_policy(policy)))
     assert operations(plain, x, w) == operations(ours, x, w)
+
+
+def test_amaxes_are_saved():
+    """With current scaling, the backward pass measures only the gradient."""
+    layer, x, w = layers(SCALINGS["current"], MATRICES)
+    policy = jax.checkpoint_policies.nothing_saveable
+    plain, ours = (gradient(layer, p) for p in (policy, fp8.checkpoint_policy(policy)))
+    (before, _), (after, _) = (operations(fn, x, w) for fn in (plain, ours))
+    # Those of input, kernel and gradient; `jax.checkpoint` repeats the first two.
+    assert (before.count("reduce_max"), after.count("reduce_max")) == (5, 3)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(plain)(x, w), jax.jit(ours)(x, w))

@@ -43,3 +43,12 @@ def test_size_of_the_program():
         spans = ((time["ratio"], *time["interval"]) for time in times)
         cells = " | ".join("{:.2f} ({:.2f} to {:.2f})".format(*span) for span in spans)
         assert f"| time, JAX {version} | {cells} |" in PAGE
+
+
+def test_llama_step():
+    checks = recorded("program_h200")["checks"]
+    ratios = {c["program"]: c["value"] for c in checks if c["quantity"] == "bytes / bf16"}
+    sentence = PAGE[PAGE.index("The step of `examples/llama.py`") :].split("(*compiled*")[0]
+    shown = re.findall(r"[\d.]{5}", sentence)
+    expected = ("fp8", "fp8_delayed", "fp8_delayed, calibrate=False")
+    assert shown == [f"{ratios[recipe]:.3f}" for recipe in expected]

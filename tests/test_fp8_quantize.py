@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxmp import fp8
+from jaxmp._core._compat import scan_counts
+from jaxmp._core._jaxprs import equations
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -278,3 +280,18 @@ def test_a_scale_of_its_own_maximum_saturates_nothing(amax):
 def test_statistics_of_nothing():
     stats = fp8.quantization_stats(jnp.full(3, jnp.nan), 1.0, "e5m2")
     assert (float(stats.saturated), float(stats.underflowed)) == (0.0, 0.0)
+
+
+def test_a_scan_reads_no_array_of_constants():
+    """JAX computes arrays of constants outside of a scan, and each iteration reads them."""
+    product = fp8.dot_general("current")
+
+    def loss(x, kernels):
+        layer = lambda x, w: (jnp.tanh(product(x, w, (((1,), (0,)), ((), ())))), None)
+        return jax.lax.scan(layer, x, kernels)[0].sum()
+
+    closed = jax.make_jaxpr(jax.grad(loss))(jnp.ones((8, 16)), jnp.ones((3, 16, 16)))
+    scans = [each for each in equations(closed) if each.primitive.name == "scan"]
+    constants = [scan_counts(each.params)[0] for each in scans]
+    arrays = [v.aval for each, n in zip(scans, constants, strict=True) for v in each.invars[:n]]
+    assert len(scans) == 2 and all(each.ndim == 0 for each in arrays)

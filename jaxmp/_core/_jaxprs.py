@@ -36,6 +36,8 @@ class Equation(Protocol):
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 # Scope of the casts that autocast inserts.
 AUTOCAST = "jaxmp_autocast"
+# Name of the jitted loop over FP8 layers that only a step without known amaxes runs.
+FIRST_STEP = "jaxmp_fp8_first_step"
 # Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
 # "ij,jk->ik" for an einsum.)
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})

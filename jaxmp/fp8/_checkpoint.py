@@ -18,6 +18,7 @@ CHECKPOINT_NAME = "jaxmp_fp8"
 
 # Names of results, without and with batch dimensions.
 _RESULTS = "jaxmp_fp8_result", "jaxmp_fp8_batched_result"
+_AMAX = "jaxmp_fp8_amax"
 
 
 def named(x: jax.Array) -> jax.Array:
@@ -42,13 +43,20 @@ def named_result(out: jax.Array, *, batched: bool) -> jax.Array:
     return checkpoint_name(out, _RESULTS[batched])
 
 
+def named_amax(amax: jax.Array) -> jax.Array:
+    """Names the amax of an operand of a forward dot, which `checkpoint_policy` saves."""
+    return checkpoint_name(amax, _AMAX)
+
+
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a policy of `jax.checkpoint` that treats FP8 dots as `policy` treats other dots.
 
     An FP8 dot multiplies quantized operands and then applies their scales. A policy such as
     `dots_with_no_batch_dims_saveable` saves the result of each `lax.dot_general`, which is the
     product before the scales: the backward pass then applies them again. The returned policy saves
-    the scaled product instead. Programs without FP8 do not change.
+    the scaled product instead. With `CurrentScaling`, it also saves the amax of each operand, one
+    number, which the backward pass would otherwise measure again. Programs without FP8 do not
+    change.
 
     Args:
       policy: a function from `jax.checkpoint_policies`, or one with the same arguments.
@@ -69,6 +77,8 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
         if primitive is lax.dot_general_p and is_fp8(args[0].dtype):
             return False
         name = params.get("name")
+        if primitive.name == "name" and name == _AMAX:
+            return True
         if primitive.name == "name" and name in _RESULTS:
             batch = tuple(range(_RESULTS.index(name)))
             numbers = (((), ()), (batch, batch))

@@ -18,7 +18,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._call import Call, differentiated_once, shield
-from jaxmp.fp8._checkpoint import named, named_values
+from jaxmp.fp8._checkpoint import named, named_amax, named_values
 from jaxmp.fp8._dims import Dims, make_dims
 from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product
@@ -26,8 +26,9 @@ from jaxmp.fp8._known_scales import are_known
 from jaxmp.fp8._layer import explain_kernels, linear
 from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
-from jaxmp.fp8._operands import Operand, kernel_amax, multiply, observed, quantized
+from jaxmp.fp8._operands import AMAX, Operand, kernel_amax, multiply, observed, quantized
 from jaxmp.fp8._quantize import as_floats
+from jaxmp.fp8._repeated import is_repeated
 from jaxmp.fp8._scaling import (
     DelayedScaling,
     MXScaling,
@@ -279,9 +280,19 @@ def _first(
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
         stored = kernel_amax(x, state) if state is not None and role == "kernel" else None
+        if stored is None and _can_save_amax(call, gemm, role):
+            stored = named_amax(AMAX(x))
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
+
+
+def _can_save_amax(call: Call, gemm: str, role: str) -> bool:
+    """Returns True if a policy of `jax.checkpoint` may save the amax of an operand."""
+    if gemm != "fprop" or call.scaling.kind != "current" or call.format(gemm, role) is None:
+        return False
+    # A kernel that is quantized before a loop must not depend on values that the loop saves.
+    return role != "kernel" or not is_repeated()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -326,6 +337,8 @@ def _product_fwd(
     # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
     # saved to record it.
     state_leaf = None if state is None else state.get(AGE)
+    if before is None:
+        seen = []
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
 
 

@@ -18,6 +18,7 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
+from jaxmp.fp8._first_step import if_known
 from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
 from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
@@ -26,8 +27,8 @@ from jaxmp.fp8._state import (
     KERNEL_AMAX,
     OperandState,
     State,
-    amax_in_force,
     has_stored_amax,
+    known_amax,
     to_float32,
 )
 
@@ -132,6 +133,8 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
     return lax.pad(maxima, np.float32(0), [*[(0, 0, 0)] * leading, (0, count - parts, 0)])
 
 
+AMAX = jax.jit(amax)
+
 # Prefix of the names of jitted functions that quantize; the operand's role follows.
 QUANTIZE = "jaxmp_fp8_quantize_"
 ROLES = ("input", "kernel", "output_grad")
@@ -223,6 +226,34 @@ def kernel_amax(x: jax.Array, state: State) -> jax.Array:
         info = jnp.finfo(x.dtype)
         stored = lax.reduce_precision(stored, info.nexp, info.nmant)
     return stored
+
+
+def amax_in_force(
+    scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
+) -> jax.Array:
+    """Returns the active amax, from which the scale of this step is computed.
+
+    Args:
+      scaling: the scaling.
+      state: the operand's state before the step, or its active state.
+      measure: computes the amax of the tensor in this step, which is used if there is no earlier
+        one.
+
+    Returns:
+      A float32 scalar.
+    """
+    known, history = known_amax(scaling, state), state.amax_history
+    if not scaling.calibrate:
+        return known
+    is_known = known > np.float32(0)
+    if history.ndim == 1 or history.shape[0] == 1:
+        # Every step measures the amax for the history anyway.
+        return lax.select(is_known, known, measure())
+    # With a branch, only the first step reads the tensor once more. The other steps measure it in
+    # the kernel that quantizes it.
+    return if_known(
+        scaling, is_known, lambda: known, lambda: lax.select(is_known, known, measure())
+    )
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:

@@ -132,21 +132,16 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
 
 def quantize_finite(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Quantizes as `quantize` does, without checks of the arguments."""
-    q = saturate(x, scale, dtype)
-    # Test `x` rather than `x * scale`, which may overflow with a stale scale and should saturate.
-    return lax.select(lax.is_finite(x), q, lax.full_like(q, jnp.nan))
-
-
-def saturate(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Quantizes as `quantize` does, but saturates infinities, which the caller has to detect."""
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
     wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
-    scaled = lax.convert_element_type(x, wide) * jnp.broadcast_to(
-        lax.convert_element_type(jnp.asarray(scale), wide), x.shape
-    )
+    x = lax.convert_element_type(x, wide)
+    scaled = x * jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), wide), x.shape)
     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
-    return lax.convert_element_type(clipped, dtype)
+    # The product with 0 is NaN for non-finite elements, and has the sign of all others. JAX would
+    # compute the constants of a selection outside of a scan, which would read them as an array.
+    # `scaled` may overflow with a stale scale, and should saturate.
+    return lax.convert_element_type(clipped + x * np.zeros((), wide), dtype)
 
 
 def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike = FLOAT32) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -307,32 +307,6 @@ def known_amax(scaling: DelayedScaling, state: OperandState) -> jax.Array:
         recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
     due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
     return lax.select(due, recent, stored)
-
-
-def amax_in_force(
-    scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
-) -> jax.Array:
-    """Returns the active amax, from which the scale of this step is computed.
-
-    Args:
-      scaling: the scaling.
-      state: the operand's state before the step, or its active state.
-      measure: computes the amax of the tensor in this step, which is used if there is no earlier
-        one.
-
-    Returns:
-      A float32 scalar.
-    """
-    known, history = known_amax(scaling, state), state.amax_history
-    if not scaling.calibrate:
-        return known
-    is_known = known > np.float32(0)
-    if history.ndim == 1 or history.shape[0] == 1:
-        # Every step measures the amax for the history anyway.
-        return lax.select(is_known, known, measure())
-    # With a branch, only the first step reads the tensor once more. The other steps measure it in
-    # the kernel that quantizes it.
-    return lax.cond(is_known, lambda: known, measure)
 
 
 def unknown_amax(state: Mapping[str, jax.Array]) -> State:

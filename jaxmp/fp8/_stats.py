@@ -23,6 +23,7 @@ from jaxmp._core._jaxprs import (
 )
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8._first_step import is_first_step
 from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._quantize import QuantizationStats, stats_of
 
@@ -158,6 +159,9 @@ class _Harvest:
             return _bound(equation, operands), []
         if name == "scan":
             return self.scan(equation, operands, place)
+        if name == "cond" and (branches := params["branches"]) and is_first_step(branches[0]):
+            # The version for the first step also has the results of all other steps.
+            return self.run(branches[0], operands[1:], place)
         if name not in _CALLS:
             return _bound(equation, operands), []
         if params.get("prevent_cse") and params.get("differentiated"):
@@ -205,6 +209,9 @@ def _quantize(equation: Equation, operands: list[Any], place: str) -> tuple[list
         values.update(zip(inner.outvars, _bound(inner, inputs), strict=True))
         if inner.primitive.name == "clamp":
             clamped[inner.outvars[0]] = inputs[1]
+        if inner.primitive.name == "add" and not is_literal(inner.invars[0]):
+            # `quantize_finite` adds NaN to elements that are not finite.
+            clamped[inner.outvars[0]] = clamped.get(inner.invars[0])
         if inner.primitive.name == "convert_element_type" and is_fp8(inner.params["new_dtype"]):
             stats = stats_of(operands[0], clamped[inner.invars[0]], inner.params["new_dtype"])
             rows.append(_Seen(place, stats))

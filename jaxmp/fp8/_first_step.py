@@ -1,0 +1,187 @@
+"""Branches in which delayed scaling measures a tensor before its first quantization.
+
+XLA for GPUs stores a tensor that a branch reads, copies each row of an array that a loop reads, and
+waits for the predicate on the host. Inside a loop over layers, these costs arise in each step and
+layer. `with_branches_outside` therefore has two versions of a loop, and one branch in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxmp._core import _compat
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import FIRST_STEP, equations, is_jaxpr, is_literal, sub_jaxprs
+from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._typing import PyTree
+from jaxmp.fp8._scaling import DelayedScaling
+from jaxmp.fp8._state import AGE, OPERANDS, State
+
+_T = TypeVar("_T")
+
+# Prefix of the names of predicates of `if_known`; `amax_compute` follows.
+_IS_KNOWN = "jaxmp_fp8_is_known_"
+# Calls, which are evaluated by interpreting their first jaxpr.
+_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit", "checkpoint", "remat2"})
+
+
+def if_known(
+    scaling: DelayedScaling,
+    is_known: jax.Array,
+    known: Callable[[], _T],
+    measure: Callable[[], _T],
+) -> _T:
+    """Returns `known()` if amaxes of earlier steps are known, otherwise `measure()`.
+
+    `measure` must also be correct for known amaxes.
+    """
+    named = checkpoint_name(is_known, _IS_KNOWN + scaling.amax_compute)
+    return lax.cond(named, known, measure)
+
+
+def with_branches_outside(evaluate: Callable[[], PyTree], states: Sequence[State]) -> PyTree:
+    """Returns `evaluate()`, in which loops over layers contain no branches of `if_known`.
+
+    Args:
+      evaluate: computes gradients; it is traced once.
+      states: the active states of all layers that it runs.
+    """
+    if not any(map(_may_branch_in_loop, states)):
+        return evaluate()
+    results: list[Any] = []
+
+    def arrays() -> list[jax.Array]:
+        leaves, structure = jax.tree.flatten(evaluate())
+        results[:] = [structure, leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    closed = jax.make_jaxpr(arrays)()
+    structure, leaves = results
+    names = _predicates(closed)
+    values = iter(_run(closed, [], _are_known(states, names) if names else None))
+    leaves = [next(values) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    return structure.unflatten(leaves)
+
+
+def _may_branch_in_loop(state: State) -> bool:
+    """Returns True for stacked layers that measure partial maxima; see `amax_in_force`."""
+    return state[AGE].ndim > 0 and state[f"{OPERANDS[0]}_amax_history"].shape[-2] > 1
+
+
+def is_first_step(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Returns True for the version of a loop that only a step with an unknown amax runs."""
+    return any(each.params.get("name") == FIRST_STEP for each in jaxpr_body(jaxpr)[0].eqns)
+
+
+def _predicates(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
+    return {each.params["name"] for each in equations(jaxpr) if _is_predicate(each)}
+
+
+def _is_predicate(equation: Any) -> bool:
+    is_name = equation.primitive.name == "name"
+    return is_name and equation.params["name"].startswith(_IS_KNOWN)
+
+
+def _are_known(states: Sequence[State], names: set[str]) -> jax.Array:
+    """Returns True if all predicates of these names are True."""
+    # A scale comes from the largest or the newest entry of the history, or from a stored amax.
+    entry = 1 if names == {_IS_KNOWN + "max"} else 2
+    amaxes = [
+        state[f"{role}_amax"][..., entry].reshape(-1) for state in states for role in OPERANDS
+    ]
+    smallest = _smallest(jnp.concatenate(amaxes))
+    axes = tuple(sorted(_compat.varying_axes(smallest), key=str))
+    return (_compat.smallest(smallest, axes) if axes else smallest) > np.float32(0)
+
+
+@custom_vmap
+def _smallest(amaxes: jax.Array) -> jax.Array:
+    return jnp.min(amaxes)
+
+
+# If the predicates of examples differed, `vmap` would run both versions of a loop.
+@_smallest.def_vmap
+def _(axis_size: int, in_batched: list[bool], amaxes: jax.Array) -> Any:
+    del axis_size, in_batched
+    return _smallest(amaxes.reshape(-1)), False
+
+
+def _run(jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[Any], are_known: jax.Array | None) -> list[Any]:
+    """Evaluates a jaxpr with one branch in front of each loop that contains branches."""
+    body, consts = jaxpr_body(jaxpr)
+    values: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
+    values |= zip(body.invars, args, strict=True)
+    read = lambda var: var.val if is_literal(var) else values[var]
+    for equation in body.eqns:
+        operands = [read(var) for var in equation.invars]
+        with as_recorded(equation):
+            results = _result(equation, operands, are_known)
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(var) for var in body.outvars]
+
+
+def _result(equation: JaxprEqn, operands: list[Any], are_known: jax.Array | None) -> list[Any]:
+    name, params = equation.primitive.name, equation.params
+    inner = next(iter(sub_jaxprs(equation)), None)
+    if are_known is not None and inner is not None and _predicates(inner):
+        if name == "scan":
+            return _branch_on(are_known, equation, operands)
+        if name in _CALLS and any(each.primitive.name == "scan" for each in equations(inner)):
+            if params.get("prevent_cse") and params.get("differentiated"):
+                # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
+                operands = list(lax.optimization_barrier(tuple(operands)))
+            return _run(inner, operands, are_known)
+    out = bind(equation, operands)
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def _branch_on(are_known: jax.Array, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Evaluates the version of a loop for known or for unknown amaxes."""
+
+    def version(is_known: bool) -> Callable[..., list[Any]]:
+        jaxpr = _with_predicates(equation.params["jaxpr"], is_known, {})
+        return lambda *operands: bind(equation, list(operands), jaxpr=jaxpr)
+
+    measure = version(False)
+    measure.__name__ = FIRST_STEP
+    return lax.cond(are_known, version(True), jax.jit(measure), *operands)
+
+
+def _with_predicates(jaxpr: Any, is_known: bool, done: dict[int, Any]) -> Any:
+    """Replaces the predicates of `if_known` by a constant, at any depth of a jaxpr.
+
+    Args:
+      jaxpr: open or closed.
+      is_known: the constant.
+      done: id of a jaxpr -> the jaxpr and its replacement; equations share jaxprs.
+    """
+    body, _ = jaxpr_body(jaxpr)
+    if id(jaxpr) not in done:
+        changed = [_with_constant(each, is_known, done) for each in body.eqns]
+        new = body.replace(eqns=changed)
+        done[id(jaxpr)] = jaxpr, new if body is jaxpr else jaxpr.replace(jaxpr=new)
+    return done[id(jaxpr)][1]
+
+
+def _with_constant(equation: JaxprEqn, is_known: bool, done: dict[int, Any]) -> Any:
+    if _is_predicate(equation):
+        # XLA evaluates the comparison of a value with itself.
+        (predicate,) = equation.invars
+        compare = lax.eq_p if is_known else lax.ne_p
+        return equation.replace(primitive=compare, invars=[predicate] * 2, params={})
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return _with_predicates(value, is_known, done)
+        return type(value)(map(changed, value)) if type(value) in (tuple, list) else value
+
+    return equation.replace(params={key: changed(each) for key, each in equation.params.items()})
