@@ -38,7 +38,8 @@ that matches nothing.
 
 On JAX 0.10.2 the bytes are 1.12 for the recipe and 1.08 for jmp. There XLA computes the finite
 check's sums of squares in kernels (YNNPACK) for which it first copies transposed gradients, and it
-counts the two equal factors of a square as two reads.
+counts the two equal factors of a square as two reads. Testing each element with `isfinite` instead
+would take 1.085, but would not share the sums of an optimizer that clips by the global norm.
 """
 
 GPU = """
