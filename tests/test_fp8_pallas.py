@@ -1,6 +1,7 @@
 """The Pallas kernel that quantizes and transposes, evaluated in JAX, against XLA."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -461,11 +462,16 @@ def test_a_fused_mlp_in_nnx(interpreted):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation": "gelo"}, "Did you mean 'gelu'"),
+        ({"activation": "gelo"}, "gate=None. Did you mean 'gelu'? Allowed"),
+        ({"activation": "relu"}, "gate=None. Allowed"),
         ({"activation": "swiglu"}, "'swiglu' with a gate"),
-        ({"gate": abs, "activation": "gelu"}, "'gelu' and 'silu' without a gate"),
+        ({"gate": abs, "activation": "gelu"}, "gate=a layer. Allowed"),
     ],
 )
 def test_activations_are_checked(options, message):
-    with pytest.raises(jaxmp.JaxmpError, match=message):
-        fp8.mlp(normal(0, 8, 8), abs, abs, **options)
+    x = normal(0, 8, 8)
+    with pytest.raises(jaxmp.JaxmpError, match=re.escape(message)) as info:
+        fp8.mlp(x, abs, abs, **options)
+    # The call of the layers for any other activation.
+    call = str(info.value).partition(" as in ")[2].removesuffix(".")
+    assert eval(call, {"jax": jax, "x": x, "down": abs, "up": abs, **options}).shape == x.shape

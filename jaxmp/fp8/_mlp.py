@@ -159,11 +159,16 @@ def mlp(
       (4, 16)
     """
     name = activation or ("gelu" if gate is None else "swiglu")
-    if name not in ACTIVATIONS or (name == "swiglu") != (gate is not None):
+    allowed = ("gelu", "silu") if gate is None else ("swiglu",)
+    if name not in allowed:
+        # A function of jax.nn, such as relu, is spelled correctly.
+        hint = "" if hasattr(jax.nn, str(name)) else did_you_mean(str(name), allowed)
+        call = "down(jax.nn.relu(up(x)))" if gate is None else "down(jax.nn.gelu(gate(x)) * up(x))"
         raise JaxmpError(
-            f"fp8.mlp: activation={activation!r} with gate={'a layer' if gate else None}."
-            f"{did_you_mean(str(name), ACTIVATIONS)} Allowed: 'gelu' and 'silu' without a gate, "
-            "'swiglu' with a gate: fp8.mlp(x, up, down, gate=gate)."
+            f"fp8.mlp: activation={activation!r} with gate={None if gate is None else 'a layer'}."
+            f"{hint} Allowed: 'gelu' and 'silu' without a gate, 'swiglu' with a gate: "
+            "fp8.mlp(x, up, down, gate=gate). For any other activation, call the layers, as in "
+            f"{call}."
         )
     layers = (up,) if gate is None else (gate, up)
     activated = lambda hidden: ACTIVATIONS[name].plain(*(_named(h, residual_name) for h in hidden))
