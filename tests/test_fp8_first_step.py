@@ -95,7 +95,7 @@ def test_steps_equal_those_with_branches_in_the_loop(name, remat, microbatches, 
     hoisted, plain = make(), make()
     assert first_steps(jax.make_jaxpr(hoisted)(variables, batch(1.0)))
     assert not first_steps(inside(jax.make_jaxpr(plain), variables, batch(1.0)))
-    for size in (float("inf"), 1.0, 0.0, 0.0, 0.0, 8.0, 2.0):
+    for size in (float("inf"), 1.0, 0.0, 8.0, 0.0, 0.0, 0.0, 2.0):
         ours, expected = hoisted(variables, batch(size)), inside(plain, variables, batch(size))
         jax.tree.map(np.testing.assert_array_equal, ours, expected)
         variables = {**variables, **{k: ours[1][k] for k in ("_overwrite_with_gradient",)}}
