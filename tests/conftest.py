@@ -94,9 +94,10 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def compile_cheaply(request):
-    """Disables the optimizations of XLA, except in slow tests."""
-    is_slow = request.node.get_closest_marker("slow") is not None
-    jax.config.update("jax_disable_most_optimizations", not is_slow)
+    """Disables the optimizations of XLA, except in slow tests that are no case of a faster one."""
+    marks = {mark.name for mark in request.node.iter_markers()}
+    is_optimized = "slow" in marks and "expensive" not in marks
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
 @pytest.fixture

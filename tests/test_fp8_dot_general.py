@@ -428,7 +428,7 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPES["current"], pytest.param(RECIPES["delayed"], marks=pytest.mark.slow)],
+    [RECIPES["current"], pytest.param(RECIPES["delayed"], marks=EXPENSIVE)],
     ids=["current", "delayed"],
 )
 def test_scan_and_remat_change_nothing(recipe):
@@ -470,7 +470,7 @@ def test_no_quantisation_twice_under_remat(policy, count):
     assert casts(gradient, normal(0, 32, 16), normal(1, 16, 48)) == count
 
 
-@pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=EXPENSIVE)])
 def test_vmap_is_a_loop_over_examples(name):
     recipe = RECIPES[name]
     x, w, g = normal(0, 3, 32, 16), normal(1, 16, 48), normal(2, 3, 32, 48)

@@ -134,7 +134,7 @@ def test_wide_results(loss_of):
     assert found.count((E4M3, E4M3, "float32")) == 2 and len(found) == 12
 
 
-@pytest.mark.slow
+@EXPENSIVE
 def test_both_frameworks_compute_the_same():
     results = []
     for loss_of in (linen_loss, nnx_loss):
