@@ -937,6 +937,21 @@ def test_fields_with_modules_and_defaults_survive():
     assert model.apply(model.init(KEY, floats(2, 3)), floats(2, 3)).shape == (2, 5)
 
 
+def test_a_method_that_is_assigned_to_the_class_later_is_called():
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(2)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    model = apply_policy(Model(), BF16)
+    params = model.init(KEY, floats(2, 3))
+    before = model.apply(params, floats(2, 3))
+    Model.__call__ = lambda self, x: 2 * self.dense(x)
+    assert np.array_equal(model.apply(params, floats(2, 3)), 2 * before)
+
+
 @pytest.mark.parametrize(
     "call",
     [

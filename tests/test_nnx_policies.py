@@ -1635,3 +1635,18 @@ def test_a_whole_step_leaks_no_tracer():
     model = recipe.wrap(Scan(rngs()))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
     assert bool(jnp.isfinite(nnx.jit(train)(model, optimizer, floats(4, 3))))
+
+
+def test_a_method_that_is_assigned_to_the_class_later_is_called():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 2, rngs=rngs())
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model, x = apply_policy(Model(), "bf16"), floats(4, 3)
+    before = model(x)
+    Model.__call__ = lambda self, x: 2 * self.linear(x)
+    assert np.array_equal(model(x), 2 * before)
+    assert np.array_equal(apply_policy(Model(), "bf16")(x), 2 * before)

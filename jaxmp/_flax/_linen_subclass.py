@@ -53,7 +53,7 @@ def wrapped_class(
 
 
 def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> type[nn.Module]:
-    members: dict[str, Any] = {name: _under_policy(getattr(cls, name)) for name in _methods(cls)}
+    members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
         **{name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")},
@@ -97,11 +97,12 @@ def _methods(cls: type[nn.Module]) -> list[str]:
     ]
 
 
-def _under_policy(inherited: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inherited)
+def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with _entered(self):
-            return inherited(self, *args, **kwargs)
+            # Users may assign another method to the class later.
+            return getattr(cls, name)(self, *args, **kwargs)
 
     return nn.nowrap(method)
 

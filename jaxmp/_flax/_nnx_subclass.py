@@ -47,7 +47,7 @@ def wrapped_class(cls: type, names: frozenset[str]) -> type:
 
 
 def _make_class(cls: Any) -> type:
-    members = {name: _wrap_method(name, member) for name, member in _methods(cls).items()}
+    members = {name: _wrap_method(cls, name, member) for name, member in _methods(cls).items()}
     if NNX_LAYERS.traits(cls).caches and hasattr(cls, "init_cache"):
         members["init_cache"] = _make_init_cache(cls.init_cache)
     members |= {
@@ -83,10 +83,11 @@ def _methods(cls: type) -> dict[str, Any]:
     return methods
 
 
-def _wrap_method(name: str, inherited: Any) -> Callable[..., Any]:
+def _wrap_method(cls: type, name: str, inherited: Any) -> Callable[..., Any]:
     @functools.wraps(inherited)
     def method(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        call = inherited.__get__(self, type(self))
+        # Users may assign another method to the class later.
+        call = getattr(super(_classes[cls], self), name)
         bound = bound_of(self)
         if bound is None:
             return call(*args, **kwargs)
