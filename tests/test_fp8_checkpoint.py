@@ -8,6 +8,7 @@ import pytest
 from grids import fast_cases
 from jaxmp import fp8
 from jaxmp._core._jaxprs import equations
+from jaxmp.errors import JaxmpError
 
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 MATRICES = (((1,), (0,)), ((), ()))
@@ -98,3 +99,9 @@ def test_amaxes_are_saved():
     # Those of input, kernel and gradient; `jax.checkpoint` repeats the first two.
     assert (before.count("reduce_max"), after.count("reduce_max")) == (5, 3)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(plain)(x, w), jax.jit(ours)(x, w))
+
+
+@pytest.mark.parametrize("policy", [None, "dots_saveable"])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(JaxmpError, match=f"{policy!r} is not a function"):
+        fp8.checkpoint_policy(policy)

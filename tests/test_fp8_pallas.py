@@ -475,3 +475,10 @@ def test_activations_are_checked(options, message):
     # The call of the layers for any other activation.
     call = str(info.value).partition(" as in ")[2].removesuffix(".")
     assert eval(call, {"jax": jax, "x": x, "down": abs, "up": abs, **options}).shape == x.shape
+
+
+@pytest.mark.parametrize("role", ["up", "down", "gate"])
+def test_arrays_are_no_layers(role):
+    layers = {"up": abs, "down": abs, "gate": abs, role: normal(0, 8, 8)}
+    with pytest.raises(jaxmp.JaxmpError, match=f"{role} is a .*Array.*, which is not a layer"):
+        fp8.mlp(normal(0, 8, 8), **layers)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core._dtypes import is_fp8
+from jaxmp.errors import JaxmpError
 
 # Name of the quantized operands (one byte per element) for a rematerialization policy such as
 # `jax.checkpoint_policies.save_only_these_names`.
@@ -64,6 +65,9 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
       A policy for `jax.checkpoint`, `nn.remat` or `nnx.remat`.
 
+    Raises:
+      JaxmpError: if `policy` is not a function.
+
     Example:
       >>> policy = checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
       >>> from jaxmp import fp8
@@ -72,6 +76,11 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
       >>> layer(jnp.ones((16, 16)), jnp.eye(16)).shape
       (16, 16)
     """
+    if not callable(policy):
+        raise JaxmpError(
+            f"fp8.checkpoint_policy: {policy!r} is not a function. Pass a policy of JAX: "
+            "fp8.checkpoint_policy(jax.checkpoint_policies.nothing_saveable)."
+        )
 
     def is_saved(primitive: Any, *args: Any, **params: Any) -> Any:
         if primitive is lax.dot_general_p and is_fp8(args[0].dtype):

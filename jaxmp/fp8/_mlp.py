@@ -150,7 +150,8 @@ def mlp(
       `[..., features of down]`, in the dtype that `down` returns.
 
     Raises:
-      JaxmpError: if the activation is unknown, or does not match `gate`.
+      JaxmpError: if the activation is unknown, or does not match `gate`, and for a layer that is
+        not callable.
 
     Example:
       >>> up, down = jnp.full((16, 32), 0.25), jnp.full((32, 16), 0.25)
@@ -158,6 +159,12 @@ def mlp(
       >>> y.shape
       (4, 16)
     """
+    for role, layer in {"up": up, "down": down, "gate": up if gate is None else gate}.items():
+        if not callable(layer):
+            raise JaxmpError(
+                f"fp8.mlp: {role} is a {type(layer).__name__}, which is not a layer. Pass a layer, "
+                "or a function: fp8.mlp(x, lambda x: x @ up, lambda h: h @ down)."
+            )
     name = activation or ("gelu" if gate is None else "swiglu")
     allowed = ("gelu", "silu") if gate is None else ("swiglu",)
     if name not in allowed:
