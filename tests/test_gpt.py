@@ -325,7 +325,8 @@ def test_bytes_of_the_perceptron(recipe, monkeypatch):
     # The sums of a gradient of a bias may take another small kernel in each layer.
     assert own.matmuls == plain.matmuls and own.kernels <= plain.kernels + model.layers
     hidden = 4 * 512 * 4 * model.width * 2  # bytes of the array behind the first layer
-    fewer = -0.01 if recipe == "bf16" else 1
+    # With delayed scaling, XLA measures the activation in the kernel that quantizes it.
+    fewer = 1 if recipe == "fp8" else -0.01
     assert plain.accessed - own.accessed >= fewer * model.layers * hidden
 
 
