@@ -650,7 +650,7 @@ def held_out_loss(framework, recipe, steps=60):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=REST)])
 def test_training_is_within_a_percent_of_bf16(framework):
     """Runs on a CPU, where operands are rounded to FP8 and multiplied in a wider dtype."""
     bf16 = held_out_loss(framework, load_recipe("bf16"))
