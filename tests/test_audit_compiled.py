@@ -164,18 +164,18 @@ def test_fp8_products_fall_back_where_the_card_has_none():
     assert "float8_e4m3fn" in finding.message and "float16" in finding.message
 
 
-def quantised(x):
+def quantized(x):
     return jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)
 
 
 @needs_compiler
 @pytest.mark.parametrize(("between", "falls_back"), [(lambda x: x, False), (jnp.abs, True)])
-def test_quantised_and_dequantised_dots(between, falls_back):
+def test_quantized_and_dequantized_dots(between, falls_back):
     """XLA rewrites the pattern to an FP8 matmul; an operation in between breaks the pattern."""
 
     def f(x, w):
         with jax.named_scope("lin"):
-            return between(quantised(x)) @ quantised(w)  # QDQ dot
+            return between(quantized(x)) @ quantized(w)  # QDQ dot
 
     report = audit(f, shape(512, 512), shape(512, 512), target="h200")
     assert operands(report) == {

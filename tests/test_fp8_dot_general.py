@@ -176,7 +176,7 @@ def test_each_product_has_its_own_formats(gemm):
     assert sorted(found) == [high, high, ("float8_e4m3fn", "float8_e5m2")]
 
 
-def test_bias_gradients_are_sums_of_what_was_not_quantised():
+def test_bias_gradients_are_sums_of_what_was_not_quantized():
     x, w, b, g = normal(0, 64, 32), normal(1, 32, 16), normal(2, 16), normal(3, 64, 16)
 
     @jax.jit
@@ -420,7 +420,7 @@ def test_what_is_kept_for_the_backward_pass_is_fp8(name):
 
 POLICIES = {
     "all again": None,
-    "quantised operands": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME),
+    "quantized operands": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME),
     "products": jax.checkpoint_policies.dots_saveable,
     "all": jax.checkpoint_policies.everything_saveable,
 }
@@ -461,10 +461,10 @@ def test_scan_and_remat_change_nothing(recipe):
     [
         # Input, kernel and gradient, and the first two again where they are recomputed.
         ("all again", 5),
-        ("quantised operands", 3),
+        ("quantized operands", 3),
     ],
 )
-def test_no_quantisation_twice_under_remat(policy, count):
+def test_no_quantization_twice_under_remat(policy, count):
     layer = jax.checkpoint(functools.partial(linear, RECIPES["current"]), policy=POLICIES[policy])
     gradient = jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), argnums=(0, 1))
     assert casts(gradient, normal(0, 32, 16), normal(1, 16, 48)) == count

@@ -133,16 +133,16 @@ def test_loops_in_calls(jitted):
 def test_auxiliary_data_is_returned_unchanged():
     loss = loss_of(SCALINGS["max"])
     with_aux = lambda variables, x: (loss(variables, x), {"name": "text", "x": x})
-    found = []
+    names = []
 
     @jax.jit
     def step(variables, x):
         (value, aux), grads = jaxmp.value_and_grad(with_aux, has_aux=True)(variables, x)
-        found.append(aux["name"])
+        names.append(aux["name"])
         return value, aux["x"], grads
 
     _, x, _ = step(variables_of(SCALINGS["max"]), batch(1.0))
-    assert found == ["text"] and (x == batch(1.0)).all()
+    assert names == ["text"] and (x == batch(1.0)).all()
 
 
 # ---------------------------------------------------------------------------

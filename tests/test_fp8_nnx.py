@@ -188,7 +188,7 @@ def test_an_optimizer_carries_it():
     assert first["fp8_input_amax_history"].tolist() == [4, 0, 0]
     # Calibrated: each microbatch uses its amax, and the larger one is stored.
     assert first["fp8_input_amax"] == 4
-    # The mean over 128 numbers; the loss scale is in the gradient that is quantised.
+    # The mean over 128 numbers; the loss scale is in the gradient that is quantized.
     y = 4 * np.abs(np.float32(jnp.max(jnp.abs(linear()(x / 4)))))
     assert first["fp8_output_grad_amax_history"][0] == pytest.approx(16 * 2 * y / 128, rel=0.05)
     assert not np.isfinite(skipped_loss) and (steps, end) == (1, 2)

@@ -194,7 +194,19 @@ def test_devices_agree_on_the_leaf():
 def test_the_first_leaf_that_is_not_finite(tree, first):
     tree = [jnp.asarray(leaf) for leaf in tree]
     assert int(_trees.first_nonfinite(tree)) == first
+    assert int(_trees.first_nonfinite(tree, elementwise=True)) == first
     assert bool(_trees.all_finite(tree)) == (first == len(tree))
+
+
+@pytest.mark.parametrize("skip", ["select", "cond"])
+@pytest.mark.parametrize(("size", "leaf"), [(1e38, -1), (np.inf, 1)])
+def test_gradients_in_fp32_and_fp64(skip, size, leaf):
+    """Each array is tested in its own dtype: in FP64, the square of 1e38 is finite."""
+    with jax.enable_x64(True):
+        tx = optim.skip_nonfinite(optax.sgd(0.1), skip=skip)
+        grads = {"a": jnp.ones(3, jnp.float32), "b": jnp.array([1.0, size], jnp.float64)}
+        _, state = jax.jit(tx.update)(grads, tx.init(grads))
+    assert int(state.stats.nonfinite_leaf) == leaf
 
 
 @pytest.mark.parametrize("skip", ["select", "cond"])
@@ -207,6 +219,16 @@ def test_a_gradient_whose_square_overflows_is_skipped(skip, size, skipped):
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.total) == skipped
     assert int(state.stats.nonfinite_leaf) == (1 if skipped else -1)
+    assert jaxmp.all_finite(state.inner_state)
+
+
+@pytest.mark.parametrize(("skip", "skipped"), [("select", 1), ("cond", 0)])
+def test_finite_squares_with_an_infinite_sum(skip, skipped):
+    tx = optim.skip_nonfinite(optax.adam(0.1), skip=skip)
+    grads = {"a": jnp.full(3, 1.5e19)}
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        _, state = jax.jit(tx.update)(grads, tx.init(grads))
+    assert int(state.stats.total) == skipped
     assert jaxmp.all_finite(state.inner_state)
 
 
@@ -232,3 +254,14 @@ def test_the_index_costs_a_few_operations_whatever_the_number_of_leaves():
         operations(_trees.first_nonfinite, n) - operations(_trees.all_finite, n) for n in (2, 100)
     ]
     assert more[0] == more[1] <= 6
+
+
+@pytest.mark.parametrize("skip", ["select", "cond"])
+def test_a_branch_tests_each_element(skip):
+    """A branch does not share sums with the code in front of it, and sums cost more on a CPU."""
+    tx = optim.skip_nonfinite(optax.sgd(0.1), skip=skip)
+    grads = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    primitives = [e.primitive.name for e in jax.make_jaxpr(tx.update)(grads, tx.init(grads)).eqns]
+    name = {"select": "reduce_sum", "cond": "reduce_and"}[skip]
+    assert primitives.count(name) == len(grads)
+    assert primitives.count("reduce_sum") + primitives.count("reduce_and") == len(grads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -205,34 +205,56 @@ def all_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
 
 
-def first_nonfinite(tree: PyTree) -> jax.Array:
+def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     """Returns the index of the first leaf of `tree` whose sum of squares is not finite.
 
     A leaf with infinities or NaN has such a sum. So does one whose squares overflow, as FP32 does
     above 1.8e19, where gradient norms and second moments are infinite too. These sums are those of
     `optax.clip_by_global_norm`, and XLA computes equal sums once.
 
+    Args:
+      tree: arrays of any dtypes, of which only the floating and complex ones are tested.
+      elementwise: test each square instead of their sum. The sum can overflow although all squares
+        are finite; then only the norm of the gradients is infinite.
+
     Returns:
       An int32 scalar; the number of leaves if all sums are finite.
     """
     leaves = jax.tree.leaves(tree)
-    sums = {index: _sum_of_squares(leaf) for index, leaf in enumerate(leaves) if is_inexact(leaf)}
+    tested = {index: leaf for index, leaf in enumerate(leaves) if is_inexact(leaf)}
     none = jnp.int32(len(leaves))
-    if not sums:
+    if not tested:
         return none
-    stacked = lax.concatenate([lax.reshape(total, (1,)) for total in sums.values()], 0)
-    indices = jnp.array(list(sums), jnp.int32)
-    masked = lax.select(lax.is_finite(stacked), lax.full_like(indices, len(leaves)), indices)
+    if elementwise:
+        finite = _stacked([_has_finite_squares(leaf) for leaf in tested.values()])
+    else:
+        sums = [_sum_of_squares(leaf) for leaf in tested.values()]
+        widest = FLOAT64 if any(total.dtype == FLOAT64 for total in sums) else FLOAT32
+        finite = lax.is_finite(_stacked([cast(total, widest) for total in sums]))
+    indices = jnp.array(list(tested), jnp.int32)
+    masked = lax.select(finite, lax.full_like(indices, len(leaves)), indices)
     return lax.reduce_min(masked, (0,))
+
+
+def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:
+    return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)
 
 
 def _sum_of_squares(leaf: ArrayLike) -> jax.Array:
     """Returns the sum of the squares of an array, at least in FP32."""
-    parts = [
-        lax.reduce_sum(lax.square(part), axes=tuple(range(part.ndim)))
-        for part in (cast(part, wide_dtype(part.dtype)) for part in _real_parts(jnp.asarray(leaf)))
-    ]
-    return functools.reduce(lax.add, parts)
+    sums = [lax.reduce_sum(part, axes=tuple(range(part.ndim))) for part in _squares(leaf)]
+    return functools.reduce(lax.add, sums)
+
+
+def _has_finite_squares(leaf: ArrayLike) -> jax.Array:
+    """Returns True if all squares of the elements of an array are finite, at least in FP32."""
+    return functools.reduce(lax.bitwise_and, map(_is_finite, _squares(leaf)))
+
+
+def _squares(leaf: ArrayLike) -> list[jax.Array]:
+    """Returns the squares of the real and the imaginary part of an array, at least in FP32."""
+    parts = _real_parts(jnp.asarray(leaf))
+    return [lax.square(cast(part, wide_dtype(part.dtype))) for part in parts]
 
 
 def _is_finite(leaf: ArrayLike) -> jax.Array:
@@ -241,6 +263,12 @@ def _is_finite(leaf: ArrayLike) -> jax.Array:
         for part in _real_parts(jnp.asarray(leaf))
     ]
     return functools.reduce(lax.bitwise_and, parts)
+
+
+def _wide_parts(leaf: ArrayLike) -> list[jax.Array]:
+    """Returns the real and the imaginary part of an array, at least in FP32."""
+    parts = _real_parts(jnp.asarray(leaf))
+    return [cast(part, wide_dtype(part.dtype)) for part in parts]
 
 
 def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:

@@ -141,8 +141,9 @@ def skip_nonfinite(
     `master_params`, whose state records it.
 
     The check sums the squares of each array, as `optax.clip_by_global_norm` does, and XLA computes
-    equal sums once. A gradient whose squares overflow FP32, above 1.8e19, therefore also counts as
-    non-finite; its second moment and its norm would be infinite. With skip="none" such a step is
+    equal sums once. A branch shares no sums with the code in front of it, so skip="cond" tests each
+    square instead. In both forms, a gradient above 1.8e19, whose square overflows FP32, also counts
+    as non-finite; its second moment and its norm would be infinite. With skip="none" such a step is
     applied, and `optax.clip_by_global_norm` divides all gradients by the infinite norm, to zero.
 
     Args:
@@ -208,7 +209,8 @@ def skip_nonfinite(
             emitted, inner_state = do_update()
             return emitted, dataclasses.replace(state, inner_state=inner_state)
 
-        first = _trees.first_nonfinite(grads)
+        branches = _resolve(skip) == "cond"
+        first = _trees.first_nonfinite(grads, elementwise=branches)
         if axes:
             first = _compat.smallest(first, axes)
         finite = lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
@@ -219,7 +221,7 @@ def skip_nonfinite(
         old_overflow = overflow_leaf(state.inner_state)
         if axes:
             old_overflow = _compat.largest(old_overflow, axes)
-        guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
+        guarded_update = _cond_update if branches else _select_update
         # A skipped step emits zeros in the structure of the updates. This is the structure of the
         # gradients, except under wrappers such as `optax.lookahead`, which has two copies of the
         # parameters.
