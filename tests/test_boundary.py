@@ -355,6 +355,32 @@ class ScannedNnx(nnx.Module):
         return _sum_scan(lambda row: row @ self.kernel[...], x, self.dtype or x.dtype)
 
 
+class Layer(nnx.Module):
+    """Layer in the form of MaxText, which calls a copy of it in each iteration of a scan."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return x + self.linear(x)
+
+
+class LayersNnx(nnx.Module):
+    def __init__(self):
+        self.layer = Layer()
+        self.table = nnx.Param(jnp.ones((8, 4)))
+
+    def run(self, layers, x):
+        graph, params = nnx.split(layers)
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+        body = lambda x, row: (nnx.merge(graph, row)(x), None)
+        return jax.lax.scan(body, x, stacked)[0]
+
+    def __call__(self, tokens):
+        # A lookup with the author's dtype, which the policy does not change.
+        return self.run(self.layer, jnp.take(jnp.float32(self.table[...]), tokens, axis=0))
+
+
 class Cached(nnx.Module):
     """Block whose caller creates the cache, as in bonsai's Qwen3."""
 
@@ -409,6 +435,17 @@ def test_a_float32_carry_is_explained_and_the_fixes_work():
         assert f"in {name}, the module 'inner', which computes in bfloat16" in note
         assert "jnp.zeros(shape, x.dtype)" in note and "Rule('inner/**', 'c=f32')" in note
         assert run(None, BF16).dtype == run("float32", fixed).dtype == jnp.float32
+
+
+def test_a_float32_carry_of_modules_is_explained_and_the_fix_works():
+    run = lambda policy: nnx.eval_shape(
+        jn.apply_policy(OuterNnx(LayersNnx()), policy), jax.ShapeDtypeStruct((3,), jnp.int32)
+    )
+    note = _notes(lambda: run(BF16))
+    assert "Rule('inner/*', 'o=f32')" in note
+    assert "kernel" not in note  # a parameter among the arguments, which is cast when it is read
+    fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/*", "o=f32")])
+    assert run(fixed).dtype == jnp.float32
 
 
 def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():

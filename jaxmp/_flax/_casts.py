@@ -316,6 +316,7 @@ def explain_mismatch(
     path: tuple[str, ...],
     cls: type,
     arguments: Mapping[str, Any],
+    is_param: IsLeaf = None,
 ) -> None:
     """Adds a note to an error of JAX that names both a policy's 16-bit dtype and float32.
 
@@ -325,6 +326,7 @@ def explain_mismatch(
       error: raised by a method of the module.
       module_policy, path, cls: those of the module.
       arguments: name -> value of the method's arguments.
+      is_param: returns True for a parameter in the arguments; a policy casts it when it is read.
     """
     compute, text = module_policy.policy.compute_dtype, str(error)
     names_both = compute.name in text and "float32" in text
@@ -340,9 +342,11 @@ def explain_mismatch(
     if "carry" in text:
         lines.append(
             "Create the initial carry of the loop in the dtype of what the loop computes: "
-            "jnp.zeros(shape, x.dtype), not jnp.zeros(shape)."
+            "jnp.zeros(shape, x.dtype), not jnp.zeros(shape). If the loop calls a module that "
+            "returns the next carry, you can also let it return float32: "
+            f"Rule({'/'.join((*path, '*'))!r}, 'o=f32')."
         )
-    wide = _float32_names(arguments)
+    wide = _float32_names(arguments, is_param)
     if wide:
         lines.append(
             f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
@@ -353,13 +357,13 @@ def explain_mismatch(
     error.add_note(" ".join(lines))
 
 
-def _float32_names(arguments: Mapping[str, Any]) -> list[str]:
+def _float32_names(arguments: Mapping[str, Any], is_param: IsLeaf) -> list[str]:
     """Returns the names of float32 arrays in arguments, such as `cache[0].k_cache`; at most 3."""
     names = [
         name + jax.tree_util.keystr(key_path)
         for name, value in arguments.items()
-        for key_path, leaf in jax.tree.leaves_with_path(value)
-        if getattr(leaf, "dtype", None) == FLOAT32
+        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_param)
+        if isinstance(leaf, _ARRAYS) and leaf.dtype == FLOAT32
     ]
     return names[:3] + ["..."] * (len(names) > 3)
 

@@ -69,6 +69,10 @@ def _is_opaque(value: object) -> bool:
     return isinstance(value, _OPAQUE)
 
 
+def _is_param(value: object) -> bool:
+    return isinstance(value, nnx.Param)
+
+
 def call_method(
     bound: Bound,
     module: nnx.Module,
@@ -113,7 +117,7 @@ def call_method(
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
             arguments = named_arguments(call, args, kwargs)
-            explain_mismatch(error, module_policy, bound.path, bound.cls, arguments)
+            explain_mismatch(error, module_policy, bound.path, bound.cls, arguments, _is_param)
             raise
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
