@@ -78,8 +78,9 @@ def test_kept_arguments_are_not_cast_however_they_are_passed(names):
     assert linen_dtypes(policies, X, T) == kept
     assert linen_dtypes(policies, X, t=T) == kept
     assert linen_dtypes(policies, X, T, sigma=T) == {**kept, "sigma": "float32"}
+    forward = PolicyMap(MIXED, [dataclasses.replace(rule, forward_methods=["encode"])])
     other = {"other": "bfloat16", "t": "float32"}
-    assert linen_dtypes(policies, X, T, method="encode") == other
+    assert linen_dtypes(forward, X, T, method="encode") == other
     assert linen_dtypes(MIXED, X, T) == dict.fromkeys(kept, "bfloat16")
 
 

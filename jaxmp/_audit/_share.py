@@ -33,6 +33,8 @@ class Suspect(NamedTuple):
     cls: str
     # Of the matrices that it owns.
     elements: int
+    # The method that returned float32, if it is not a forward pass; otherwise "".
+    method: str = ""
 
 
 def returns_float32(out: PyTree) -> bool:
@@ -100,11 +102,21 @@ def warn_if_low(
     if share is None or share >= _LOW:
         return
     names = ", ".join(dict.fromkeys(suspect.cls for suspect in suspects))
+    first = suspects[0]
+    if first.method:
+        reason = (
+            f"The method {first.method!r} of the module {first.path!r} multiplies by its own "
+            "parameters, but its arguments are cast only in a forward pass. Declare the method as "
+            f"one: Rule({first.path!r}, forward_methods=[{first.method!r}])."
+        )
+    else:
+        reason = (
+            f"Layers of the class {names}, such as {first.path!r}, cast their operands to float32, "
+            "which the policy of a module does not change. Apply the same recipe to each "
+            "operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
+        )
     warnings.warn(
-        f"{share:.0%} of the matmul FLOPs of {model.__name__} run in 16 bits or fewer. Layers of "
-        f"the class {names}, such as {suspects[0].path!r}, cast their operands to float32, which "
-        "the policy of a module does not change. Apply the same recipe to each operation: loss_fn "
-        "= jaxmp.autocast(loss_fn, recipe).",
+        f"{share:.0%} of the matmul FLOPs of {model.__name__} run in 16 bits or fewer. {reason}",
         RecipeWarning,
         stacklevel=stacklevel + 1,
     )

@@ -16,7 +16,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._layer_table import LayerTraits
+from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
@@ -66,10 +66,24 @@ class ModulePolicy:
         path = f"{self.resolved.path}:{name}"
         return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
 
+    def is_forward(self, method: str) -> bool:
+        """Returns True if the arguments and results of a method are cast.
+
+        These are `__call__`, the methods in `forward_methods`, and those that Flax's layers define.
+        """
+        names = "__call__", *self.policy.forward_methods
+        return method in names or _is_method_of_flax(self.cls, method)
+
     def kept(self, method: str) -> Kept:
         """Returns the arguments of a method that are not cast."""
         names = self.policy.keep_inputs
         return kept_inputs(self.cls, method, names) if names else NOTHING_KEPT
+
+
+@functools.cache
+def _is_method_of_flax(cls: type, method: str) -> bool:
+    bases = getattr(cls, "_jaxmp_class", cls).__mro__
+    return is_flax(next((base for base in bases if method in vars(base)), None))
 
 
 def resolve_module(
@@ -245,6 +259,29 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
     return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
 
 
+def widen_outputs(
+    module_policy: ModulePolicy, out: PyTree, incoming: PyTree, is_leaf: IsLeaf = None
+) -> PyTree:
+    """Casts 16-bit results of a method that is not a forward pass to a wider output dtype.
+
+    Results with the shape and dtype of an argument, such as a cache in 16 bits, are not cast.
+
+    Args:
+      module_policy: of the module.
+      out: result of the method.
+      incoming: its arguments.
+      is_leaf: as in `jax.tree.map`.
+    """
+    arguments = jax.tree.leaves(incoming, is_leaf=is_leaf)
+    known = {(leaf.shape, leaf.dtype) for leaf in arguments if isinstance(leaf, _ARRAYS)}
+
+    def widen(leaf: Any, dtype: Any) -> Any:
+        is_known = (leaf.shape, leaf.dtype) in known
+        return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
+
+    return cast_tree(out, module_policy.resolved.output_dtype, False, is_leaf, widen)
+
+
 def split_carry(
     traits: LayerTraits,
     module: Any,
@@ -317,6 +354,7 @@ def explain_mismatch(
     cls: type,
     arguments: Mapping[str, Any],
     is_param: IsLeaf = None,
+    method: str = "",
 ) -> None:
     """Adds a note to an error of JAX that names both a policy's 16-bit dtype and float32.
 
@@ -327,6 +365,7 @@ def explain_mismatch(
       module_policy, path, cls: those of the module.
       arguments: name -> value of the method's arguments.
       is_param: returns True for a parameter in the arguments; a policy casts it when it is read.
+      method: name of the method, if it is not a forward pass, so that its arguments are not cast.
     """
     compute, text = module_policy.policy.compute_dtype, str(error)
     names_both = compute.name in text and "float32" in text
@@ -347,7 +386,13 @@ def explain_mismatch(
             f"Rule({'/'.join((*path, '*'))!r}, 'o=f32')."
         )
     wide = _float32_names(arguments, is_param)
-    if wide:
+    if method:
+        lines.append(
+            f"The method {method!r} is not a forward pass, so its arguments are not cast, but "
+            "modules return 16 bits. Convert their results: self(x).astype(jnp.float32). Or "
+            f"declare the method as a forward pass: Rule({name!r}, forward_methods=[{method!r}])."
+        )
+    elif wide:
         lines.append(
             f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
             f"them in the compute dtype: jnp.zeros(shape, jnp.{compute})."

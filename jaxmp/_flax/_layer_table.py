@@ -17,6 +17,12 @@ from jax import lax
 from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
 from jaxmp.errors import CompositionError
 
+
+def is_flax(value: object) -> bool:
+    """Returns True for a class or function that Flax defines."""
+    return getattr(value, "__module__", "").partition(".")[0] == "flax"
+
+
 # ---------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------

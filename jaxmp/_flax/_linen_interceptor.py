@@ -30,6 +30,7 @@ from jaxmp._flax._casts import (
     resolve_module,
     restores_inputs,
     split_carry,
+    widen_outputs,
 )
 from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
@@ -118,6 +119,8 @@ class _Frame(NamedTuple):
     is_function: bool
     # The operands of the layer require the dtype that the author of the model chose.
     keeps_dtype: bool
+    # The call is part of a forward pass of the module, whose arguments have been cast.
+    is_forward: bool
 
 
 class PolicyInterceptor:
@@ -165,7 +168,9 @@ class PolicyInterceptor:
             return call(*args, **kwargs)
         body = self._lifted_body(module)
         is_function = not hasattr(type(module), method)
-        at_boundary = not is_function and not self._is_inside(module, path)
+        caller = self._own_caller(module, path)
+        is_inside = is_function or (caller is not None and caller.is_forward)
+        at_boundary = not is_inside and module_policy.is_forward(method)
         incoming = args, kwargs
         boundary = None
         if at_boundary and is_overridden:
@@ -184,26 +189,33 @@ class PolicyInterceptor:
             is_overridden=is_overridden,
             keeps_dtype=keeps_dtype,
         )
-        with self._frame(module, path, module_policy, is_function, keeps_dtype), noted(boundary):
+        precision = matmul_precision(module_policy.policy, self.precision)
+        is_forward = is_inside or at_boundary
+        frame = _Frame(module, path, precision, is_function, keeps_dtype, is_forward)
+        with self._entered(frame), noted(boundary):
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError) as error:
                 arguments = named_arguments(call, args, kwargs)
-                explain_mismatch(error, module_policy, path, author_class(module), arguments)
+                cls, other = author_class(module), "" if is_forward else method
+                explain_mismatch(error, module_policy, path, cls, arguments, method=other)
                 raise
         out, carry = self._split_carry(module_policy, module, method, body, out, *incoming)
-        if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
-            self._suspect(module, path)
+        expects_16bit = is_overridden and ignores_dtype(module_policy)
+        if expects_16bit and not is_inside and returns_float32(out):
+            self._suspect(module, path, "" if at_boundary else method)
         if at_boundary and (is_overridden or module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out)
+        elif is_overridden and not is_function and caller is None:
+            out = widen_outputs(module_policy, out, incoming)
         return carry(out)
 
-    def _suspect(self, module: Any, path: Path) -> None:
+    def _suspect(self, module: Any, path: Path, method: str) -> None:
         own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
         elements = matrix_elements(jax.tree.leaves(own))
         if elements:
             cls = author_class(module)
-            self.suspects[path] = Suspect("/".join(path), cls.__name__, elements)
+            self.suspects[path] = Suspect("/".join(path), cls.__name__, elements, method)
 
     def many_suspects(self) -> list[Suspect]:
         """Returns the modules that appear to ignore their policy, if they own many parameters."""
@@ -274,11 +286,12 @@ class PolicyInterceptor:
         inside = path[:depth] == self.root.path
         return self.root.origin.path + path[depth:] if inside else path
 
-    def _is_inside(self, module: nn.Module, path: Path) -> bool:
-        """Returns True if a module calls its own method, so that the call is not at a boundary."""
+    def _own_caller(self, module: nn.Module, path: Path) -> _Frame | None:
+        """Returns the enclosing call if a module calls its own method; otherwise None."""
         callers = (frame for frame in reversed(self.frames) if not frame.is_function)
         caller = next(callers, None)
-        return caller is not None and (caller.path, type(caller.module)) == (path, type(module))
+        is_own = caller and (caller.path, type(caller.module)) == (path, type(module))
+        return caller if is_own else None
 
     def _lifted_body(self, module: Any) -> str:
         """Returns the transformation whose body is called, such as "scan(block)"; "" if none."""
@@ -289,19 +302,11 @@ class PolicyInterceptor:
         return debug_path[-1] if lifted and debug_path else ""
 
     @contextlib.contextmanager
-    def _frame(
-        self,
-        module: nn.Module,
-        path: Path,
-        module_policy: ModulePolicy,
-        is_function: bool,
-        keeps_dtype: bool,
-    ) -> Iterator[None]:
+    def _entered(self, frame: _Frame) -> Iterator[None]:
         outer = self.frames[-1].precision if self.frames else self.precision
-        precision = matmul_precision(module_policy.policy, self.precision)
-        self.frames.append(_Frame(module, path, precision, is_function, keeps_dtype))
+        self.frames.append(frame)
         try:
-            with precision_scope(precision, outer):
+            with precision_scope(frame.precision, outer):
                 yield
         finally:
             self.frames.pop()

@@ -31,6 +31,7 @@ from jaxmp._flax._casts import (
     named_arguments,
     restores_inputs,
     split_carry,
+    widen_outputs,
 )
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
@@ -46,6 +47,8 @@ class _Frame(NamedTuple):
     precision: str | None
     # The operands of the layer require the dtype that the author of the model chose.
     keeps_dtype: bool
+    # The call is part of a forward pass of the module, whose arguments have been cast.
+    is_forward: bool
 
 
 class _Frames(threading.local):
@@ -91,9 +94,12 @@ def call_method(
       args, kwargs: its arguments.
     """
     module_policy = bound.module_policy
-    at_boundary = not _is_inside(bound)
+    caller = _frames.stack[-1] if _frames.stack else None
+    calls_itself = caller is not None and caller.bound == bound
+    is_inside = calls_itself and caller.is_forward
+    at_boundary = not is_inside and module_policy.is_forward(name)
     incoming = args, kwargs
-    if at_boundary:
+    if not calls_itself:
         _check_containers(bound, module)
     as_author = at_boundary and _keeps_dtype(module, module_policy, incoming)
     is_overridden = bound.is_overridden and not as_author
@@ -112,20 +118,24 @@ def call_method(
         call = functools.partial(_lookup, bound, module)
     elif at_boundary and wide is not None and name == "attend" and _is_flax_embedding(bound, name):
         call = _wide_attend(module, wide)
-    with _entered(bound, name, as_author), noted(boundary):
+    is_forward = is_inside or at_boundary
+    with _entered(bound, name, as_author, is_forward), noted(boundary):
         try:
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            arguments = named_arguments(call, args, kwargs)
-            explain_mismatch(error, module_policy, bound.path, bound.cls, arguments, _is_param)
+            arguments = named_arguments(call, args, kwargs), _is_param, "" if is_forward else name
+            explain_mismatch(error, module_policy, bound.path, bound.cls, *arguments)
             raise
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
-    if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
-        _suspect(bound, module)
+    expects_16bit = is_overridden and ignores_dtype(module_policy)
+    if expects_16bit and not is_inside and returns_float32(out):
+        _suspect(bound, module, "" if at_boundary else name)
     if _frames.suspects and not _frames.stack:
         _report_suspects(bound, module, name, *incoming)
     if at_boundary and (is_overridden or module_policy.resolved.casts_output):
         out = cast_outputs(module_policy, out, _is_opaque)
+    elif is_overridden and not calls_itself:
+        out = widen_outputs(module_policy, out, incoming, _is_opaque)
     return carry(out)
 
 
@@ -133,12 +143,12 @@ def call_method(
 _counted: set[tuple[type, PolicyMap]] = set()
 
 
-def _suspect(bound: Bound, module: nnx.Module) -> None:
+def _suspect(bound: Bound, module: nnx.Module, method: str) -> None:
     own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
     elements = matrix_elements(value.get_raw_value() for value in own)
     if elements:
         path = "/".join(bound.path)
-        _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements)
+        _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements, method)
 
 
 def _report_suspects(
@@ -272,16 +282,9 @@ def _outside() -> Iterator[None]:
         _frames.stack, _frames.ambient = stack, ambient
 
 
-def _is_inside(bound: Bound) -> bool:
-    """Returns True if a module calls its own method, so that the call is not at a boundary."""
-    if not _frames.stack:
-        return False
-    return _frames.stack[-1].bound == bound
-
-
 @contextlib.contextmanager
-def _entered(bound: Bound, method: str, keeps_dtype: bool) -> Iterator[None]:
-    """Runs one method under its policies, precision and name scope."""
+def _entered(bound: Bound, method: str, keeps_dtype: bool, is_forward: bool) -> Iterator[None]:
+    """Runs one method under its precision and name scope, and a forward pass under its policies."""
     stack = _frames.stack
     if not stack:
         check_device(bound.policies)
@@ -289,9 +292,10 @@ def _entered(bound: Bound, method: str, keeps_dtype: bool) -> Iterator[None]:
     outer = stack[-1].precision if stack else _frames.ambient
     precision = matmul_precision(bound.module_policy.policy, _frames.ambient)
     active = current_context().policies == bound.policies
-    policies = contextlib.nullcontext() if active else context(policies=bound.policies)
+    policies = context(policies=bound.policies)
+    policies = policies if is_forward and not active else contextlib.nullcontext()
     scope = _named(bound, method)
-    stack.append(_Frame(bound, precision, keeps_dtype))
+    stack.append(_Frame(bound, precision, keeps_dtype, is_forward))
     try:
         with policies, precision_scope(precision, outer), scope:
             yield

@@ -17,14 +17,9 @@ from jaxmp._flax._layer_table import (
     PREFERRED,
     LayerTable,
     LayerTraits,
+    is_flax,
 )
 from jaxmp.errors import CompositionError
-
-
-def is_flax(value: object) -> bool:
-    """Returns True for a class or function that Flax defines."""
-    return getattr(value, "__module__", "").partition(".")[0] == "flax"
-
 
 # ---------------------------------------------------------------------------
 # Sizes of kernels

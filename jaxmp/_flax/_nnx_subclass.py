@@ -13,10 +13,11 @@ from flax import nnx
 
 from jaxmp._core._compat import declares_pytree
 from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._flax._layer_table import is_flax
 from jaxmp._flax._nnx_bound import bound_of
 from jaxmp._flax._nnx_calls import call_method
 from jaxmp._flax._nnx_cast_on_read import CastOnRead, cast_on_read
-from jaxmp._flax._nnx_layers import NNX_LAYERS, is_flax
+from jaxmp._flax._nnx_layers import NNX_LAYERS
 
 # ---------------------------------------------------------------------------
 # Classes

@@ -98,6 +98,9 @@ class Policy:
       keep_inputs: names and positions of arguments that are not cast at a module's boundary, such
         as `("t", "positions")` or `(1,)`. They apply to every method of the module with such an
         argument; positions start at 0, without `self`.
+      forward_methods: names of methods that are forward passes like `__call__`, such as
+        `("encode", "decode")`: their arguments and results are cast. The other methods of a user's
+        class receive and return arrays as they are.
 
     Raises:
       PolicyError: if a dtype is not a floating-point format, or a setting is not valid.
@@ -120,6 +123,7 @@ class Policy:
     respect_explicit: bool
     cast_float64: bool
     keep_inputs: Names
+    forward_methods: tuple[str, ...]
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class Policy:
         respect_explicit: bool = False,
         cast_float64: bool = False,
         keep_inputs: str | Iterable[str | int] = (),
+        forward_methods: str | Iterable[str] = (),
     ) -> None:
         fields = canonical_fields(
             {
@@ -147,6 +152,7 @@ class Policy:
                 "respect_explicit": respect_explicit,
                 "cast_float64": cast_float64,
                 "keep_inputs": keep_inputs,
+                "forward_methods": forward_methods,
             },
             within="",
         )
@@ -185,8 +191,9 @@ class Policy:
         if self.window is not None:
             parts.append(f"window={window_text(self.window)}")
         parts += [f"{name}=true" for name in _FLAGS if getattr(self, name)]
-        if self.keep_inputs:
-            parts.append(f"keep_inputs={inputs_text(self.keep_inputs)}")
+        for name in ("keep_inputs", "forward_methods"):
+            if getattr(self, name):
+                parts.append(f"{name}={inputs_text(getattr(self, name))}")
         return ",".join(parts)
 
     def __repr__(self) -> str:

@@ -33,6 +33,7 @@ FIELD_KEYS = {
     "respect_explicit": "respect_explicit",
     "cast_float64": "cast_float64",
     "keep_inputs": "keep_inputs",
+    "forward_methods": "forward_methods",
 }
 
 # ---------------------------------------------------------------------------
@@ -57,8 +58,8 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
             canonical[name] = canonical_dtype(value, within=within)
         elif name in _CHOICES:
             canonical[name] = _canonical_choice(name, value, where)
-        elif name == "keep_inputs":
-            canonical[name] = _canonical_inputs(value, where)
+        elif name in ("keep_inputs", "forward_methods"):
+            canonical[name] = _canonical_names(name, value, where)
         elif name == "window":
             canonical[name] = None if value is None else _canonical_window(value, where)
         else:
@@ -77,15 +78,23 @@ def _canonical_choice(name: str, value: Any, where: str) -> str:
     return value
 
 
-def _canonical_inputs(value: object, where: str) -> Names:
+def _canonical_names(name: str, value: object, where: str) -> Names:
+    """Converts a list of arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple."""
+    kinds, example = {
+        "keep_inputs": ("argument names or positions", ("t", "positions")),
+        "forward_methods": ("method names", ("encode", "decode")),
+    }[name]
     try:
-        return canonical_inputs(value)
+        names = canonical_inputs(value)
+        positions = [entry for entry in names if isinstance(entry, int)]
+        if name == "forward_methods" and positions:
+            raise ValueError(f"{positions[0]} is not the name of a method")
     except ValueError as error:
         raise PolicyError(
-            f"keep_inputs={value!r}{where}: {error}. Pass argument names or positions, for "
-            "example keep_inputs=('t', 'positions'), or 'keep_inputs=t+positions' in a policy "
-            "string."
+            f"{name}={value!r}{where}: {error}. Pass {kinds}, for example {name}={example!r}, or "
+            f"'{name}={'+'.join(example)}' in a policy string."
         ) from None
+    return names
 
 
 def _canonical_window(value: Any, where: str) -> tuple[int, int]:
@@ -187,8 +196,8 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs; for "
-                "example 'p=f32,c=bf16,o=f32'."
+                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs, "
+                "forward_methods; for example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

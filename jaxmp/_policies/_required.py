@@ -82,8 +82,8 @@ def check_required(
       rules: the rules to check; None: all rules of the map.
 
     Raises:
-      RuleError: if a rule matches nothing, with the nearest paths or types; or if its `keep_inputs`
-        contains an argument that no matching module accepts.
+      RuleError: if a rule matches nothing, with the nearest paths or types; or if no matching
+        module has an argument in its `keep_inputs`, or a method in its `forward_methods`.
     """
     types = typed_paths(paths)
     for rule in policies.rules if rules is None else rules:
@@ -93,8 +93,8 @@ def check_required(
             if rule.addresses_parameter == (":" in path)
         ):
             raise _no_match_error(rule, types)
-        if rule.required and rule.keep_inputs:
-            _check_inputs(rule, types)
+        if rule.required and (rule.keep_inputs or rule.forward_methods):
+            _check_names(rule, types)
 
 
 def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
@@ -114,8 +114,8 @@ def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
     )
 
 
-def _check_inputs(rule: Rule, types: Mapping[str, ModuleType]) -> None:
-    """Checks that each argument in `keep_inputs` exists in a module that the rule matches."""
+def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
+    """Checks that the arguments and methods that a rule names exist in a module that it matches."""
     classes = []
     for path, module_type in types.items():
         if rule.matches(path, module_type, lineage(path, types)[1]):
@@ -127,6 +127,15 @@ def _check_inputs(rule: Rule, types: Mapping[str, ModuleType]) -> None:
     for name in names:
         if name not in accepted:
             raise _unknown_input_error(rule, name, classes)
+    methods = {name for cls in classes for name in methods_of(cls)}
+    for name in rule.forward_methods or ():
+        if name not in methods:
+            close = ", ".join(nearest(name, methods) or sorted(methods)[:5])
+            raise RuleError(
+                f"{rule!r}: forward_methods contains {name!r}, but no module that the rule matches "
+                f"has such a method; nearest methods: {close or 'none'}. Correct the name, or "
+                "allow the rule to match nothing: required=False."
+            )
 
 
 def _unknown_input_error(rule: Rule, name: str | int, classes: list[type]) -> RuleError:

@@ -36,8 +36,8 @@ def _name(text: str) -> str:
     return text
 
 
-def _window(value: int | list[Any]) -> tuple[int, int]:
-    return canonical_fields({"window": value}, within="")["window"]
+def _canonical(name: str, value: object) -> Any:
+    return canonical_fields({name: value}, within="")[name]
 
 
 def _category(op: OpRule) -> Field:
@@ -69,6 +69,12 @@ _POLICY = {
         (list,),
         convert=canonical_inputs,
     ),
+    "forward_methods": Field(
+        "a list of method names",
+        '["encode", "decode"]',
+        (list,),
+        convert=lambda value: _canonical("forward_methods", value),
+    ),
 }
 
 _ATTENTION = {
@@ -78,7 +84,7 @@ _ATTENTION = {
         "a nonnegative integer, or a list of two: [left, right]",
         "127",
         (int, list),
-        convert=_window,
+        convert=lambda value: _canonical("window", value),
     ),
 }
 assert tuple(_ATTENTION) == ATTENTION_FIELDS

@@ -142,6 +142,11 @@ def _policy_rows(policies: PolicyMap) -> Rows:
             f"{', '.join(map(str, policy.keep_inputs)) or 'none'}: arguments of modules that are"
             " not cast",
         ),
+        (
+            "forward passes",
+            f"{', '.join(('__call__', *policy.forward_methods))}: methods whose arguments and"
+            " results are cast",
+        ),
     ]
 
 
