@@ -299,6 +299,33 @@ MUTATIONS = [
     ),
     # Module boundaries.
     Mutation(
+        "arguments of a loss that is a method are cast",
+        "jaxmp/_flax/_casts.py",
+        "        return method in names or _is_method_of_flax(self.cls, method)\n",
+        "        return True\n",
+        (
+            "test_methods.py::test_a_loss_that_is_a_method_receives_its_targets_in_float32",
+            "test_methods.py::test_an_agent_whose_step_is_a_method_trains",
+        ),
+    ),
+    Mutation(
+        "the call of a module by its own loss is not cast",
+        "jaxmp/_flax/_nnx_calls.py",
+        "    is_inside = calls_itself and caller.is_forward\n",
+        "    is_inside = calls_itself\n",
+        (
+            "test_methods.py::"
+            "test_results_of_other_methods_are_widened_unless_the_caller_has_passed_such_arrays",
+        ),
+    ),
+    Mutation(
+        "methods such as training steps read parameters in 16 bits",
+        "jaxmp/_flax/_nnx_calls.py",
+        "    policies = policies if is_forward and not active else contextlib.nullcontext()\n",
+        "    policies = contextlib.nullcontext() if active else policies\n",
+        ("test_methods.py::test_own_parameters_are_cast_in_the_forward_pass_only",),
+    ),
+    Mutation(
         "the cast at a module boundary overflows",
         "jaxmp/_flax/_casts.py",
         "    return leaf if is_number else saturating_cast(leaf, dtype)",
