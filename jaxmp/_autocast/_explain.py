@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._equations import requests_highest
+from jaxmp._autocast._equations import outputs_of, requests_highest
 from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
@@ -228,7 +228,9 @@ class Recorder:
             if policy.is_full_precision:
                 return policy.dtype, "inside jaxmp.full_precision()"
             why_not = "; not in FP8, see jaxmp.fp8.explain" if policy.uses_fp8 else ""
-            return policy.dtype, f"{self.config.reason(scope_path)}{why_not}"
+            narrow = policy.narrow(outputs_of(equation, values))
+            parts = filter(None, (self.config.reason(scope_path), narrow))
+            return policy.dtype, f"{'; '.join(parts)}{why_not}"
         if category == "fp32" or policy.is_fp32:
             reason = edited if category == "fp32" else self.config.reason(scope_path)
             return FLOAT32, reason

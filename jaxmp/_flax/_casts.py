@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
+from jaxmp._core._trees import (
+    canonical,
+    cast,
+    is_castable,
+    is_weak_float,
+    saturating_cast,
+    strongly_typed,
+    weakly_typed,
+)
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._layer_table import LayerTraits
@@ -78,6 +86,7 @@ def resolve_module(
     cls: type,
     ancestors: tuple[type, ...],
     traits: LayerTraits,
+    outputs: int | None = None,
 ) -> ModulePolicy:
     """Resolves the policy of a Flax module.
 
@@ -87,8 +96,9 @@ def resolve_module(
       cls: its class.
       ancestors: classes of the modules above it.
       traits: traits of `cls`.
+      outputs: number of outputs of a linear layer; None for other modules.
     """
-    resolved = resolve_policy(policies, path, cls, ancestors)
+    resolved = resolve_policy(policies, path, cls, ancestors, outputs)
     compute_dtype = resolved.policy.compute_dtype
     upcast_dtype = wide_dtype(compute_dtype)
     return ModulePolicy(
@@ -239,9 +249,19 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
     The output of a norm is at most its scale times the square root of its width, which bfloat16 can
     represent. Its cast does not saturate, so the cast in a residual block stays one operation.
     """
-    dtype = module_policy.resolved.output_dtype
+    resolved = module_policy.resolved
+    dtype = resolved.output_dtype
     is_bounded = module_policy.traits.is_norm and jnp.finfo(dtype).maxexp >= 128
-    cast_leaf = cast if is_bounded else saturating_cast
+    cast_array = cast if is_bounded else saturating_cast
+
+    def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
+        if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
+            return cast_array(strongly_typed(leaf), dtype)
+        if resolved.narrow:
+            return weakly_typed(cast_array(leaf, dtype))
+        # The result of a narrow layer, which modules pass on.
+        return leaf if is_weak_float(leaf) else cast_array(leaf, dtype)
+
     return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
 
 

@@ -98,6 +98,9 @@ class Policy:
       keep_inputs: names and positions of arguments that are not cast at a module's boundary, such
         as `("t", "positions")` or `(1,)`. They apply to every method of the module with such an
         argument; positions start at 0, without `self`.
+      fp32_outputs_below: linear layers with fewer outputs than this, such as the head of a critic,
+        return the FP32 sums of their 16-bit matmul, weakly typed: an operation with a 16-bit array
+        still runs in 16 bits. 0: no layer. An output dtype that a rule names precedes.
 
     Raises:
       PolicyError: if a dtype is not a floating-point format, or a setting is not valid.
@@ -120,6 +123,7 @@ class Policy:
     respect_explicit: bool
     cast_float64: bool
     keep_inputs: Names
+    fp32_outputs_below: int
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class Policy:
         respect_explicit: bool = False,
         cast_float64: bool = False,
         keep_inputs: str | Iterable[str | int] = (),
+        fp32_outputs_below: int = 0,
     ) -> None:
         fields = canonical_fields(
             {
@@ -147,6 +152,7 @@ class Policy:
                 "respect_explicit": respect_explicit,
                 "cast_float64": cast_float64,
                 "keep_inputs": keep_inputs,
+                "fp32_outputs_below": fp32_outputs_below,
             },
             within="",
         )
@@ -187,6 +193,8 @@ class Policy:
         parts += [f"{name}=true" for name in _FLAGS if getattr(self, name)]
         if self.keep_inputs:
             parts.append(f"keep_inputs={inputs_text(self.keep_inputs)}")
+        if self.fp32_outputs_below:
+            parts.append(f"fp32_outputs_below={self.fp32_outputs_below}")
         return ",".join(parts)
 
     def __repr__(self) -> str:

@@ -33,6 +33,7 @@ FIELD_KEYS = {
     "respect_explicit": "respect_explicit",
     "cast_float64": "cast_float64",
     "keep_inputs": "keep_inputs",
+    "fp32_outputs_below": "fp32_outputs_below",
 }
 
 # ---------------------------------------------------------------------------
@@ -59,6 +60,8 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
             canonical[name] = _canonical_choice(name, value, where)
         elif name == "keep_inputs":
             canonical[name] = _canonical_inputs(value, where)
+        elif name == "fp32_outputs_below":
+            canonical[name] = _canonical_width(value, where)
         elif name == "window":
             canonical[name] = None if value is None else _canonical_window(value, where)
         else:
@@ -86,6 +89,16 @@ def _canonical_inputs(value: object, where: str) -> Names:
             "example keep_inputs=('t', 'positions'), or 'keep_inputs=t+positions' in a policy "
             "string."
         ) from None
+
+
+def _canonical_width(value: Any, where: str) -> int:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise PolicyError(
+            f"fp32_outputs_below={value!r}{where} is not a nonnegative integer; for example "
+            "'p=f32,c=bf16,o=f32,fp32_outputs_below=16', or 0 for no layer."
+        )
+    return number
 
 
 def _canonical_window(value: Any, where: str) -> tuple[int, int]:
@@ -187,8 +200,8 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs; for "
-                "example 'p=f32,c=bf16,o=f32'."
+                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs, "
+                "fp32_outputs_below; for example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._core._dtypes import bits
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
@@ -216,11 +216,15 @@ class ResolvedPolicy:
       policy: the policy.
       rule: the deciding rule; None: no rule matches, and the default policy applies.
       output_dtype: dtype in which the module passes its result on: the policy's `output_dtype` for
-        the root or if the deciding rule names it, otherwise the compute dtype.
+        the root or if the deciding rule names it, FP32 for a narrow layer, otherwise the compute
+        dtype.
       wide_output: `output_dtype` if the deciding rule names one that is wider than the compute
-        dtype; then the module's dot emits it (`preferred_element_type`). Otherwise None.
+        dtype, and FP32 for a narrow layer; then the module's dot emits it
+        (`preferred_element_type`). Otherwise None.
       scaling: scaling of the module's FP8 dots; None: its dots do not run in FP8.
       path: the path that was resolved.
+      narrow: why a linear layer with few outputs returns FP32; "" for other modules. Its result is
+        weakly typed, as a Python number is: other operands determine the dtype of an operation.
     """
 
     policy: Policy
@@ -229,6 +233,7 @@ class ResolvedPolicy:
     wide_output: np.dtype | None
     scaling: Scaling | None
     path: str
+    narrow: str = ""
 
     @property
     def rule_names_output(self) -> bool:
@@ -253,14 +258,16 @@ def resolve_policy(
     path: str | Iterable[str | int],
     module_type: ModuleType = None,
     ancestors: tuple[ModuleType, ...] = (),
+    outputs: int | None = None,
 ) -> ResolvedPolicy:
     """Resolves the policy of a module, a parameter (`path:name`) or a name scope.
 
     Args:
       policies: the default policy and the rules.
       path, module_type, ancestors: as in `PolicyMap.resolve`.
+      outputs: number of outputs of a linear layer; None for other modules.
     """
-    key = path, module_type, ancestors
+    key = path, module_type, ancestors, outputs
     if key in policies._resolved:
         return policies._resolved[key]
     path = path_string(path)
@@ -273,15 +280,28 @@ def resolve_policy(
         policy = _with_own_inputs(policy, deciding, module_type)
     names_output = deciding is not None and deciding.output_dtype is not None
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
+    narrow = "" if names_output else narrow_reason(policy, outputs)
+    if not path and is_16bit(policy.output_dtype):
+        narrow = ""
+    own_dtype = FLOAT32 if narrow else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(
         policy=policy,
         rule=deciding,
-        output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
-        wide_output=policy.output_dtype if is_wide else None,
+        output_dtype=policy.output_dtype if names_output or not path else own_dtype,
+        wide_output=policy.output_dtype if is_wide else FLOAT32 if narrow else None,
         scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
         path=path,
+        narrow=narrow,
     )
     return resolved
+
+
+def narrow_reason(policy: Policy, outputs: int | None) -> str:
+    """Returns why a linear layer with so few outputs returns FP32; "" if it does not."""
+    limit = policy.fp32_outputs_below
+    if outputs is None or outputs >= limit or not is_16bit(policy.compute_dtype):
+        return ""
+    return f"FP32 result of {outputs} output{'s' * (outputs != 1)}: fp32_outputs_below={limit}"
 
 
 def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:

@@ -52,8 +52,9 @@ class Rule:
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.
       param_dtype, compute_dtype, output_dtype, matmul, implementation, mask, window,
-        respect_explicit, cast_float64, keep_inputs: fields of `Policy`. None: the default policy's
-        value. A rule with a mask and without a window declares a mask without a window.
+        respect_explicit, cast_float64, keep_inputs, fp32_outputs_below: fields of `Policy`. None:
+        the default policy's value. A rule with a mask and without a window declares a mask without
+        a window.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
       subtree: apply a rule by type to everything below modules of that type, too.
@@ -80,6 +81,7 @@ class Rule:
     respect_explicit: bool | None
     cast_float64: bool | None
     keep_inputs: Names | None
+    fp32_outputs_below: int | None
     why: str
     required: bool
     subtree: bool
@@ -100,6 +102,7 @@ class Rule:
         respect_explicit: bool | None = None,
         cast_float64: bool | None = None,
         keep_inputs: str | Iterable[str | int] | None = None,
+        fp32_outputs_below: int | None = None,
         why: str = "",
         required: bool = True,
         subtree: bool = False,
@@ -122,6 +125,7 @@ class Rule:
             "respect_explicit": respect_explicit,
             "cast_float64": cast_float64,
             "keep_inputs": keep_inputs,
+            "fp32_outputs_below": fp32_outputs_below,
         }
         code = f"Rule({_selector_code(self)})"
         named = {name: value for name, value in values.items() if value is not None}
@@ -184,8 +188,8 @@ def rule_text(rule: Rule, *, with_reason: bool = True) -> str:
       >>> rule_text(Rule("lm_head", "o=f32", why="the loss reads it"), with_reason=False)
       "Rule('lm_head', output_dtype='float32')"
     """
-    unquoted = ("keep_inputs", "window", "respect_explicit", "cast_float64")
-    values = {k: v if k in unquoted else str(v) for k, v in rule.fields.items()}
+    quoted = (str, np.dtype)
+    values = {k: str(v) if isinstance(v, quoted) else v for k, v in rule.fields.items()}
     parts = [_selector_code(rule), *(f"{name}={value!r}" for name, value in values.items())]
     parts += [f"why={rule.why!r}"] * (bool(rule.why) and with_reason)
     parts += ["required=False"] * (not rule.required) + ["subtree=True"] * rule.subtree

@@ -69,6 +69,9 @@ _POLICY = {
         (list,),
         convert=canonical_inputs,
     ),
+    "fp32_outputs_below": COUNT._replace(
+        allowed="a nonnegative integer", example="16", bounds=(0, 2**31 - 1)
+    ),
 }
 
 _ATTENTION = {
