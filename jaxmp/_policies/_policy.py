@@ -208,16 +208,16 @@ FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
 PolicyLike: TypeAlias = Policy | PolicyDtypes | Mapping[str, Any] | DTypeLike
 
 
-def with_keep_inputs(policy: Policy, names: Names) -> Policy:
-    """Returns a policy with other, canonical `keep_inputs`; its other fields are not rechecked."""
+def with_fields(policy: Policy, **fields: Any) -> Policy:
+    """Returns a policy with other, canonical fields, which are not checked again."""
     changed = object.__new__(Policy)
-    vars(changed).update(vars(policy), keep_inputs=names)
+    vars(changed).update(vars(policy), **fields)
     return changed
 
 
-def without_inputs(policy: Policy) -> Policy:
-    """Returns a policy without its `keep_inputs`, which is long, for titles and messages."""
-    return with_keep_inputs(policy, ())
+def summarized(policy: Policy) -> Policy:
+    """Returns a policy without the settings of all modules that make titles and messages long."""
+    return with_fields(policy, keep_inputs=(), fp32_outputs_below=0)
 
 
 # ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
-from jaxmp._policies._policy import Policy, with_keep_inputs, without_inputs
+from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
 from jaxmp.fp8._scaling import Scaling as Scaling
@@ -249,7 +249,7 @@ class ResolvedPolicy:
     def reason(self) -> str:
         """The deciding rule, or the default policy, as text."""
         if self.rule is None:
-            return f"default policy {without_inputs(self.policy)}"
+            return f"default policy {summarized(self.policy)}"
         return rule_text(self.rule)
 
 
@@ -340,4 +340,4 @@ def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType)
         names = own_inputs(module_type, policy.keep_inputs)
     else:
         names = () if rule is None else rule.keep_inputs or ()
-    return with_keep_inputs(policy, names)
+    return with_fields(policy, keep_inputs=names)

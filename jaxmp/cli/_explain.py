@@ -88,7 +88,8 @@ def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None
     for row in explanation.rows:
         number = "default" if row.rule is None else str(row.rule + 1)
         path = escape(row.path or "(root)")
-        table.add_row(path, escape(row.module_type), policy_lines(row.policy), number)
+        rule = "\n".join(filter(None, (number, row.narrow)))
+        table.add_row(path, escape(row.module_type), policy_lines(row.policy), rule)
     output.print(table)
     output.print(escape(explanation.summary))
     used = {row.rule for row in explanation.rows}
