@@ -102,7 +102,7 @@ def module_paths(
       ['', ':bias', ':kernel']
     """
     _check_model(model, "module_paths")
-    return _linen_init.module_paths(model, args, kwargs, rngs)
+    return _linen_init.module_paths(model, args, kwargs, rngs, {})
 
 
 def explain(

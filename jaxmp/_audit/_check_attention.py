@@ -6,7 +6,6 @@ import math
 
 from jaxmp._attention import ASKED, FUSED, AttentionExplanation, choice_of, implementation_of
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_ops import SoftmaxWeights
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
@@ -34,9 +33,6 @@ _LOGITS = {
 def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
     logits = _attention_logits(op, audit)
-    for softmax in audit.collected[SoftmaxWeights]:
-        if softmax.logits is logits:
-            softmax.finding.message = softmax.message
     if logits is None or any(map(is_attention, op.enclosing)):
         return
     aval = logits.equation.outvars[0].aval

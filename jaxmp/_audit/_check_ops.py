@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import jax.tree_util as jtu
 import numpy as np
@@ -13,8 +12,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_inputs import is_rounded
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
-from jaxmp._audit._labels import REDUCES, ConditionalFinding, Logits
-from jaxmp._audit._pending import PendingFinding
+from jaxmp._audit._labels import REDUCES, ConditionalFinding
 from jaxmp._audit._program import (
     LAYOUT,
     Body,
@@ -123,27 +121,14 @@ _FIX_CARRY = (
 # ---------------------------------------------------------------------------
 
 
-class SoftmaxWeights(NamedTuple):
-    """Softmax in 16 bits of a matmul's result: attention, if another matmul reads it."""
-
-    logits: OpOccurrence
-    finding: PendingFinding
-    # The message about attention.
-    message: str
-
-
 @SOFTMAX_16BIT.on_16_bits
 def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
         is_own = audit.findings.is_own_call(op.equation)
         fix = SOFTMAX_16BIT.fix if is_own else audit.context.wrap_code
-        text = f"softmax in {dtype.name}: {{}} have {_precision(dtype)}."
-        finding = audit.add(SOFTMAX_16BIT, op, text.format("probabilities"), fix)
-        for label in audit.flow.of(op.equation.invars[0]):
-            if isinstance(label, Logits):
-                weights = SoftmaxWeights(label.op, finding, text.format("attention weights"))
-                audit.collected[SoftmaxWeights].append(weights)
+        message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
+        audit.add(SOFTMAX_16BIT, op, message, fix)
 
 
 @LOSS_16BIT.on_16_bits

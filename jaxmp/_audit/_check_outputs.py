@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import ConditionalFinding, Logits, WideValue
 from jaxmp._audit._program import OpOccurrence, dtype_of
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import FORWARD, Atom, is_literal, module_paths_of
 
 ROUNDED_OUTPUT = Check(
@@ -18,8 +21,8 @@ ROUNDED_OUTPUT = Check(
     fix="jaxmp.Rule('head', 'o=f32')",
 )
 
-# Distance between numbers around 300.
-_STEPS = {"bfloat16": "2", "float16": "0.25"}
+# Dtype -> the distance between its numbers from 256 to 512.
+_STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
 class RoundedOutput(ConditionalFinding, WideValue):
@@ -34,57 +37,45 @@ class RoundedOutput(ConditionalFinding, WideValue):
 @ROUNDED_OUTPUT.on_operation("convert_element_type")
 def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
     """Labels a 16-bit result that is cast to FP32."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    source = dtype_of(operand)
-    is_cast = dtype_of(result) == FLOAT32 and source is not None and is_16bit(source)
-    if not is_cast or op.location.phase != FORWARD:
-        return None
-    labels = audit.flow.of(operand)
+    source, labels = dtype_of(op.equation.invars[0]), audit.flow.of(op.equation.invars[0])
     matmul = next((x.op for x in labels if isinstance(x, Logits) and not x.normalized), None)
-    if matmul is None:
+    is_cast = source in _STEPS and dtype_of(op.equation.outvars[0]) == FLOAT32
+    if matmul is None or not is_cast or op.location.phase != FORWARD:
         return None
-    path = module_paths_of(matmul.location.names)[0]
+    names, context = matmul.location.names, audit.context
+    path = module_paths_of(names)[0]
     fix = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
-    if not path:
+    # The rule does not help where a policy returns FP32 already, but does not reach the layer.
+    has_rule = context.policies is not None and context.resolve(names).wide_output is not None
+    if not path or has_rule:
         fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
-    message = f"the result of the matmul is rounded to {source.name}"
+    message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
     return RoundedOutput(matmul, message, fix)
 
 
 @ROUNDED_OUTPUT.on_operation("sub")
 def check_difference(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result that is subtracted outside of the model that returned it."""
-    if op.location.phase != FORWARD:
-        return
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)):
-        for label in audit.flow.of(var):
-            if isinstance(label, RoundedOutput) and not is_literal(other):
-                inside = label.op.location.names[:1]
-                is_inside = bool(inside) and op.location.names[:1] == inside
-                if not is_inside and not _shares(other, label, op, audit):
-                    _report(label, op, audit)
+        labels = [label for label in audit.flow.of(var) if isinstance(label, RoundedOutput)]
+        for label in labels if op.location.phase == FORWARD else ():
+            root = label.op.location.names[:1]
+            is_inside = bool(root) and op.location.names[:1] == root
+            if not (is_literal(other) or is_inside or _depends(other, label, op, audit)):
+                harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
+                label.report(harm, audit.findings)
 
 
-def _report(label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> None:
-    dtype = label.message.rpartition(" ")[2]
-    harm = (
-        f", leaves the model, and is subtracted at {audit.findings.where(op)}: a value of 300 has"
-        f" steps of {_STEPS[dtype]}"
-    )
-    label.report(harm, audit.findings)
-
-
-def _shares(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
+def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a value that is computed from the same result, such as its mean."""
-    waiting, seen = [var], set()
+    waiting, seen = [var], {var}
     while waiting:
-        current = waiting.pop()
-        if is_literal(current) or current in seen:
-            continue
-        seen.add(current)
-        if label in audit.flow.of(current):
+        each = waiting.pop()
+        if label in audit.flow.of(each):
             return True
-        maker = op.body.maker(current)
-        waiting += () if maker is None else maker.invars
+        maker = op.body.maker(each)
+        inputs = () if maker is None else maker.invars
+        waiting += [x for x in inputs if not is_literal(x) and x not in seen]
+        seen.update(waiting)
     return False

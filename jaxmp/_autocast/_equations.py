@@ -33,21 +33,16 @@ def kernel_of(values: Sequence[Value]) -> int:
 def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     """Returns the number of outputs of a linear layer; None for other operations.
 
-    A matmul of two computed operands, such as that of attention, is not a layer. A kernel that is
-    not computed, times an argument that is a vector, is one of matrix and vector.
+    A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,
+    a vector is the input.
     """
-    is_layer = any(value.priority < Priority.NARROW for value in values)
-    if not is_layer or not is_matmul(equation):
-        return None
-    contract, batch = equation.params["dimension_numbers"]
-    shapes = [value.array.shape for value in values]
-    free = [
-        [size for axis, size in enumerate(shape) if axis not in (*contract[n], *batch[n])]
-        for n, shape in enumerate(shapes)
-    ]
     kernel = kernel_of(values)
-    is_vector = not free[kernel] and values[1 - kernel].priority < Priority.NARROW
-    return math.prod(free[1 - kernel] if is_vector else free[kernel])
+    computed = [value.priority >= Priority.NARROW for value in values]
+    if computed[kernel] or not is_matmul(equation):
+        return None
+    used = {axis for axes in equation.params["dimension_numbers"] for axis in axes[kernel]}
+    free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
+    return math.prod(free) if free or any(computed) else None
 
 
 def requests_highest(params: Mapping[str, Any]) -> bool:

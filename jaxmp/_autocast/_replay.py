@@ -45,7 +45,7 @@ from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._precision import matmul_precision
-from jaxmp._policies._resolve import resolve_policy
+from jaxmp._policies._resolve import narrow_reason, resolve_policy
 
 
 class Interpreter:
@@ -228,7 +228,7 @@ class Interpreter:
         elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
-        elif policy.narrow(outputs_of(equation, values)):
+        elif narrow_reason(policy.policy, outputs_of(equation, values)):
             wide, priority = FLOAT32, Priority.NARROW
         else:
             wide = policy.wide_output

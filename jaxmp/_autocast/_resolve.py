@@ -15,7 +15,7 @@ from jaxmp._core._replay import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, narrow_reason, resolve_first
+from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_first
 from jaxmp.errors import RuleError
 
 # Scopes that mark equations. They are not part of module paths.
@@ -47,7 +47,6 @@ class ScopePolicy:
       is_full_precision: True inside `full_precision()`.
       uses_fp8: True if the policy sets `matmul = "fp8"`.
       exclusion_reason: why matmuls do not run in FP8 although the policy sets it; "" if they do.
-      has_output_dtype: True if the deciding rule names an output dtype.
     """
 
     policy: Policy
@@ -55,12 +54,6 @@ class ScopePolicy:
     is_full_precision: bool
     uses_fp8: bool
     exclusion_reason: str
-    has_output_dtype: bool
-
-    def narrow(self, outputs: int | None) -> str:
-        """Returns why a linear layer with so few outputs returns FP32; "" if it does not."""
-        is_excluded = self.has_output_dtype or self.is_full_precision
-        return "" if is_excluded else narrow_reason(self.policy, outputs)
 
     @property
     def dtype(self) -> np.dtype:
@@ -161,7 +154,6 @@ class AutocastConfig:
             is_full_precision=is_full,
             uses_fp8=in_fp8,
             exclusion_reason=next(reasons, "") if in_fp8 else "",
-            has_output_dtype=bool(resolved.path) and resolved.rule_names_output,
         )
 
 

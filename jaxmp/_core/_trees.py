@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core.primitives import convert_element_type_p
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
 from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
@@ -123,29 +122,6 @@ def cast(leaf: _AnyArray, dtype: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.astype(dtype)
     return lax.convert_element_type(leaf, dtype)
-
-
-def is_weak_float(leaf: object) -> bool:
-    """Returns True for a weakly typed FP32 array; also for float64, under `jax_enable_x64`."""
-    is_weak = isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False)
-    return bool(is_weak) and leaf.dtype in (FLOAT32, FLOAT64)  # pyright: ignore
-
-
-def weakly_typed(leaf: _AnyArray) -> Any:
-    """Returns an FP32 array that, as a Python number, takes the dtype of another operand.
-
-    Example:
-      >>> (weakly_typed(jnp.ones(3)) + jnp.ones(3, jnp.bfloat16)).dtype
-      dtype(bfloat16)
-    """
-    if not isinstance(leaf, jax.Array) or is_weak_float(leaf):
-        return leaf
-    return convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=True, sharding=None)
-
-
-def strongly_typed(leaf: _AnyArray) -> Any:
-    """Returns a weakly typed array as FP32 that promotes 16-bit operands; other arrays as is."""
-    return lax.convert_element_type(leaf, FLOAT32) if is_weak_float(leaf) else leaf
 
 
 def saturating_cast(leaf: _AnyArray, dtype: DTypeLike) -> Any:

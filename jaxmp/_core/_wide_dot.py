@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core.primitives import convert_element_type_p
 
+from jaxmp._core._dtypes import FLOAT32, FLOAT64
 from jaxmp._core._typing import DTypeLike
 
 
@@ -54,3 +57,31 @@ def wide_product(
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)
     return multiply(lhs, rhs)
+
+
+# ---------------------------------------------------------------------------
+# Weakly typed results
+# ---------------------------------------------------------------------------
+
+
+def is_weak_float(value: Any) -> bool:
+    """Returns True for a weakly typed FP32 array, and float64 one under `jax_enable_x64`."""
+    is_weak = isinstance(value, jax.Array) and getattr(value, "weak_type", False)
+    return bool(is_weak) and value.dtype in (FLOAT32, FLOAT64)
+
+
+def weakly_typed(value: Any) -> Any:
+    """Returns an FP32 array that, as a Python number, takes the dtype of another operand.
+
+    Example:
+      >>> (weakly_typed(jnp.ones(3)) + jnp.ones(3, jnp.bfloat16)).dtype
+      dtype(bfloat16)
+    """
+    if not isinstance(value, jax.Array):
+        return value
+    return convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
+
+
+def strongly_typed(value: Any) -> Any:
+    """Returns a weakly typed array as FP32 that promotes 16-bit operands; other values as is."""
+    return lax.convert_element_type(value, FLOAT32) if is_weak_float(value) else value

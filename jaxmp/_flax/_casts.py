@@ -13,17 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._trees import (
-    canonical,
-    cast,
-    is_castable,
-    is_weak_float,
-    saturating_cast,
-    strongly_typed,
-    weakly_typed,
-)
+from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._core._wide_dot import wide_product
+from jaxmp._core._wide_dot import is_weak_float, strongly_typed, weakly_typed, wide_product
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy

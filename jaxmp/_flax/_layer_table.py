@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, einsum_sizes
+from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
 from jaxmp.errors import CompositionError
 
 # ---------------------------------------------------------------------------
@@ -44,14 +45,6 @@ PREFERRED = DotAttribute("preferred_element_type", None, None)
 # (module, shape of its kernel) -> (axes that a transformation stacked, inputs, outputs). An unknown
 # number of inputs or outputs is 0.
 KernelSizes = Callable[[Any, tuple[int, ...]], tuple[tuple[int, ...], int, int]]
-
-
-def einsum_outputs(module: Any, kernel_shape: tuple[int, ...]) -> int | None:
-    """Returns the number of outputs of an einsum layer; None without a plain equation."""
-    if module.einsum_str is None:
-        return None
-    _, outputs, exclusion = einsum_sizes(module.einsum_str, None, tuple(kernel_shape))
-    return None if exclusion else outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +78,8 @@ class LayerTraits:
     dot: DotAttribute | None = None
     # (module, FP8 dot) -> replacement of `__call__`, for a layer without an attribute for its dot.
     fp8_call: Callable[[Any, Any], Callable[..., Any]] | None = None
-    # The number of outputs of a linear layer; None: unknown, or not a linear layer.
-    outputs: Callable[[Any], int | None] | None = None
+    # The attribute with the number of outputs of a linear layer, or a sequence of them.
+    outputs: str = ""
     # NNX: the sizes of the kernel, from which the FP8 state is created.
     kernel_sizes: KernelSizes | None = None
     attention_fn: str = ""
@@ -144,10 +137,10 @@ class LayerTable:
             )
         return traits
 
-    def outputs(self, cls: type, module: Any) -> int | None:
+    def outputs(self, module: Any) -> int | None:
         """Returns the number of outputs of a linear layer; None for other modules."""
-        function = self.traits(cls).outputs
-        return None if function is None else function(module)
+        name = self.traits(type(module)).outputs
+        return int(np.prod(getattr(module, name))) if name else None
 
     def _first_row(self, bases: tuple[type, ...]) -> LayerTraits:
         return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())

@@ -90,7 +90,7 @@ def check_required_rules(
     """
     policies = type(module)._jaxmp_policies
     if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
-        check_required(policies, module_paths(module, args, kwargs, rngs))
+        check_required(policies, module_paths(module, args, kwargs, rngs, {}))
 
 
 def module_paths(
@@ -98,9 +98,9 @@ def module_paths(
     args: tuple[PyTree, ...],
     kwargs: Mapping[str, PyTree],
     rngs: PyTree,
-    outputs: dict[str, int] | None = None,
+    outputs: dict[str, int | None],
 ) -> dict[str, type | None]:
-    """Implements `jaxmp.linen.module_paths`; adds the sizes of linear layers to `outputs`."""
+    """Implements `jaxmp.linen.module_paths`; adds the numbers of outputs to `outputs`."""
     paths: dict[str, type | None] = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
@@ -123,9 +123,7 @@ def module_paths(
             key_scopes(where.module)
             path = "/".join(where.module.path)
             paths.setdefault(path, getattr(cls, "_jaxmp_class", cls))
-            size = LINEN_LAYERS.outputs(cls, where.module)
-            if outputs is not None and size is not None:
-                outputs[path] = size
+            outputs[path] = LINEN_LAYERS.outputs(where.module)
         return call(*args, **kwargs)
 
     with context(policies=Plain(object())), nn.intercept_methods(record):

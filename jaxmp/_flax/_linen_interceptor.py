@@ -327,7 +327,7 @@ class PolicyInterceptor:
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
-        outputs = LINEN_LAYERS.outputs(cls, module)
+        outputs = LINEN_LAYERS.outputs(module)
         key = (path, cls, ancestors, outputs)
         if key not in self.module_policies:
             _check_bridge(module, path)

@@ -6,37 +6,20 @@ import dataclasses
 import inspect
 
 import flax.linen as nn
-import numpy as np
 
 from jaxmp._flax._fp8_layers import einsum_call
-from jaxmp._flax._layer_table import (
-    CONV,
-    DOT_GENERAL,
-    PREFERRED,
-    LayerTable,
-    LayerTraits,
-    einsum_outputs,
-)
+from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
 from jaxmp.errors import CompositionError
 
 _NORM = LayerTraits(is_norm=True, upcasts_params=True)
-_DENSE = LayerTraits(
-    casts_params=True,
-    kernel="kernel",
-    dot=DOT_GENERAL,
-    outputs=lambda module: int(np.prod(module.features)),
-)
+_DENSE = LayerTraits(casts_params=True, kernel="kernel", dot=DOT_GENERAL, outputs="features")
 _CONV = LayerTraits(casts_params=True, kernel="kernel", dot=CONV)
 _OTHER_DOT = LayerTraits(casts_params=True, kernel="kernel", dot=PREFERRED)
 
 ROWS = {
     nn.Dense: _DENSE,
     nn.DenseGeneral: _DENSE,
-    nn.Einsum: dataclasses.replace(
-        _OTHER_DOT,
-        fp8_call=einsum_call,
-        outputs=lambda module: einsum_outputs(module, module.shape),
-    ),
+    nn.Einsum: dataclasses.replace(_OTHER_DOT, fp8_call=einsum_call),
     nn.Conv: _CONV,
     nn.ConvLocal: _CONV,
     nn.ConvTranspose: _OTHER_DOT,

@@ -190,7 +190,7 @@ def _cast_to_output(module: Any, out: PyTree) -> PyTree:
     (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
     module_policy = resolve_module(
         *(cls._jaxmp_policies, path, author, above, LINEN_LAYERS.traits(author)),
-        LINEN_LAYERS.outputs(author, module),
+        LINEN_LAYERS.outputs(module),
     )
     return cast_outputs(module_policy, out)
 

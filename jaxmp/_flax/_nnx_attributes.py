@@ -42,8 +42,8 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, ancestors: tuple[t
       ancestors: classes of the modules above it, the nearest first.
     """
     cls = type(module)
-    outputs = NNX_LAYERS.outputs(cls, module)
-    module_policy = Bound(policies, path, cls, ancestors, outputs=outputs).module_policy
+    outputs = NNX_LAYERS.outputs(module)
+    module_policy = Bound(policies, path, cls, ancestors, (), outputs).module_policy
     traits = module_policy.traits
     check_attributes(module, traits, module_policy.resolved.path)
     changes = _changes(module, module_policy)

@@ -17,7 +17,6 @@ from jaxmp._flax._layer_table import (
     PREFERRED,
     LayerTable,
     LayerTraits,
-    einsum_outputs,
 )
 from jaxmp.errors import CompositionError
 
@@ -75,21 +74,13 @@ def _unstacked(
 _NORM = LayerTraits(is_norm=True, upcasts_params=True)
 _WEIGHT_NORM = LayerTraits(upcasts_params=True)
 _LINEAR = LayerTraits(
-    kernel="kernel",
-    dot=DOT_GENERAL,
-    kernel_sizes=_linear_sizes,
-    outputs=lambda module: int(np.prod(module.out_features)),
+    kernel="kernel", dot=DOT_GENERAL, kernel_sizes=_linear_sizes, outputs="out_features"
 )
 
 ROWS = {
     nnx.Linear: _LINEAR,
     nnx.LinearGeneral: _LINEAR,
-    nnx.Einsum: LayerTraits(
-        kernel="kernel",
-        dot=EINSUM_OP,
-        kernel_sizes=_einsum_sizes,
-        outputs=lambda module: einsum_outputs(module, module.kernel_shape),
-    ),
+    nnx.Einsum: LayerTraits(kernel="kernel", dot=EINSUM_OP, kernel_sizes=_einsum_sizes),
     nnx.Conv: LayerTraits(kernel="kernel", dot=CONV),
     nnx.ConvTranspose: LayerTraits(kernel="kernel", dot=PREFERRED),
     nnx.Embed: LayerTraits(embedding="embedding"),

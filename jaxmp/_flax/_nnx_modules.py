@@ -106,12 +106,10 @@ def module_paths(entries: list[ModuleEntry]) -> dict[str, type | None]:
     return paths
 
 
-def layer_outputs(entries: list[ModuleEntry]) -> dict[str, int]:
-    """Returns the number of outputs of each linear layer, by its paths."""
-    sizes = [
-        (entry, NNX_LAYERS.outputs(author_class(entry.module), entry.module)) for entry in entries
-    ]
-    return {"/".join(path): n for entry, n in sizes if n is not None for path in entry.paths}
+def layer_outputs(entries: list[ModuleEntry]) -> dict[str, int | None]:
+    """Returns the number of outputs of each module, by its paths; None if not a linear layer."""
+    modules = ((path, entry.module) for entry in entries for path in entry.paths)
+    return {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
 
 
 def _param_path(owner: Path, name: str) -> str:

@@ -34,13 +34,8 @@ class PolicyDecision(ExplanationRow):
     def cells(self) -> tuple[str, ...]:
         number = "default" if self.rule is None else str(self.rule + 1)
         policy = str(with_fields(self.policy, fp32_outputs_below=0))
-        return (
-            self.path or "(root)",
-            self.module_type,
-            policy,
-            number,
-            "; ".join(filter(None, (self.why, self.narrow))),
-        )
+        reasons = "; ".join(filter(None, (self.why, self.narrow)))
+        return self.path or "(root)", self.module_type, policy, number, reasons
 
 
 @dataclasses.dataclass(frozen=True)

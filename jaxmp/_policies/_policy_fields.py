@@ -61,7 +61,8 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
         elif name == "keep_inputs":
             canonical[name] = _canonical_inputs(value, where)
         elif name == "fp32_outputs_below":
-            canonical[name] = _canonical_width(value, where)
+            valid = type(value) is int and value >= 0
+            canonical[name] = value if valid else _canonical_width(value, where)
         elif name == "window":
             canonical[name] = None if value is None else _canonical_window(value, where)
         else:
@@ -92,13 +93,12 @@ def _canonical_inputs(value: object, where: str) -> Names:
 
 
 def _canonical_width(value: Any, where: str) -> int:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if not isinstance(value, str) or not value.isdecimal():
         raise PolicyError(
             f"fp32_outputs_below={value!r}{where} is not a nonnegative integer; for example "
             "'p=f32,c=bf16,o=f32,fp32_outputs_below=16', or 0 for no layer."
         )
-    return number
+    return int(value)
 
 
 def _canonical_window(value: Any, where: str) -> tuple[int, int]:

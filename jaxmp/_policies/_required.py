@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from jaxmp._core._dtypes import bits, short_name
-from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
+from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._inputs import methods_of, own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import PolicyMap, lineage, resolve_policy, typed_paths
+from jaxmp._policies._resolve import PolicyMap, lineage, typed_paths
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError, nearest
 
@@ -53,24 +53,18 @@ def check_module_dtypes(policies: PolicyMap) -> None:
 
 
 def explain_modules(
-    policies: PolicyMap, paths: Mapping[str, ModuleType], outputs: Mapping[str, int] = {}
+    policies: PolicyMap, paths: Mapping[str, ModuleType], outputs: Mapping[str, int | None]
 ) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
 
     Args:
       policies: the policies.
       paths: module path -> class, and `path:name` -> None for every parameter.
-      outputs: path of each linear layer -> number of its outputs.
+      outputs: module path -> number of outputs of a linear layer, or None.
     """
-    explanation = policies.explain(paths)
-
-    def with_width(row: PolicyDecision) -> PolicyDecision:
-        lines = lineage(row.path, paths)
-        resolved = resolve_policy(policies, row.path, *lines, outputs.get(row.path))
-        return dataclasses.replace(row, narrow=resolved.narrow)
-
+    explanation = policies.explain(paths, outputs)
     rows = tuple(
-        with_width(row)
+        row
         for row in explanation.rows
         if ":" not in row.path
         or (row.rule is not None and policies.rules[row.rule].addresses_parameter)

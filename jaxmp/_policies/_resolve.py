@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -124,11 +125,13 @@ class PolicyMap:
     def explain(
         self,
         paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
+        outputs: Mapping[str, int | None] = MappingProxyType({}),
     ) -> PolicyExplanation:
         """Lists the policy and the deciding rule of each path, and the unused rules.
 
         Args:
           paths: module paths, or a mapping from module path to the module's class.
+          outputs: module path -> number of outputs of a linear layer, or None.
 
         Example:
           >>> print(PolicyMap("p=f32,c=bf16", [Rule("head", "c=f32")]).explain(["body", "head"]))
@@ -141,7 +144,7 @@ class PolicyMap:
         rows = []
         for path, module_type in types.items():
             owner, ancestors = lineage(path, types)
-            resolved = resolve_policy(self, path, owner, ancestors)
+            resolved = resolve_policy(self, path, owner, ancestors, outputs.get(path))
             rule = resolved.rule
             row = PolicyDecision(
                 path=path,
@@ -149,6 +152,7 @@ class PolicyMap:
                 policy=resolved.policy,
                 rule=None if rule is None else self.rules.index(rule),
                 why="" if rule is None else rule.why,
+                narrow=resolved.narrow,
             )
             rows.append(row)
         deciding = {row.rule for row in rows}
@@ -280,9 +284,8 @@ def resolve_policy(
         policy = _with_own_inputs(policy, deciding, module_type)
     names_output = deciding is not None and deciding.output_dtype is not None
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
-    narrow = "" if names_output else narrow_reason(policy, outputs)
-    if not path and is_16bit(policy.output_dtype):
-        narrow = ""
+    is_half_root = not path and is_16bit(policy.output_dtype)
+    narrow = "" if is_half_root else narrow_reason(policy, outputs)
     own_dtype = FLOAT32 if narrow else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(
         policy=policy,

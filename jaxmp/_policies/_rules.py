@@ -223,7 +223,8 @@ def _value_text(name: str, value: Any) -> str:
 def override(default: Policy, rule: Rule) -> Policy:
     """Returns a policy with the fields of a rule; the fields that it omits come from `default`.
 
-    A rule that sets an FP32 compute dtype also disables FP8, unless it sets `matmul` itself:
+    A rule that names an output dtype applies it to layers with few outputs too. A rule that sets an
+    FP32 compute dtype also disables FP8, unless it sets `matmul` itself:
     otherwise its matmuls would have 3 bits of mantissa.
 
     Raises:
@@ -232,6 +233,8 @@ def override(default: Policy, rule: Rule) -> Policy:
     fields = dict(rule.fields)
     if rule.mask is not None and rule.window is None:
         fields["window"] = None  # the default's window belongs to another mask
+    if rule.output_dtype is not None:
+        fields.setdefault("fp32_outputs_below", 0)
     policy = dataclasses.replace(default, **fields)
     is_wide = rule.compute_dtype is not None and bits(policy.compute_dtype) > 16
     if is_wide and rule.matmul is None and policy.matmul == "fp8":

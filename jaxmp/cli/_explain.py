@@ -43,7 +43,7 @@ def explain(
     try:
         check_required(policies, paths)
     except RuleError as error:
-        _print(policies, explain_modules(policies, paths), json)
+        _print(policies, explain_modules(policies, paths, {}), json)
         raise UnmatchedRuleError(str(error)) from None
     _print(policies, explain_policies(policies), json)
 
