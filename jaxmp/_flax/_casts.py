@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._core._wide_dot import is_weak_float, strongly_typed, weakly_typed, wide_product
+from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed, wide_product
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
@@ -59,9 +59,10 @@ class ModulePolicy:
         if self.traits.upcasts_params:
             return self.upcast_dtype
         wide, traits = self.resolved.wide_output, self.traits
-        is_added = traits.registered is not None and traits.dot is not None
-        if wide is not None and is_added and name != traits.kernel:
-            # A registered layer adds its other parameters to the result of its dot.
+        # A layer adds its bias, and a registered one all its other parameters, to the result of its
+        # dot.
+        is_added = name == "bias" or (traits.registered is not None and name != traits.kernel)
+        if wide is not None and is_added and traits.dot is not None:
             return wide
         path = f"{self.resolved.path}:{name}"
         return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
@@ -252,7 +253,7 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
         if resolved.narrow:
             return weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
-        return leaf if is_weak_float(leaf) else cast_array(leaf, dtype)
+        return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
 
     return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
 
