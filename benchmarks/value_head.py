@@ -77,7 +77,8 @@ def train(name: str, seed: int, steps: int, value: float = 300.0) -> tuple[float
     state = jaxmp.TrainState.create(apply_fn=critic.apply, params=params, tx=tx)
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.mean((critic.apply(params, x)[:, 0] - y) ** 2)
+        values: Any = critic.apply(params, x)
+        return jnp.mean((values[:, 0] - y) ** 2)
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         loss, grads = state.value_and_grad(loss_fn)(*batch)
