@@ -102,7 +102,7 @@ def module_paths(
       ['', ':bias', ':kernel']
     """
     _check_model(model, "module_paths")
-    return _linen_init.module_paths(model, args, kwargs, rngs)
+    return _linen_init.module_paths(model, args, kwargs, rngs, {})
 
 
 def explain(
@@ -130,11 +130,12 @@ def explain(
       Policy('p=f32,c=bf16,o=f32')
     """
     _check_model(model, "explain")
-    policies = as_policy_map(policies)
-    paths = module_paths(model, *args, rngs=rngs, **kwargs)
+    policies, outputs = as_policy_map(policies), {}
+    paths = _linen_init.module_paths(model, args, kwargs, rngs, outputs)
     check_required(policies, paths)
     share = _share(apply_policy(model, policies), args, rngs, kwargs)
-    explanation = dataclasses.replace(explain_modules(policies, paths), low_precision_share=share)
+    explanation = explain_modules(policies, paths, outputs)
+    explanation = dataclasses.replace(explanation, low_precision_share=share)
     wrapped: Any = apply_policy(model, policies)
     object.__setattr__(wrapped, "_jaxmp_tabulated", True)
     rngs = jax.random.key(0) if rngs is None else rngs

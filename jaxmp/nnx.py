@@ -141,7 +141,8 @@ def explain(
     _check_model(model, "explain")
     policies, paths = as_policy_map(policies), module_paths(model)
     check_required(policies, paths)
-    explanation = explain_modules(policies, paths)
+    outputs = _nnx_modules.layer_outputs(_nnx_modules.find_modules(model))
+    explanation = explain_modules(policies, paths, outputs)
     if not args and not kwargs:
         return explanation
     with warnings.catch_warnings():

@@ -65,7 +65,7 @@ VERSION_SENSITIVE = {
     # The Flax adapters, which intercept modules and subclass layers.
     *("boundary", "fp8_models", "fp8_nnx", "inputs", "linen", "linen_transforms", "masks"),
     *("models", "nnx", "nnx_gradients", "nnx_policies", "register_layer", "share"),
-    "train_state",
+    *("fp32_outputs", "train_state"),
     # Interpreters and readers of jaxprs, whose primitives change between versions.
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_sharding"),

@@ -56,6 +56,42 @@ class Mutation:
 # ---------------------------------------------------------------------------
 
 MUTATIONS = [
+    # Layers with few outputs.
+    Mutation(
+        "the FP32 result of a narrow layer promotes what it meets",
+        "jaxmp/_flax/_casts.py",
+        "return weakly_typed(cast_array(leaf, dtype))",
+        "return cast_array(leaf, dtype)",
+        ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
+    ),
+    Mutation(
+        "modules round the FP32 result of a narrow layer inside of them",
+        "jaxmp/_flax/_casts.py",
+        "return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)",
+        "return cast_array(leaf, dtype)",
+        ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
+    ),
+    Mutation(
+        "an NNX layer with an FP32 result adds a rounded bias",
+        "jaxmp/_flax/_casts.py",
+        'is_added = name == "bias" or (',
+        "is_added = (",
+        ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
+    ),
+    Mutation(
+        "a narrow matmul under autocast promotes what its result meets",
+        "jaxmp/_autocast/_replay.py",
+        "wide, priority = FLOAT32, Priority.NARROW",
+        "wide = FLOAT32",
+        ("test_fp32_outputs.py::test_autocast_does_not_promote_what_a_narrow_result_meets",),
+    ),
+    Mutation(
+        "the audit reports a result from which its own mean is subtracted",
+        "jaxmp/_audit/_check_outputs.py",
+        " or _depends(other, label, op, audit)",
+        "",
+        ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
+    ),
     # Loss scale.
     Mutation(
         "the scale grows one step late",
@@ -342,15 +378,15 @@ MUTATIONS = [
     Mutation(
         "the output dtype of the root module is ignored",
         "jaxmp/_policies/_resolve.py",
-        "policy.output_dtype if names_output or not path else policy.compute_dtype",
-        "policy.output_dtype if names_output else policy.compute_dtype",
+        "policy.output_dtype if names_output or not path else own_dtype",
+        "policy.output_dtype if names_output else own_dtype",
         ("test_linen.py::test_root_output_and_named_outputs_alone_leave_the_compute_dtype",),
     ),
     Mutation(
         "a head with an FP32 output rounds its sums to 16 bits",
         "jaxmp/_policies/_resolve.py",
-        "wide_output=policy.output_dtype if is_wide else None",
-        "wide_output=None",
+        "wide_output=policy.output_dtype if is_wide else FLOAT32 if narrow else None",
+        "wide_output=FLOAT32 if narrow else None",
         (
             "test_linen.py::test_a_wider_output_is_emitted_by_the_product_itself",
             "test_nnx_policies.py::test_a_wide_output_keeps_the_sums_of_16_bit_products",

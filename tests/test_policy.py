@@ -30,6 +30,7 @@ policies = st.builds(
     matmul=st.sampled_from(MATMUL_PRECISIONS),
     respect_explicit=st.booleans(),
     cast_float64=st.booleans(),
+    fp32_outputs_below=st.integers(0, 64),
 )
 
 
@@ -144,6 +145,8 @@ def test_short_names_read_back(dtype):
         ("p=f32,matmul=tf23", ["'tf23'", "Did you mean 'tf32'?"]),
         ("p=f32,matmul=f8", ["'f8'", "Did you mean 'fp8'?"]),
         ("p=f32,respect_explicit=maybe", ["neither true nor false"]),
+        ("p=f32,fp32_outputs_below=-1", ["fp32_outputs_below='-1'", "nonnegative integer"]),
+        ("p=f32,fp32_outputs_below=few", ["nonnegative integer", "fp32_outputs_below=16"]),
         ("int8", ["Integer format 'int8'"]),
         ("p=f32,c=uint4", ["Integer format 'uint4'", "'p=f32,c=uint4'"]),
         (np.int8, ["Integer format 'int8'"]),

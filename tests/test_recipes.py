@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._op_table import CATEGORIES
-from jaxmp._policies._policy import Policy, get_policy
+from jaxmp._policies._policy import Policy, get_policy, summarized
 from jaxmp._policies._resolve import PolicyMap, resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe
@@ -89,8 +89,9 @@ def test_the_list_is_what_is_shipped():
 def test_shipped_policies(name):
     recipe = load_recipe(name)
     assert recipe.name == name
-    assert str(dataclasses.replace(recipe.policies.default, keep_inputs=())) == POLICIES[name]
+    assert str(summarized(recipe.policies.default)) == POLICIES[name]
     half = recipe.policies.default.compute_dtype.itemsize == 2
+    assert recipe.policies.default.fp32_outputs_below == (16 if half else 0)
     assert ("t" in recipe.policies.default.keep_inputs) == half
     assert recipe.master == recipe.skip == "auto"
     assert recipe.accumulate_dtype == recipe.reduce_dtype == "float32"
@@ -256,7 +257,8 @@ def test_a_string_has_one_meaning(text, as_recipe, as_policy):
     policies = PolicyMap(text, [rule])
     for policy_map in (recipe.policies, as_policy_map(text), policies, PolicyMap(recipe)):
         # A module without such arguments does not list the `keep_inputs` of the recipe.
-        assert str(policy_map.resolve("dense")) == as_recipe
+        policy = policy_map.resolve("dense")
+        assert policy.keep_inputs == () and str(summarized(policy)) == as_recipe
     assert policies.rules == (rule, *recipe.policies.rules)
     assert PolicyMap(text) == recipe.policies == PolicyMap(recipe.policies)
     assert PolicyMap(recipe, [rule]) == policies == pickle.loads(pickle.dumps(policies))
@@ -366,6 +368,7 @@ matmul = "tf32"
 respect_explicit = true
 cast_float64 = true
 keep_inputs = ["t", 2]
+fp32_outputs_below = 4
 [loss_scale]
 kind = "dynamic"
 preset = "megatron"
@@ -392,7 +395,8 @@ matmul = "highest"
     )
     assert (recipe.name, recipe.summary) == ("mine", "all of it")
     assert str(recipe.policies.default) == (
-        "p=bf16,c=f16,o=f32,matmul=tf32,respect_explicit=true,cast_float64=true,keep_inputs=t+2"
+        "p=bf16,c=f16,o=f32,matmul=tf32,respect_explicit=true,cast_float64=true,keep_inputs=t+2,"
+        "fp32_outputs_below=4"
     )
     assert recipe.policies.rules == (
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
@@ -510,6 +514,7 @@ REFUSED = {
     "extends = 3": ["key 'extends': 3 is not allowed", "the name of a recipe"],
     "[policy]\nparam_dtype = 32": ["line 2, column 1, key 'policy.param_dtype': 32"],
     '[policy]\nrespect_explicit = "yes"': ['"yes" is not allowed', "true or false"],
+    "[policy]\nfp32_outputs_below = -1": ["-1 is not allowed", "a nonnegative integer"],
     "[policy]\nmatmul = 2020-01-01": ["datetime.date(2020, 1, 1) is not allowed"],
     'extends = "bf16"\nrules = 3': ["line 2, column 1, key 'rules'", "[[rules]]"],
     'extends = "bf16"\n[rules]\npath = "a"': ["key 'rules'", "[[rules]]"],
@@ -821,7 +826,7 @@ def test_cast_params_leaves_other_collections_alone():
 @pytest.mark.parametrize("name", ALL)
 def test_wrap_applies_the_policies(getkey, name):
     recipe = load_recipe(name)
-    model, x = nn.Dense(3), jnp.ones((2, 4))
+    model, x = nn.Dense(16), jnp.ones((2, 4))
     wrapped = recipe.wrap(model)
     variables = wrapped.init(getkey(), x)
     assert variables["params"]["kernel"].dtype == jnp.float32
@@ -831,7 +836,7 @@ def test_wrap_applies_the_policies(getkey, name):
     ]
     dtypes = {var.aval.dtype for eqn in dots for var in eqn.invars}
     assert dtypes == {recipe.policies.default.compute_dtype}
-    assert model == nn.Dense(3)
+    assert model == nn.Dense(16)
 
 
 @pytest.mark.parametrize(

@@ -418,9 +418,10 @@ def test_an_explanation_is_a_public_type_with_json():
     assert row == {
         "path": "head",
         "module_type": "",
-        "policy": "p=f32,c=f32,o=f32",
+        "policy": "p=f32,c=f32,o=f32,fp32_outputs_below=16",
         "rule": 0,
         "why": "logits",
+        "narrow": "",
     }
     assert result["unused"] == list(map(str, policies.rules[1:]))
 

@@ -19,6 +19,7 @@ from jaxmp._audit import _check_promotions as _check_promotions
 from jaxmp._audit import _check_matmuls as _check_matmuls
 from jaxmp._audit import _check_ops as _check_ops
 from jaxmp._audit import _check_inputs as _check_inputs
+from jaxmp._audit import _check_outputs as _check_outputs
 from jaxmp._audit import _check_attention as _check_attention
 from jaxmp._audit import _check_masks as _check_masks
 from jaxmp._audit import _check_state as _check_state

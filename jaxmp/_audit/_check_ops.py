@@ -127,7 +127,7 @@ def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     if _role_of_exponential(op) == "softmax":
         is_own = audit.findings.is_own_call(op.equation)
         fix = SOFTMAX_16BIT.fix if is_own else audit.context.wrap_code
-        message = f"softmax in {dtype.name}: attention weights have {_precision(dtype)}."
+        message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
 

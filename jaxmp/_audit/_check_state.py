@@ -53,10 +53,11 @@ MISSING_MASTER = Check(
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
 
-# A first moment in the key path of an optimizer state, as optax names it.
-_FIRST_MOMENT = re.compile(r"\.mu\b")
+# A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
+# momentum of SGD.
+_FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
 _FIX_OPTAX_STATE = (
-    "Remove mu_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
+    "Remove mu_dtype, accumulator_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
     "    tx = recipe.optimizer(tx)"
 )
 # Limits of each dtype, for messages.
@@ -123,10 +124,11 @@ def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: 
     location, number = leaves[0]
     file, line = traced.first_use(number)
     example = argument_text(location)
-    # A step adds a tenth of the gradient to a first moment, which 8 bits of precision resolve.
+    # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
+    # 8 bits of precision resolve.
     is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in leaves)
     if is_first:
-        message = f"{len(leaves)} first moments are bfloat16 (mu_dtype), such as {example}."
+        message = f"{len(leaves)} first moments are bfloat16, such as {example}."
     else:
         message = (
             f"{len(leaves)} arrays are {dtype}, such as {example}: small updates are rounded away,"

@@ -24,7 +24,7 @@ from jaxmp._audit._trace import Traced
 from jaxmp._core._jaxprs import Atom, Path, inners
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MULTIPLES
-from jaxmp._policies._policy import without_inputs
+from jaxmp._policies._policy import summarized
 
 _EMULATED = (
     "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
@@ -66,7 +66,7 @@ def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> 
         aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
-        policies="" if policies is None else str(without_inputs(policies.default)),
+        policies="" if policies is None else str(summarized(policies.default)),
         equations=auditor.equations,
         notes=notes,
         **rows,

@@ -38,9 +38,13 @@ class Suspect(NamedTuple):
 
 
 def returns_float32(out: PyTree) -> bool:
-    """Returns True for a float32 array, or a tuple that begins with one."""
+    """Returns True for a float32 array, or a tuple that begins with one.
+
+    Weakly typed arrays are the results of layers with few outputs, which other modules pass on.
+    """
     first = out[0] if type(out) is tuple and out else out
-    return getattr(first, "dtype", None) == FLOAT32
+    is_weak = getattr(first, "weak_type", False)
+    return getattr(first, "dtype", None) == FLOAT32 and not is_weak
 
 
 def matrix_elements(arrays: Iterable[Any]) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._values import is_castable_aval
+from jaxmp._autocast._values import Priority, Value, is_castable_aval
 
 
 def is_matmul(equation: JaxprEqn) -> bool:
@@ -18,6 +19,30 @@ def is_matmul(equation: JaxprEqn) -> bool:
         and bool(equation.params["dimension_numbers"][0][0])
         and all(is_castable_aval(var.aval) for var in equation.invars)
     )
+
+
+def kernel_of(values: Sequence[Value]) -> int:
+    """Returns 0 or 1, the operand of a matmul that is treated as the kernel of a layer.
+
+    It is the only operand that no matmul, FP32 operation or cast has computed, or the second one.
+    """
+    computed = [value.priority >= Priority.NARROW for value in values]
+    return 0 if computed == [False, True] else 1
+
+
+def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
+    """Returns the number of outputs of a linear layer; None for other operations.
+
+    A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,
+    a vector is the input.
+    """
+    kernel = kernel_of(values)
+    computed = [value.priority >= Priority.NARROW for value in values]
+    if computed[kernel] or not is_matmul(equation):
+        return None
+    used = {axis for axes in equation.params["dimension_numbers"] for axis in axes[kernel]}
+    free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
+    return math.prod(free) if free or any(computed) else None
 
 
 def requests_highest(params: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._equations import requests_highest
+from jaxmp._autocast._equations import outputs_of, requests_highest
 from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
@@ -21,6 +21,7 @@ from jaxmp._core._jaxprs import FORWARD, Path, array_aval, inners, phase_of
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import MATMULS, matmul_of
 from jaxmp._core._typing import Array
+from jaxmp._policies._resolve import narrow_reason
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
@@ -228,6 +229,8 @@ class Recorder:
             if policy.is_full_precision:
                 return policy.dtype, "inside jaxmp.full_precision()"
             why_not = "; not in FP8, see jaxmp.fp8.explain" if policy.uses_fp8 else ""
+            narrow = narrow_reason(policy.policy, outputs_of(equation, values))
+            why_not += f"; {narrow}" if narrow else ""
             return policy.dtype, f"{self.config.reason(scope_path)}{why_not}"
         if category == "fp32" or policy.is_fp32:
             reason = edited if category == "fp32" else self.config.reason(scope_path)

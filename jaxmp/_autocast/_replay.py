@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
-from jaxmp._autocast._equations import is_matmul, requests_highest
+from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, requests_highest
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_recording, record_excluded
 from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
@@ -45,7 +45,7 @@ from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._precision import matmul_precision
-from jaxmp._policies._resolve import resolve_policy
+from jaxmp._policies._resolve import narrow_reason, resolve_policy
 
 
 class Interpreter:
@@ -160,7 +160,7 @@ class Interpreter:
         policy = self.config.scope_policy(scope_path)
         category = self.category(equation)
         if category == "low":
-            return wrap(equation, self.run_matmul(equation, env, values, policy, scope_path))
+            return self.run_matmul(equation, env, values, policy, scope_path)
         if category == "opaque":
             return wrap(
                 equation, bind(equation, in_recorded_dtypes(equation, env, values)), priority
@@ -198,7 +198,7 @@ class Interpreter:
         values: list[Value],
         policy: ScopePolicy,
         scope_path: Path,
-    ) -> Array:
+    ) -> list[Value]:
         """Runs a matmul or convolution in the compute dtype or in FP8.
 
         FP32 operands with `precision=HIGHEST` keep their recorded dtypes. The dtype of the result
@@ -207,18 +207,19 @@ class Interpreter:
         1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
         2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
         3. the output dtype of the deciding rule, if it is wider than the compute dtype;
-        4. the compute dtype.
+        4. FP32 with the priority `NARROW`, if it is a linear layer with few outputs;
+        5. the compute dtype.
         """
         params = equation.params
         recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
         highest = requests_highest(params) and not is_16bit(recorded[0])
         in_fp8 = self._fp8_product(equation, values, policy, scope_path, highest)
         if highest:
-            return bind(equation, in_recorded_dtypes(equation, env, values))
-        dtype = policy.dtype
+            return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
+        dtype, priority = policy.dtype, Priority.COMPUTED
         arrays = [env.cast(value, dtype) for value in values]
         if "preferred_element_type" not in params:
-            return bind(equation, arrays)
+            return wrap(equation, bind(equation, arrays))
         preferred = params["preferred_element_type"]
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
@@ -227,27 +228,30 @@ class Interpreter:
         elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
+        elif narrow_reason(policy.policy, outputs_of(equation, values)):
+            wide, priority = FLOAT32, Priority.NARROW
         else:
             wide = policy.wide_output
         if in_fp8 is not None:
-            return in_fp8(
+            out = in_fp8(
                 *arrays,
                 params["dimension_numbers"],
                 params["precision"],
                 dtype if wide is None else wide,
                 out_sharding=params["out_sharding"],
             )
+            return [Value(out, priority)]
         changes: dict[str, Any] = {"preferred_element_type": dtype}
         if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
             changes["precision"] = _precision(policy.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
-            return bind(equation, arrays, **changes)
+            return wrap(equation, bind(equation, arrays, **changes))
 
         def matmul(lhs: Array, rhs: Array, preferred_element_type: DTypeLike = dtype) -> Array:
             return bind(equation, [lhs, rhs], preferred_element_type=preferred_element_type)
 
         lhs, rhs = arrays
-        return wide_product(matmul, lhs, rhs, wide)
+        return [Value(wide_product(matmul, lhs, rhs, wide), priority)]
 
     def _fp8_product(
         self,
@@ -261,11 +265,9 @@ class Interpreter:
         if not policy.uses_fp8 or not is_matmul(equation):
             return None
         assert self.config.scaling is not None
-        computed = [value.priority is Priority.COMPUTED for value in values]
-        kernel = 0 if computed == [False, True] else 1
         why = "its author asks for precision=HIGHEST" if highest else policy.exclusion_reason
         path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
-        return fp8_matmul(self.config.scaling, equation, shapes, path, kernel, why)
+        return fp8_matmul(self.config.scaling, equation, shapes, path, kernel_of(values), why)
 
     def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None:
         """Records the matmuls inside an equation that runs in its recorded dtypes."""

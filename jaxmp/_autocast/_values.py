@@ -30,7 +30,8 @@ class Priority(enum.IntEnum):
 
     CONSTANT = 0  # computed from literals and integers alone; weakly typed
     ARGUMENT = 1  # an argument, or computed from arguments; weakly typed
-    COMPUTED = 2
+    NARROW = 2  # the FP32 result of a linear layer with few outputs; weakly typed
+    COMPUTED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

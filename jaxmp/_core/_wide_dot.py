@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core.primitives import convert_element_type_p
 
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 
 
@@ -54,3 +57,34 @@ def wide_product(
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)
     return multiply(lhs, rhs)
+
+
+# ---------------------------------------------------------------------------
+# Weakly typed results
+# ---------------------------------------------------------------------------
+
+
+def is_weak_float32(value: Any) -> bool:
+    """Returns True for a weakly typed FP32 array."""
+    is_weak = isinstance(value, jax.Array) and getattr(value, "weak_type", False)
+    return bool(is_weak) and value.dtype == FLOAT32
+
+
+def weakly_typed(value: Any) -> Any:
+    """Returns an FP32 array that, as a Python number, takes the dtype of another operand.
+
+    Under `jax_enable_x64` the array is returned unchanged: JAX would promote it to float64 in an
+    operation with a Python number.
+
+    Example:
+      >>> (weakly_typed(jnp.ones(3)) + jnp.ones(3, jnp.bfloat16)).dtype
+      dtype(bfloat16)
+    """
+    if not isinstance(value, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore
+        return value
+    return convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
+
+
+def strongly_typed(value: Any) -> Any:
+    """Returns a weakly typed FP32 array as one that promotes 16-bit operands; others unchanged."""
+    return lax.convert_element_type(value, FLOAT32) if is_weak_float32(value) else value

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._core._wide_dot import wide_product
+from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed, wide_product
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
@@ -59,9 +59,10 @@ class ModulePolicy:
         if self.traits.upcasts_params:
             return self.upcast_dtype
         wide, traits = self.resolved.wide_output, self.traits
-        is_added = traits.registered is not None and traits.dot is not None
-        if wide is not None and is_added and name != traits.kernel:
-            # A registered layer adds its other parameters to the result of its dot.
+        # A layer adds its bias, and a registered one all its other parameters, to the result of its
+        # dot.
+        is_added = name == "bias" or (traits.registered is not None and name != traits.kernel)
+        if wide is not None and is_added and traits.dot is not None:
             return wide
         path = f"{self.resolved.path}:{name}"
         return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
@@ -92,6 +93,7 @@ def resolve_module(
     cls: type,
     ancestors: tuple[type, ...],
     traits: LayerTraits,
+    outputs: int | None = None,
 ) -> ModulePolicy:
     """Resolves the policy of a Flax module.
 
@@ -101,8 +103,9 @@ def resolve_module(
       cls: its class.
       ancestors: classes of the modules above it.
       traits: traits of `cls`.
+      outputs: number of outputs of a linear layer; None for other modules.
     """
-    resolved = resolve_policy(policies, path, cls, ancestors)
+    resolved = resolve_policy(policies, path, cls, ancestors, outputs)
     compute_dtype = resolved.policy.compute_dtype
     upcast_dtype = wide_dtype(compute_dtype)
     return ModulePolicy(
@@ -253,9 +256,19 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
     The output of a norm is at most its scale times the square root of its width, which bfloat16 can
     represent. Its cast does not saturate, so the cast in a residual block stays one operation.
     """
-    dtype = module_policy.resolved.output_dtype
+    resolved = module_policy.resolved
+    dtype = resolved.output_dtype
     is_bounded = module_policy.traits.is_norm and jnp.finfo(dtype).maxexp >= 128
-    cast_leaf = cast if is_bounded else saturating_cast
+    cast_array = cast if is_bounded else saturating_cast
+
+    def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
+        if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
+            return cast_array(strongly_typed(leaf), dtype)
+        if resolved.narrow:
+            return weakly_typed(cast_array(leaf, dtype))
+        # The result of a narrow layer, which modules pass on.
+        return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
+
     return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
 
 
@@ -274,12 +287,14 @@ def widen_outputs(
     """
     arguments = jax.tree.leaves(incoming, is_leaf=is_leaf)
     known = {(leaf.shape, leaf.dtype) for leaf in arguments if isinstance(leaf, _ARRAYS)}
+    resolved = module_policy.resolved
 
     def widen(leaf: Any, dtype: Any) -> Any:
+        leaf = strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
         return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
 
-    return cast_tree(out, module_policy.resolved.output_dtype, False, is_leaf, widen)
+    return cast_tree(out, resolved.output_dtype, False, is_leaf, widen)
 
 
 def split_carry(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
@@ -83,6 +84,8 @@ class LayerTraits:
     dot: DotAttribute | None = None
     # (module, FP8 dot) -> replacement of `__call__`, for a layer without an attribute for its dot.
     fp8_call: Callable[[Any, Any], Callable[..., Any]] | None = None
+    # The attribute with the number of outputs of a linear layer, or a sequence of them.
+    outputs: str = ""
     # NNX: the sizes of the kernel, from which the FP8 state is created.
     kernel_sizes: KernelSizes | None = None
     attention_fn: str = ""
@@ -139,6 +142,11 @@ class LayerTable:
                 casts_params=row.casts_params and row.layer is author,
             )
         return traits
+
+    def outputs(self, module: Any) -> int | None:
+        """Returns the number of outputs of a linear layer; None for other modules."""
+        name = self.traits(type(module)).outputs
+        return int(np.prod(getattr(module, name))) if name else None
 
     def _first_row(self, bases: tuple[type, ...]) -> LayerTraits:
         return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())

@@ -15,6 +15,7 @@ from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._casts import cast_like
 from jaxmp._flax._linen_interceptor import Plain
+from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import key_scopes
 from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._required import check_required
@@ -89,13 +90,17 @@ def check_required_rules(
     """
     policies = type(module)._jaxmp_policies
     if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
-        check_required(policies, module_paths(module, args, kwargs, rngs))
+        check_required(policies, module_paths(module, args, kwargs, rngs, {}))
 
 
 def module_paths(
-    model: nn.Module, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], rngs: PyTree
+    model: nn.Module,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    rngs: PyTree,
+    outputs: dict[str, int | None],
 ) -> dict[str, type | None]:
-    """Implements `jaxmp.linen.module_paths`."""
+    """Implements `jaxmp.linen.module_paths`; adds the numbers of outputs to `outputs`."""
     paths: dict[str, type | None] = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
@@ -116,7 +121,9 @@ def module_paths(
         cls = type(where.module)
         if where.module.scope is not None and hasattr(cls, where.method_name):
             key_scopes(where.module)
-            paths.setdefault("/".join(where.module.path), getattr(cls, "_jaxmp_class", cls))
+            path = "/".join(where.module.path)
+            paths.setdefault(path, getattr(cls, "_jaxmp_class", cls))
+            outputs[path] = LINEN_LAYERS.outputs(where.module)
         return call(*args, **kwargs)
 
     with context(policies=Plain(object())), nn.intercept_methods(record):

@@ -332,11 +332,12 @@ class PolicyInterceptor:
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
         ancestors = self._ancestors(module, path) if self.by_subtree else ()
-        key = (path, cls, ancestors)
+        outputs = LINEN_LAYERS.outputs(module)
+        key = (path, cls, ancestors, outputs)
         if key not in self.module_policies:
             _check_bridge(module, path)
             self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, ancestors, LINEN_LAYERS.traits(cls)
+                self.root.policies, path, cls, ancestors, LINEN_LAYERS.traits(cls), outputs
             )
         return self.module_policies[key]
 

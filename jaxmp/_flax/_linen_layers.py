@@ -12,7 +12,7 @@ from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, L
 from jaxmp.errors import CompositionError
 
 _NORM = LayerTraits(is_norm=True, upcasts_params=True)
-_DENSE = LayerTraits(casts_params=True, kernel="kernel", dot=DOT_GENERAL)
+_DENSE = LayerTraits(casts_params=True, kernel="kernel", dot=DOT_GENERAL, outputs="features")
 _CONV = LayerTraits(casts_params=True, kernel="kernel", dot=CONV)
 _OTHER_DOT = LayerTraits(casts_params=True, kernel="kernel", dot=PREFERRED)
 

@@ -16,7 +16,7 @@ import jax
 from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._casts import cast_tree, resolve_module
+from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_init import add_policy_state, check_required_rules
 from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, make_root
@@ -189,9 +189,10 @@ def _cast_to_output(module: Any, out: PyTree) -> PyTree:
     cls = type(module)
     (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
     module_policy = resolve_module(
-        cls._jaxmp_policies, path, author, above, LINEN_LAYERS.traits(author)
+        *(cls._jaxmp_policies, path, author, above, LINEN_LAYERS.traits(author)),
+        LINEN_LAYERS.outputs(module),
     )
-    return cast_tree(out, module_policy.resolved.output_dtype, module_policy.policy.cast_float64)
+    return cast_outputs(module_policy, out)
 
 
 # Attributes that Flax itself reads; none of them is a submodule.

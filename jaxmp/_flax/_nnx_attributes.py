@@ -23,7 +23,7 @@ from jaxmp._flax._nnx_attention import AttentionFunction
 from jaxmp._flax._nnx_bound import ATTRIBUTE, AUTHOR_KEPT, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import cast_on_read
 from jaxmp._flax._nnx_fp8 import set_fp8_state
-from jaxmp._flax._nnx_layers import check_attributes, default_dtype
+from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, default_dtype
 from jaxmp._flax._nnx_subclass import wrapped_class
 from jaxmp._policies._resolve import PolicyMap
 
@@ -42,7 +42,8 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, ancestors: tuple[t
       ancestors: classes of the modules above it, the nearest first.
     """
     cls = type(module)
-    module_policy = Bound(policies, path, cls, ancestors).module_policy
+    outputs = NNX_LAYERS.outputs(module)
+    module_policy = Bound(policies, path, cls, ancestors, (), outputs).module_policy
     traits = module_policy.traits
     check_attributes(module, traits, module_policy.resolved.path)
     changes = _changes(module, module_policy)
@@ -52,7 +53,7 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, ancestors: tuple[t
     for name, value in changes.items():
         object.__setattr__(module, name, value)
     set_fp8_state(module, traits, changes)
-    setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author))
+    setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author, outputs))
     object.__setattr__(module, "__class__", wrapped_class(cls, cast_on_read(module, traits)))
 
 

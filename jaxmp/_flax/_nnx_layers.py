@@ -68,7 +68,9 @@ def _unstacked(
 
 _NORM = LayerTraits(is_norm=True, upcasts_params=True)
 _WEIGHT_NORM = LayerTraits(upcasts_params=True)
-_LINEAR = LayerTraits(kernel="kernel", dot=DOT_GENERAL, kernel_sizes=_linear_sizes)
+_LINEAR = LayerTraits(
+    kernel="kernel", dot=DOT_GENERAL, kernel_sizes=_linear_sizes, outputs="out_features"
+)
 
 ROWS = {
     nnx.Linear: _LINEAR,

@@ -12,6 +12,7 @@ from flax import linen, nnx
 from jaxmp._core import _trees
 from jaxmp._flax._nnx_bound import Path, author_class, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
+from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp.errors import CompositionError
 
 # Module path -> class of the module; `path:name` -> None for parameters.
@@ -103,6 +104,12 @@ def module_paths(entries: list[ModuleEntry]) -> dict[str, type | None]:
         for path in entry.paths:
             paths |= {_param_path(path, name): None for name, _ in entry.params}
     return paths
+
+
+def layer_outputs(entries: list[ModuleEntry]) -> dict[str, int | None]:
+    """Returns the number of outputs of each module, by its paths; None if not a linear layer."""
+    modules = ((path, entry.module) for entry in entries for path in entry.paths)
+    return {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
 
 
 def _param_path(owner: Path, name: str) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp._policies._policy import Policy
+from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._rules import Rule
 
 
@@ -21,6 +21,7 @@ class PolicyDecision(ExplanationRow):
       policy: the resolved policy.
       rule: index of the deciding rule in `PolicyMap.rules`; None: the default policy applies.
       why: the reason of the deciding rule.
+      narrow: why a linear layer with few outputs returns FP32; "" for other modules.
     """
 
     path: str
@@ -28,10 +29,13 @@ class PolicyDecision(ExplanationRow):
     policy: Policy
     rule: int | None
     why: str
+    narrow: str = ""
 
     def cells(self) -> tuple[str, ...]:
         number = "default" if self.rule is None else str(self.rule + 1)
-        return self.path or "(root)", self.module_type, str(self.policy), number, self.why
+        policy = str(with_fields(self.policy, fp32_outputs_below=0))
+        reasons = "; ".join(filter(None, (self.why, self.narrow)))
+        return self.path or "(root)", self.module_type, policy, number, reasons
 
 
 @dataclasses.dataclass(frozen=True)

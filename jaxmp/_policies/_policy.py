@@ -101,6 +101,9 @@ class Policy:
       forward_methods: names of methods that are forward passes like `__call__`, such as
         `("encode", "decode")`: their arguments and results are cast. The other methods of a user's
         class receive and return arrays as they are.
+      fp32_outputs_below: linear layers with fewer outputs than this, such as the head of a critic,
+        return the FP32 sums of their 16-bit matmul, weakly typed: an operation with a 16-bit array
+        still runs in 16 bits. 0: no layer. An output dtype that a rule names precedes.
 
     Raises:
       PolicyError: if a dtype is not a floating-point format, or a setting is not valid.
@@ -124,6 +127,7 @@ class Policy:
     cast_float64: bool
     keep_inputs: Names
     forward_methods: tuple[str, ...]
+    fp32_outputs_below: int
 
     def __init__(
         self,
@@ -139,6 +143,7 @@ class Policy:
         cast_float64: bool = False,
         keep_inputs: str | Iterable[str | int] = (),
         forward_methods: str | Iterable[str] = (),
+        fp32_outputs_below: int = 0,
     ) -> None:
         fields = canonical_fields(
             {
@@ -153,6 +158,7 @@ class Policy:
                 "cast_float64": cast_float64,
                 "keep_inputs": keep_inputs,
                 "forward_methods": forward_methods,
+                "fp32_outputs_below": fp32_outputs_below,
             },
             within="",
         )
@@ -194,6 +200,8 @@ class Policy:
         for name in ("keep_inputs", "forward_methods"):
             if getattr(self, name):
                 parts.append(f"{name}={inputs_text(getattr(self, name))}")
+        if self.fp32_outputs_below:
+            parts.append(f"fp32_outputs_below={self.fp32_outputs_below}")
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -207,16 +215,16 @@ FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
 PolicyLike: TypeAlias = Policy | PolicyDtypes | Mapping[str, Any] | DTypeLike
 
 
-def with_keep_inputs(policy: Policy, names: Names) -> Policy:
-    """Returns a policy with other, canonical `keep_inputs`; its other fields are not rechecked."""
+def with_fields(policy: Policy, **fields: Any) -> Policy:
+    """Returns a policy with other, canonical fields, which are not checked again."""
     changed = object.__new__(Policy)
-    vars(changed).update(vars(policy), keep_inputs=names)
+    vars(changed).update(vars(policy), **fields)
     return changed
 
 
-def without_inputs(policy: Policy) -> Policy:
-    """Returns a policy without its `keep_inputs`, which is long, for titles and messages."""
-    return with_keep_inputs(policy, ())
+def summarized(policy: Policy) -> Policy:
+    """Returns a policy without the settings of all modules that make titles and messages long."""
+    return with_fields(policy, keep_inputs=(), fp32_outputs_below=0)
 
 
 # ---------------------------------------------------------------------------

@@ -34,6 +34,7 @@ FIELD_KEYS = {
     "cast_float64": "cast_float64",
     "keep_inputs": "keep_inputs",
     "forward_methods": "forward_methods",
+    "fp32_outputs_below": "fp32_outputs_below",
 }
 
 # ---------------------------------------------------------------------------
@@ -60,6 +61,9 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
             canonical[name] = _canonical_choice(name, value, where)
         elif name in ("keep_inputs", "forward_methods"):
             canonical[name] = _canonical_names(name, value, where)
+        elif name == "fp32_outputs_below":
+            valid = type(value) is int and value >= 0
+            canonical[name] = value if valid else _canonical_width(value, where)
         elif name == "window":
             canonical[name] = None if value is None else _canonical_window(value, where)
         else:
@@ -95,6 +99,15 @@ def _canonical_names(name: str, value: object, where: str) -> Names:
             f"'{name}={'+'.join(example)}' in a policy string."
         ) from None
     return names
+
+
+def _canonical_width(value: Any, where: str) -> int:
+    if not isinstance(value, str) or not value.isdecimal():
+        raise PolicyError(
+            f"fp32_outputs_below={value!r}{where} is not a nonnegative integer; for example "
+            "'p=f32,c=bf16,o=f32,fp32_outputs_below=16', or 0 for no layer."
+        )
+    return int(value)
 
 
 def _canonical_window(value: Any, where: str) -> tuple[int, int]:
@@ -197,7 +210,7 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
                 "implementation, mask, window, respect_explicit, cast_float64, keep_inputs, "
-                "forward_methods; for example 'p=f32,c=bf16,o=f32'."
+                "forward_methods, fp32_outputs_below; for example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(

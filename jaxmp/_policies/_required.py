@@ -52,14 +52,17 @@ def check_module_dtypes(policies: PolicyMap) -> None:
 # ---------------------------------------------------------------------------
 
 
-def explain_modules(policies: PolicyMap, paths: Mapping[str, ModuleType]) -> PolicyExplanation:
+def explain_modules(
+    policies: PolicyMap, paths: Mapping[str, ModuleType], outputs: Mapping[str, int | None]
+) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
 
     Args:
       policies: the policies.
       paths: module path -> class, and `path:name` -> None for every parameter.
+      outputs: module path -> number of outputs of a linear layer, or None.
     """
-    explanation = policies.explain(paths)
+    explanation = policies.explain(paths, outputs)
     rows = tuple(
         row
         for row in explanation.rows

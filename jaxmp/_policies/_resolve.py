@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmp._core._dtypes import bits
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
-from jaxmp._policies._policy import Policy, with_keep_inputs, without_inputs
+from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
 from jaxmp.fp8._scaling import Scaling as Scaling
@@ -124,11 +125,13 @@ class PolicyMap:
     def explain(
         self,
         paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
+        outputs: Mapping[str, int | None] = MappingProxyType({}),
     ) -> PolicyExplanation:
         """Lists the policy and the deciding rule of each path, and the unused rules.
 
         Args:
           paths: module paths, or a mapping from module path to the module's class.
+          outputs: module path -> number of outputs of a linear layer, or None.
 
         Example:
           >>> print(PolicyMap("p=f32,c=bf16", [Rule("head", "c=f32")]).explain(["body", "head"]))
@@ -141,7 +144,7 @@ class PolicyMap:
         rows = []
         for path, module_type in types.items():
             owner, ancestors = lineage(path, types)
-            resolved = resolve_policy(self, path, owner, ancestors)
+            resolved = resolve_policy(self, path, owner, ancestors, outputs.get(path))
             rule = resolved.rule
             row = PolicyDecision(
                 path=path,
@@ -149,6 +152,7 @@ class PolicyMap:
                 policy=resolved.policy,
                 rule=None if rule is None else self.rules.index(rule),
                 why="" if rule is None else rule.why,
+                narrow=resolved.narrow,
             )
             rows.append(row)
         deciding = {row.rule for row in rows}
@@ -216,11 +220,15 @@ class ResolvedPolicy:
       policy: the policy.
       rule: the deciding rule; None: no rule matches, and the default policy applies.
       output_dtype: dtype in which the module passes its result on: the policy's `output_dtype` for
-        the root or if the deciding rule names it, otherwise the compute dtype.
+        the root or if the deciding rule names it, FP32 for a narrow layer, otherwise the compute
+        dtype.
       wide_output: `output_dtype` if the deciding rule names one that is wider than the compute
-        dtype; then the module's dot emits it (`preferred_element_type`). Otherwise None.
+        dtype, and FP32 for a narrow layer; then the module's dot emits it
+        (`preferred_element_type`). Otherwise None.
       scaling: scaling of the module's FP8 dots; None: its dots do not run in FP8.
       path: the path that was resolved.
+      narrow: why a linear layer with few outputs returns FP32; "" for other modules. Its result is
+        weakly typed, as a Python number is: other operands determine the dtype of an operation.
     """
 
     policy: Policy
@@ -229,6 +237,7 @@ class ResolvedPolicy:
     wide_output: np.dtype | None
     scaling: Scaling | None
     path: str
+    narrow: str = ""
 
     @property
     def rule_names_output(self) -> bool:
@@ -244,7 +253,7 @@ class ResolvedPolicy:
     def reason(self) -> str:
         """The deciding rule, or the default policy, as text."""
         if self.rule is None:
-            return f"default policy {without_inputs(self.policy)}"
+            return f"default policy {summarized(self.policy)}"
         return rule_text(self.rule)
 
 
@@ -253,14 +262,16 @@ def resolve_policy(
     path: str | Iterable[str | int],
     module_type: ModuleType = None,
     ancestors: tuple[ModuleType, ...] = (),
+    outputs: int | None = None,
 ) -> ResolvedPolicy:
     """Resolves the policy of a module, a parameter (`path:name`) or a name scope.
 
     Args:
       policies: the default policy and the rules.
       path, module_type, ancestors: as in `PolicyMap.resolve`.
+      outputs: number of outputs of a linear layer; None for other modules.
     """
-    key = path, module_type, ancestors
+    key = path, module_type, ancestors, outputs
     if key in policies._resolved:
         return policies._resolved[key]
     path = path_string(path)
@@ -273,15 +284,27 @@ def resolve_policy(
         policy = _with_own_inputs(policy, deciding, module_type)
     names_output = deciding is not None and deciding.output_dtype is not None
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
+    is_half_root = not path and is_16bit(policy.output_dtype)
+    narrow = "" if is_half_root else narrow_reason(policy, outputs)
+    own_dtype = FLOAT32 if narrow else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(
         policy=policy,
         rule=deciding,
-        output_dtype=policy.output_dtype if names_output or not path else policy.compute_dtype,
-        wide_output=policy.output_dtype if is_wide else None,
+        output_dtype=policy.output_dtype if names_output or not path else own_dtype,
+        wide_output=policy.output_dtype if is_wide else FLOAT32 if narrow else None,
         scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
         path=path,
+        narrow=narrow,
     )
     return resolved
+
+
+def narrow_reason(policy: Policy, outputs: int | None) -> str:
+    """Returns why a linear layer with so few outputs returns FP32; "" if it does not."""
+    limit = policy.fp32_outputs_below
+    if outputs is None or outputs >= limit or not is_16bit(policy.compute_dtype):
+        return ""
+    return f"FP32 result of {outputs} output{'s' * (outputs != 1)}: fp32_outputs_below={limit}"
 
 
 def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:
@@ -320,4 +343,4 @@ def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType)
         names = own_inputs(module_type, policy.keep_inputs)
     else:
         names = () if rule is None else rule.keep_inputs or ()
-    return with_keep_inputs(policy, names)
+    return with_fields(policy, keep_inputs=names)

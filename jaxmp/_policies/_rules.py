@@ -52,9 +52,9 @@ class Rule:
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.
       param_dtype, compute_dtype, output_dtype, matmul, implementation, mask, window,
-        respect_explicit, cast_float64, keep_inputs, forward_methods: fields of `Policy`. None: the
-        default policy's value. A rule with a mask and without a window declares a mask without a
-        window.
+        respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: fields of
+        `Policy`. None: the default policy's value. A rule with a mask and without a window declares
+        a mask without a window.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
       subtree: apply a rule by type to everything below modules of that type, too.
@@ -82,6 +82,7 @@ class Rule:
     cast_float64: bool | None
     keep_inputs: Names | None
     forward_methods: tuple[str, ...] | None
+    fp32_outputs_below: int | None
     why: str
     required: bool
     subtree: bool
@@ -103,6 +104,7 @@ class Rule:
         cast_float64: bool | None = None,
         keep_inputs: str | Iterable[str | int] | None = None,
         forward_methods: str | Iterable[str] | None = None,
+        fp32_outputs_below: int | None = None,
         why: str = "",
         required: bool = True,
         subtree: bool = False,
@@ -126,6 +128,7 @@ class Rule:
             "cast_float64": cast_float64,
             "keep_inputs": keep_inputs,
             "forward_methods": forward_methods,
+            "fp32_outputs_below": fp32_outputs_below,
         }
         code = f"Rule({_selector_code(self)})"
         named = {name: value for name, value in values.items() if value is not None}
@@ -188,8 +191,8 @@ def rule_text(rule: Rule, *, with_reason: bool = True) -> str:
       >>> rule_text(Rule("lm_head", "o=f32", why="the loss reads it"), with_reason=False)
       "Rule('lm_head', output_dtype='float32')"
     """
-    unquoted = ("keep_inputs", "forward_methods", "window", "respect_explicit", "cast_float64")
-    values = {k: v if k in unquoted else str(v) for k, v in rule.fields.items()}
+    quoted = (str, np.dtype)
+    values = {k: str(v) if isinstance(v, quoted) else v for k, v in rule.fields.items()}
     parts = [_selector_code(rule), *(f"{name}={value!r}" for name, value in values.items())]
     parts += [f"why={rule.why!r}"] * (bool(rule.why) and with_reason)
     parts += ["required=False"] * (not rule.required) + ["subtree=True"] * rule.subtree
@@ -223,7 +226,8 @@ def _value_text(name: str, value: Any) -> str:
 def override(default: Policy, rule: Rule) -> Policy:
     """Returns a policy with the fields of a rule; the fields that it omits come from `default`.
 
-    A rule that sets an FP32 compute dtype also disables FP8, unless it sets `matmul` itself:
+    A rule that names an output dtype applies it to layers with few outputs too. A rule that sets an
+    FP32 compute dtype also disables FP8, unless it sets `matmul` itself:
     otherwise its matmuls would have 3 bits of mantissa.
 
     Raises:
@@ -232,6 +236,8 @@ def override(default: Policy, rule: Rule) -> Policy:
     fields = dict(rule.fields)
     if rule.mask is not None and rule.window is None:
         fields["window"] = None  # the default's window belongs to another mask
+    if rule.output_dtype is not None:
+        fields.setdefault("fp32_outputs_below", 0)
     policy = dataclasses.replace(default, **fields)
     is_wide = rule.compute_dtype is not None and bits(policy.compute_dtype) > 16
     if is_wide and rule.matmul is None and policy.matmul == "fp8":

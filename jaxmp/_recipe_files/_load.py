@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import PolicyLike, complete_policy, get_policy, without_inputs
+from jaxmp._policies._policy import PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
 from jaxmp._policies._resolve import PolicyMap, reads_policies
@@ -171,7 +171,7 @@ def _unknown_name(text: str) -> RecipeError:
 
 
 def _from_policies(policies: PolicyMap) -> RecipeData:
-    rules, default = len(policies.rules), without_inputs(policies.default)
+    rules, default = len(policies.rules), summarized(policies.default)
     data = RecipeData(
         name=str(default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
         summary="made from policies",

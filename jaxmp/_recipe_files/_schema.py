@@ -75,6 +75,9 @@ _POLICY = {
         (list,),
         convert=lambda value: _canonical("forward_methods", value),
     ),
+    "fp32_outputs_below": COUNT._replace(
+        allowed="a nonnegative integer", example="16", bounds=(0, 2**31 - 1)
+    ),
 }
 
 _ATTENTION = {

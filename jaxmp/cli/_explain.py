@@ -11,6 +11,7 @@ from rich.padding import Padding
 
 import jaxmp
 from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._policy import with_fields
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe import load_recipe
@@ -43,7 +44,7 @@ def explain(
     try:
         check_required(policies, paths)
     except RuleError as error:
-        _print(policies, explain_modules(policies, paths), json)
+        _print(policies, explain_modules(policies, paths, {}), json)
         raise UnmatchedRuleError(str(error)) from None
     _print(policies, explain_policies(policies), json)
 
@@ -88,7 +89,9 @@ def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None
     for row in explanation.rows:
         number = "default" if row.rule is None else str(row.rule + 1)
         path = escape(row.path or "(root)")
-        table.add_row(path, escape(row.module_type), policy_lines(row.policy), number)
+        policy = policy_lines(with_fields(row.policy, fp32_outputs_below=0))
+        policy = "\n".join(filter(None, (policy, row.narrow.partition(": ")[0])))
+        table.add_row(path, escape(row.module_type), policy, number)
     output.print(table)
     output.print(escape(explanation.summary))
     used = {row.rule for row in explanation.rows}
