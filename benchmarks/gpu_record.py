@@ -8,6 +8,7 @@ well. This module imports no framework.
 """
 
 import csv
+import fnmatch
 import functools
 import hashlib
 import importlib.metadata
@@ -16,6 +17,8 @@ import os
 import platform
 import re
 import subprocess
+import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +152,37 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     new = path.with_name(path.name + ".tmp")
     write(new)
     os.replace(new, path)
+
+
+def earlier_report(path: Path | None, environment: dict[str, Any]) -> dict[str, Any]:
+    """Returns the report in a file, to continue it; ends the program if it is of another device."""
+    if path is None or not path.exists():
+        return {}
+    report = json.loads(path.read_text("utf-8"))
+    if key_of(report["environment"]) != key_of(environment):
+        sys.exit(
+            f"{path} has results of {label_of(report['environment'])}, and this is "
+            f"{label_of(environment)}. Write to another file."
+        )
+    return report
+
+
+def archived(directory: Path, pattern: str) -> list[dict[str, Any]]:
+    """Returns the reports in the archives of run_gpu.py in a directory, without rehearsals.
+
+    Args:
+      directory: the directory with the archives.
+      pattern: name of the reports, such as "step_*.json".
+    """
+    reports = []
+    for archive in sorted(directory.glob("*.tar.gz")):
+        with tarfile.open(archive) as tar:
+            for member in sorted(tar.getmembers(), key=lambda member: member.name):
+                name = Path(member.name)
+                file = tar.extractfile(member)
+                if file and fnmatch.fnmatch(name.name, pattern) and name.parts[0][:4] != "toy-":
+                    reports.append(json.load(file))
+    return reports
 
 
 # ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ import gpt
 import jaxmp
 import llama
 from ceilings import copy_terabytes
-from gpu_record import environment, failure, gpu_state, key_of, rotated, write_json
+from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
 
 MODELS = ("gpt2", "gpt2 unrolled", "llama-1.3b", "llama-3.2-3b")
 RECIPES = {
@@ -231,13 +231,8 @@ def main() -> int:
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     report: dict[str, Any] = {"environment": environment(jax.devices()[0].device_kind)}
-    models: list[dict[str, Any]] = []
-    if options.out and options.out.exists():
-        earlier = json.loads(options.out.read_text("utf-8"))
-        if key_of(earlier["environment"]) != key_of(report["environment"]):
-            sys.exit(f"{options.out} has results of another device or version: set another file.")
-        models = [row for row in earlier["models"] if not is_to_repeat(row)]
-    report["models"] = models
+    earlier = earlier_report(options.out, report["environment"]).get("models", [])
+    models = report["models"] = [model for model in earlier if not is_to_repeat(model)]
     for name in ("tiny",) if options.toy else options.models:
         if name in {row["model"] for row in models}:
             continue
