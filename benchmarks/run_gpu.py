@@ -25,7 +25,6 @@ and whether FP8 gains. The first thirty contain the jobs of FIRST.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import io
 import json
@@ -247,10 +246,14 @@ def unpack(archive: Path, directory: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-def end_with_parent() -> None:
-    """Ends this process when its parent is killed, so that it does not keep the GPU."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# Starts a command that Linux ends when its parent is killed, so that it does not keep the GPU.
+START = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def wait(process: Any, seconds: float, save: Callable[[], None]) -> int | None:
@@ -274,12 +277,11 @@ def run(
     start, command = time.monotonic(), command_of(job, directory, toy)
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", START, *command],
             stdout=file,
             stderr=file,
             env=environment(device),
             process_group=0,
-            preexec_fn=end_with_parent,
         )
         try:
             status = wait(process, limit, save)

@@ -23,7 +23,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def refusal(arm: str) -> str | None:
 
 def time_rounds(
     arm: str, size: Sizes, batches: list[torch.Tensor], rounds: int, steps: int
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """Yields a row for each round: the seconds of a step, of the first, and the first losses.
 
     The step is compiled in the first round only: after eight compilations of one function,
@@ -247,7 +247,7 @@ def main() -> int:
         rounds.add(arm, {"skipped": refusal(arm)})
         rounds.write()
     programs = {arm: time_rounds(arm, size, batches, options.rounds, options.steps) for arm in arms}
-    left = dict.fromkeys(arms, options.rounds)
+    left: dict[str, int] = dict.fromkeys(arms, options.rounds)
     failed = []
 
     def measure(arm: str) -> bool:
