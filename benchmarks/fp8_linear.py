@@ -168,8 +168,8 @@ def time_shapes(shapes, out):
     """Times each shape that `out` does not contain, and writes it; returns 1 if a scheme failed."""
     report = {"environment": environment(jax.devices()[0].device_kind)}
     earlier = earlier_report(out, report["environment"]).get("shapes", [])
-    report["shapes"] = [one for one in earlier if not is_to_repeat(one)]
-    done = [one["shape"] for one in report["shapes"]]
+    report["shapes"] = [row for row in earlier if not is_to_repeat(row)]
+    done = [row["shape"] for row in report["shapes"]]
     for shape in shapes:
         if list(shape) in done:
             continue

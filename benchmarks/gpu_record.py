@@ -197,7 +197,7 @@ def rotated(names: list[str], index: int) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Returns whether an error says that the memory is too small, which is a result."""
+    """Returns whether an error reports too little memory, which is a result."""
     text = str(error).lower()
     return any(words in text for words in ("resource_exhausted", "out of memory", "out_of_memory"))
 

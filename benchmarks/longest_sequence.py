@@ -5,7 +5,7 @@
 
 The search begins at the length that programs compiled for an H200 predict. The length of a batch of
 one doubles until a step fails for lack of memory, or is halved until a step succeeds. Each length
-runs in a process of its own, because memory that a failed step has allocated is not returned.
+runs in a separate process, because memory that a failed step has allocated is not returned.
 Programs that --out contains are not measured again, except those that failed for another reason
 than too little memory.
 """

@@ -45,7 +45,7 @@ import optax
 import gpt
 import jaxmp
 import llama
-from ceilings import copy_terabytes
+from ceilings import COPIED, copy_terabytes
 from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
 
 MODELS = ("gpt2", "gpt2 unrolled", "llama-1.3b", "llama-3.2-3b")
@@ -177,7 +177,7 @@ def measure(name: str, rounds: int, rate: float, seconds: float = SECONDS) -> di
     shapes = shapes_of(name)
     leaves = jax.tree.leaves(shapes)
     parameters = sum(leaf.size for leaf in leaves)
-    found: dict[str, list[float]] = {}
+    seconds_by_program: dict[str, list[float]] = {}
     failed: dict[str, dict[str, Any]] = {}
     made = programs(all_settings=name not in ("tiny", "gpt2 unrolled"))
     grads = jax.block_until_ready(draw(shapes, 1e-3))
@@ -190,7 +190,7 @@ def measure(name: str, rounds: int, rate: float, seconds: float = SECONDS) -> di
             except Exception as error:  # too little memory is a result
                 failed[program] = failure(error)
             else:
-                found.setdefault(program, []).append(taken)
+                seconds_by_program.setdefault(program, []).append(taken)
             gc.collect()
     rows = []
     for program, (_, count) in made.items():
@@ -198,15 +198,16 @@ def measure(name: str, rounds: int, rate: float, seconds: float = SECONDS) -> di
         if program in failed:
             rows.append(row | failed[program])
             continue
-        times, limit = found[program], parameters * count / rate
+        times, limit = seconds_by_program[program], parameters * count / rate
         median = statistics.median(times)
         row |= {
             "milliseconds": round(1e3 * median, 3),
             "range": [round(1e3 * min(times), 3), round(1e3 * max(times), 3)],
             "over_limit": round(median / limit, 3),
         }
-        if "hand" in found and "hand" not in failed:
-            ratios = [own / hand for own, hand in zip(times, found["hand"], strict=True)]
+        if "hand" not in failed:
+            hand = seconds_by_program["hand"]
+            ratios = [own / other for own, other in zip(times, hand, strict=True)]
             row["over_hand"] = round(statistics.median(ratios), 3)
         rows.append(row)
     return {
@@ -236,7 +237,7 @@ def main() -> int:
     for name in ("tiny",) if options.toy else options.models:
         if name in {row["model"] for row in models}:
             continue
-        rate = copy_terabytes(2**20 if options.toy else 2**32) * 1e12
+        rate = copy_terabytes(2**20 if options.toy else COPIED) * 1e12
         toy = {"rounds": 2, "seconds": 0.001} if options.toy else {"rounds": options.rounds}
         models.append(measure(name, rate=rate, **toy))
         print(json.dumps(models[-1], indent=2), flush=True)

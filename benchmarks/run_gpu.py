@@ -5,7 +5,7 @@
     python benchmarks/run_gpu.py --list               # the jobs, and how they ended
     python benchmarks/run_gpu.py --toy --out DIRECTORY    # rehearsal on a CPU at small sizes
 
-Each job is one of the other benchmarks in a process of its own. All results, logs and the list of
+Each job is one of the other benchmarks in a separate process. All results, logs and the list of
 jobs that ended are in one archive, gpu_results.tar.gz in --out (or JAXMP_GPU_OUT; default:
 benchmarks/results/gpu). It is replaced as a whole after each job and every ten seconds, so that a
 killed call leaves a complete archive with the results of the job that ran. On a fresh machine,
@@ -88,7 +88,7 @@ def torch(
 
 
 def peers(workload: str, minutes: float = 3) -> tuple[Job, ...]:
-    """Returns the jobs of packages that may be absent, each with its own.
+    """Returns the jobs of packages that may be absent, one for each package.
 
     All have jaxmp-bf16, so that the ratios are those of a round; its compiled program is in the
     cache.
@@ -190,7 +190,7 @@ def describe(toy: bool) -> dict[str, Any]:
     """Returns the record of this machine; ends the program if JAX sees no GPU."""
     facts = {"device": "cpu"}
     if not toy:
-        # In a process of its own, because JAX keeps the memory of the GPU.
+        # In a separate process, because JAX keeps the memory of the GPU.
         done = subprocess.run(
             [sys.executable, "-c", DESCRIBE], capture_output=True, text=True, check=False
         )
