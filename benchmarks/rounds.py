@@ -48,8 +48,8 @@ class Rounds:
     def summary(self, base: str) -> dict[str, Any]:
         """Returns for each program its speed, and the rates relative to `base` and to bf16.
 
-        A ratio within one run is the median of the ratios of its rounds. PyTorch runs in other
-        processes, whose medians are divided.
+        A ratio within one run is the median of the ratios of its rounds, with their range. For
+        programs of different runs, such as those of PyTorch, the medians are divided.
         """
         arms = dict.fromkeys(arm for run in self._pooled() for arm in run["rows"])
         return {arm: self._summary_of(arm, base) for arm in arms}

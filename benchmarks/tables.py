@@ -75,8 +75,8 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
   Results of different devices or different versions, also of jaxmp, are kept in different
   directories of the archive and never pooled. `JAXMP_GPU_DEVICE` replaces the name of the device.
 - In each round all programs run in turn, and each round begins with another program. A ratio is the
-  median of the ratios of the rounds; *range* contains all of them. PyTorch runs in separate
-  processes: its ratios are those of medians, and have no range.
+  median of the ratios of the rounds; *range* contains all of them. Programs that ran in
+  different processes, such as those of PyTorch, have ratios of medians, without a range.
 - `python benchmarks/run_gpu.py --toy --out DIRECTORY` rehearses everything on a CPU at small sizes.
 - `benchmarks/train_step.py` describes workloads and programs; `benchmarks/peer_steps.py` and
   `benchmarks/torch_step.py` contain those of other libraries.
