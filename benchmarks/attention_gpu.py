@@ -6,7 +6,8 @@ NaN.
     python benchmarks/attention_gpu.py --toy     # small run on any machine, writes nothing
 
 Requires pip install "jaxmp[examples,cuda13]" (or cuda12). Writes each row to
-benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured.
+benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured; a later run with --out adds
+the rows that the file does not contain or that failed.
 
 - numbers: results and gradients in bfloat16 against FP32. At most twice the errors of bfloat16
   attention that stores all logits and computes its softmax in FP32 are allowed.
@@ -16,22 +17,21 @@ benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured.
   arrays: median, minimum and maximum of TFLOP/s over the rounds, and the ratio in each round.
 
 A forward pass counts as 4 B N T T H operations, a backward pass as 2.5 times as many, and causal
-attention as half. The exit status is 1 if an error is too large, a gradient is not finite, or jaxmp
-does not use the kernel of cuDNN.
+attention as half. The exit status is 1 if an error is too large, a gradient is not finite, jaxmp
+does not use the kernel of cuDNN, or a row failed.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
+from gpu_record import earlier_report, environment, failure, gpu_state, write_json
 from gpu_smoke import RESULTS, describe_hardware, spread, versions
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
@@ -98,6 +99,7 @@ def main(
     size = TOY if toy else Size()
     lengths = tuple(length for length in size.lengths if longest is None or length <= longest)
     size = dataclasses.replace(size, lengths=lengths, rounds=rounds or size.rounds)
+    continued = out
     if out is None and not toy:
         name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
         out = RESULTS / f"attention_gpu-{name}.json"
@@ -109,25 +111,32 @@ def main(
         "command": shlex.join(["python", "benchmarks/attention_gpu.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "hardware": hardware,
-        "card": card(),
         "versions": versions(),
+        "environment": environment(hardware["device"]),
         "size": dataclasses.asdict(size),
         "matmul_tflops": matmul_tflops(size),
-        "numbers": [],
-        "masks": [],
-        "speed": [],
     }
-    for section, rows in (
-        ("numbers", numbers(size, implementation)),
-        ("masks", masks(size, kernel)),
-        ("speed", speed(size, kernel)),
-    ):
-        for row in rows:
+    sections = {
+        "numbers": numbers(size, implementation),
+        "masks": masks(size, kernel),
+        "speed": speed(size, kernel),
+    }
+    earlier = earlier_report(continued, report["environment"])
+    for section in sections:
+        report[section] = [row for row in earlier.get(section, []) if "repeat" not in row]
+    for section, rows in sections.items():
+        done = [row["row"] for row in report[section]]
+        for name, measure in rows:
+            if name in done:
+                continue
+            try:
+                row = {"row": name, **measure(), "gpu": gpu_state()}
+            except Exception as error:  # the other rows are still of use
+                row = {"row": name, **failure(error)}
             report[section].append(row)
             print(json.dumps({section: row}), flush=True)
             # Write after each row, so that an interrupted run keeps its results.
-            if out is not None:
-                write(out, report)
+            write_json(out, report)
     if out is not None:
         print(f"Written: {out}")
     wrong = failures(report, kernel if kernel == "cudnn" else "blockwise", kernel)
@@ -166,25 +175,37 @@ def cases(length: int) -> dict[str, tuple[tuple[int, int, int], dict[str, Any], 
     }
 
 
-def numbers(size: Size, implementation: str):
-    """Yields a row of errors for each case."""
+# Name of a row, and the function that measures it.
+Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+
+
+def numbers(size: Size, implementation: str) -> Rows:
+    """Yields the rows of errors, one for each case."""
     for name, (heads, options, arrays) in cases(size.small).items():
-        operands = random_operands(2, size.small, heads)
-        d_out = jax.random.normal(jax.random.key(2), operands[0].shape, BF16)
-        # A bias is differentiated; the other arguments only mask.
-        inputs = (*operands, *(arrays[name] for name in arrays if name == "bias"))
-        given = options | {name: array for name, array in arrays.items() if name != "bias"}
-        exact = results("xla", FP32, inputs, d_out, given)
-        allowed = results("xla", BF16, inputs, d_out, given)
-        found = results(implementation, BF16, inputs, d_out, given)
-        ran = jaxmp.explain_attention(*inputs, implementation=implementation, **given)
-        parts = ("out", "query", "key", "value", "bias")[: len(inputs) + 1]
-        yield {
-            "case": name,
-            "ran": ran.implementation,
-            "error": errors(parts, found, exact),
-            "error_of_xla": errors(parts, allowed, exact),
-        }
+        case = functools.partial(number_row, size, implementation, name, heads, options, arrays)
+        yield name, case
+
+
+def number_row(
+    size: Size, implementation: str, name: str, heads: Any, options: Any, arrays: Any
+) -> dict[str, Any]:
+    """Measures the errors of a case."""
+    operands = random_operands(2, size.small, heads)
+    d_out = jax.random.normal(jax.random.key(2), operands[0].shape, BF16)
+    # A bias is differentiated; the other arguments only mask.
+    inputs = (*operands, *(arrays[key] for key in arrays if key == "bias"))
+    given = options | {key: array for key, array in arrays.items() if key != "bias"}
+    exact = results("xla", FP32, inputs, d_out, given)
+    allowed = results("xla", BF16, inputs, d_out, given)
+    found = results(implementation, BF16, inputs, d_out, given)
+    ran = jaxmp.explain_attention(*inputs, implementation=implementation, **given)
+    parts = ("out", "query", "key", "value", "bias")[: len(inputs) + 1]
+    return {
+        "case": name,
+        "ran": ran.implementation,
+        "error": errors(parts, found, exact),
+        "error_of_xla": errors(parts, allowed, exact),
+    }
 
 
 def results(implementation: str, dtype: Any, inputs: Any, d_out: Any, given: Any) -> Any:
@@ -231,29 +252,33 @@ def errors(parts: Any, found: Any, exact: Any) -> dict[str, float]:
 # ---------------------------------------------------------------------------
 
 
-def masks(size: Size, kernel: str):
-    """Yields rows that show whether gradients under a bool mask are finite."""
+def masks(size: Size, kernel: str) -> Rows:
+    """Yields the rows that show whether gradients under a bool mask are finite."""
     ways = {"jaxmp": jaxmp.dot_product_attention, f"jax.nn, {kernel}": direct(kernel)}
-    for length in size.masked:
-        query, key, value = random_operands(2, length, (4, 4, 64))
-        d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
-        positions = jnp.arange(length)
-        causal = (positions[None, :] <= positions[:, None])[None, None]
-        given = {
-            "causal": jnp.broadcast_to(causal, (2, 1, length, length)),
-            "keys": jnp.broadcast_to(positions < length - 5, (2, 1, length, length)),
-        }
-        for name, mask in given.items():
-            for way, attention in ways.items():
+    for length, mask, way in itertools.product(size.masked, ("causal", "keys"), ways):
+        measure = functools.partial(mask_row, length, mask, way, ways[way])
+        yield f"{length}, {mask}, {way}", measure
 
-                def both(query, key, value, mask, d_out, attention=attention):
-                    plain = functools.partial(attention, mask=mask)
-                    out, pull = jax.vjp(plain, query, key, value)
-                    return out, pull(d_out)
 
-                found = jax.jit(both)(query, key, value, mask, d_out)
-                finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found))
-                yield {"length": length, "mask": name, "way": way, "finite": finite}
+def mask_row(length: int, name: str, way: str, attention: Any) -> dict[str, Any]:
+    """Computes attention and its gradients under a mask."""
+    query, key, value = random_operands(2, length, (4, 4, 64))
+    d_out = jax.random.normal(jax.random.key(2), query.shape, BF16)
+    positions = jnp.arange(length)
+    if name == "causal":
+        mask = (positions[None, :] <= positions[:, None])[None, None]
+    else:
+        mask = positions < length - 5
+    mask = jnp.broadcast_to(mask, (2, 1, length, length))
+
+    def both(query, key, value, mask, d_out):
+        plain = functools.partial(attention, mask=mask)
+        out, pull = jax.vjp(plain, query, key, value)
+        return out, pull(d_out)
+
+    result = jax.jit(both)(query, key, value, mask, d_out)
+    finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result))
+    return {"length": length, "mask": name, "way": way, "finite": finite}
 
 
 # ---------------------------------------------------------------------------
@@ -261,13 +286,12 @@ def masks(size: Size, kernel: str):
 # ---------------------------------------------------------------------------
 
 
-def speed(size: Size, kernel: str):
-    """Yields the TFLOP/s of both functions for each head size, mask, length and pass."""
-    for heads in size.heads:
-        for causal in (True, False):
-            for length in size.lengths:
-                for passes in PASSES:
-                    yield speed_row(size, kernel, heads, causal, length, passes)
+def speed(size: Size, kernel: str) -> Rows:
+    """Yields the rows of TFLOP/s of both functions for each head size, mask, length and pass."""
+    settings = itertools.product(size.heads, (True, False), size.lengths, PASSES)
+    for heads, causal, length, passes in settings:
+        measure = functools.partial(speed_row, size, kernel, heads, causal, length, passes)
+        yield f"{heads}, {'causal' if causal else 'full'}, {length}, {passes}", measure
 
 
 def compiled_call(attention: Any, passes: str, operands: Any, d_out: Any) -> Any:
@@ -347,15 +371,6 @@ def matmul_tflops(size: Size) -> dict[str, float]:
     return spread([2 * size.matmul**3 / s / 1e12 for s in seconds])
 
 
-def card() -> str | None:
-    """Returns clocks, power and temperature before the run, as the driver reports them."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    fields = "name,driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 # ---------------------------------------------------------------------------
 # Report
 # ---------------------------------------------------------------------------
@@ -363,8 +378,17 @@ def card() -> str | None:
 
 def failures(report: Any, expected: str, kernel: str) -> list[str]:
     """Returns descriptions of the failed checks."""
-    found = []
-    for row in report["numbers"]:
+    sections = {
+        name: [row for row in report[name] if "failed" not in row]
+        for name in ("numbers", "masks", "speed")
+    }
+    found = [
+        f"{row['row']}: {row['failed']}"
+        for name, rows in sections.items()
+        for row in report[name]
+        if row not in rows
+    ]
+    for row in sections["numbers"]:
         for part, error in row["error"].items():
             allowed = 2 * row["error_of_xla"][part]
             # Also where it is NaN.
@@ -374,10 +398,10 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
                 )
         if row["ran"] != expected:
             found.append(f"{row['case']}: {row['ran']} was used, not {expected}")
-    for row in report["masks"]:
+    for row in sections["masks"]:
         if row["way"] == "jaxmp" and not row["finite"]:
             found.append(f"mask {row['mask']}, T {row['length']}: gradients are not finite")
-    for row in report["speed"]:
+    for row in sections["speed"]:
         if kernel == "cudnn" and row["ran"] != kernel:
             found.append(f"T {row['length']}: {row['ran']} was used, not {kernel}")
     return found
@@ -385,6 +409,7 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
 
 def verdict(rows: list[Any]) -> str:
     """Returns the slowest row and the median of all rows."""
+    rows = [row for row in rows if "ratio" in row]
     if not rows:
         return "no speed was measured"
     ratios = [row["ratio"]["median"] for row in rows]
@@ -394,14 +419,6 @@ def verdict(rows: list[Any]) -> str:
         f"speed relative to cuDNN: median {statistics.median(ratios):.3f}, minimum "
         f"{min(ratios):.3f} ({where}, {slowest['pass']}); required: 0.99"
     )
-
-
-def write(path: Path, report: Any) -> None:
-    """Writes the figures atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half_written = path.with_name(path.name + ".tmp")
-    half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    os.replace(half_written, path)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/ceilings.py --out ceilings.json
     python benchmarks/ceilings.py --toy      # small, on any machine
 
-Matmuls are 8192 x 8192 x 8192 on random data; the copy reads and writes 4 GiB each.
+Matmuls are 8192 x 8192 x 8192 on random data; the copy reads and writes 1 GiB each. The series of
+all three alternate, and each rate is given as the median and the values of its series.
 """
 
 import argparse
@@ -23,58 +24,88 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-REPEATS = 20
+from gpu_record import environment, failure, gpu_state, rotated, write_json
+
+REPEATS = 100  # 0.05 to 0.15 seconds on an H200
+SERIES = 7
+COPIED = 2**30  # bytes, many times the cache of a GPU
+Call = Callable[[], jax.Array]
 
 
-def seconds_of(fn: Callable[..., jax.Array], *args: jax.Array) -> float:
-    """Returns the median of the seconds of a call, in three series of calls."""
-    jax.block_until_ready(fn(*args))
-    series = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(REPEATS):
-            result = fn(*args)
-        jax.block_until_ready(result)
-        series.append((time.perf_counter() - start) / REPEATS)
-    return statistics.median(series)
+def seconds_of(call: Call) -> float:
+    """Returns the seconds of a call, the mean of a series."""
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / REPEATS
 
 
-def matmul_tflops(size: int, dtype: Any) -> float:
-    """Returns the TFLOP/s of a square matmul with bf16 results."""
+def matmul(size: int, dtype: Any) -> Call:
+    """Returns a square matmul with bf16 results."""
     draw = lambda seed: jax.random.normal(jax.random.key(seed), (size, size)).astype(dtype)
     multiply = jax.jit(
         lambda a, b: lax.dot_general(
             a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
         )
     )
-    return 2 * size**3 / seconds_of(multiply, draw(0), draw(1)) / 1e12
+    a, b = draw(0), draw(1)
+    return lambda: multiply(a, b)
+
+
+def copy(size: int) -> Call:
+    """Returns a kernel that reads and writes `size` bytes each."""
+    source = jnp.ones((size // 4,), jnp.float32)
+    add = jax.jit(lambda x: x + 1)
+    return lambda: add(source)
 
 
 def copy_terabytes(size: int) -> float:
     """Returns the TB/s of a kernel that reads and writes `size` bytes each."""
-    source = jnp.ones((size // 4,), jnp.float32)
-    return 2 * size / seconds_of(jax.jit(lambda x: x + 1), source) / 1e12
+    call = copy(size)
+    jax.block_until_ready(call())
+    return 2 * size / statistics.median(seconds_of(call) for _ in range(3)) / 1e12
 
 
-def main() -> None:
-    """Prints the rates."""
+def main() -> int:
+    """Prints the rates; returns 1 if one could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    size = 256 if options.toy else 8192
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "size": size,
-        "bf16_tflops": round(matmul_tflops(size, jnp.bfloat16), 3),
-        "fp8_tflops": round(matmul_tflops(size, jnp.float8_e4m3fn), 3),
-        "copy_terabytes_per_second": round(copy_terabytes(2**20 if options.toy else 2**32), 3),
+    size, copied = (256, 2**20) if options.toy else (8192, COPIED)
+    work = 2 * size**3 / 1e12
+    # Name -> (function that makes the call, its TFLOPs or TB).
+    rates = {
+        "bf16_tflops": (lambda: matmul(size, jnp.bfloat16), work),
+        "fp8_tflops": (lambda: matmul(size, jnp.float8_e4m3fn), work),
+        "copy_terabytes_per_second": (lambda: copy(copied), 2 * copied / 1e12),
     }
+    report: dict[str, Any] = {
+        "environment": environment(jax.devices()[0].device_kind),
+        "size": size,
+    }
+    calls: dict[str, Call] = {}
+    for name, (make, _) in rates.items():
+        try:
+            call = make()
+            jax.block_until_ready(call())
+        except Exception as error:  # the other rates are still of use
+            report[name] = failure(error)
+        else:
+            calls[name] = call
+    series: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(SERIES):
+        for name in rotated(list(calls), index):
+            series[name].append(rates[name][1] / seconds_of(calls[name]))
+    for name, values in series.items():
+        median = statistics.median(values)
+        report[name] = {"median": round(median, 3), "series": [round(v, 3) for v in values]}
+    report["gpu"] = gpu_state()
     print(json.dumps(report, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.out, report)
+    return int(len(calls) < len(rates))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

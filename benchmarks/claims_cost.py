@@ -11,6 +11,7 @@ import optax
 
 import jaxmp
 from claims_result import NOT_MEASURED, Result
+from gpu_record import archived
 
 RESULTS = Path(__file__).parent / "results"
 GB, MIB = 1e9, 2**20
@@ -19,6 +20,14 @@ GB, MIB = 1e9, 2**20
 def recorded(pattern: str) -> list[dict[str, Any]]:
     """Returns the recorded results whose file name matches a pattern."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob(pattern))]
+
+
+def measured(pattern: str, archived_as: str) -> list[dict[str, Any]]:
+    """Returns the results of GPUs, of single benchmarks and in the archives of run_gpu.py.
+
+    Results of different devices, or of different versions, stay apart.
+    """
+    return [*recorded(pattern), *archived(RESULTS / "gpu", archived_as)]
 
 
 def evidence_of(report: dict[str, Any]) -> str:
@@ -160,58 +169,93 @@ def not_measured(*command: str) -> Result:
 
 def measured_on(report: dict[str, Any]) -> str:
     """Returns the GPU, date and command of a recorded result."""
-    return f"{report['hardware']['device']}, {report['date']}; `{report['command']}`"
+    command = report.get("command", "python benchmarks/run_gpu.py")
+    date = report.get("date") or environment_of(report)["date"][:10]
+    return f"{device_of(report)}, {date}; `{command}`"
+
+
+def environment_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns the environment of a report, or that of the last run of its rounds."""
+    return report["runs"][-1]["environment"] if "runs" in report else report["environment"]
+
+
+def device_of(report: dict[str, Any]) -> str:
+    if "hardware" in report:
+        return report["hardware"]["device"]
+    return environment_of(report)["device"]
 
 
 def mixed_precision_speed() -> Result:
-    """Reads the throughput of training GPT-2 under each recipe."""
-    reports = recorded("gpu_smoke-*.json")
+    """Reads the throughput of training GPT-2 under each recipe, on each GPU."""
+    reports = [
+        report
+        for report in measured("gpu_smoke-*.json", "recipes.json")
+        # An interrupted run has not measured the baselines yet.
+        if {"bf16", "tf32", "fp32"} <= {row["recipe"] for row in report["results"]}
+    ]
     if not reports:
         return not_measured("python", "benchmarks/gpu_smoke.py")
-    report = reports[-1]
-    speed = {row["recipe"]: row["tokens_per_second"]["median"] for row in report["results"]}
-    table = [
-        [name, f"{value:,.0f}", f"{value / speed['tf32']:.2f}", f"{value / speed['fp32']:.2f}"]
-        for name, value in speed.items()
-    ]
-    finding = (
-        f"`bf16` trains {speed['bf16'] / speed['tf32']:.2f} times as fast as `tf32` and "
-        f"{speed['bf16'] / speed['fp32']:.2f} times as fast as `fp32`."
-    )
-    columns = ["recipe", "tokens per second", "over tf32", "over fp32"]
-    return Result(finding, measured_on(report), columns, table)
+    findings, table = [], []
+    for report in reports:
+        speed = {row["recipe"]: row["tokens_per_second"]["median"] for row in report["results"]}
+        table += [
+            [device_of(report), name, f"{value:,.0f}"]
+            + [f"{value / speed[base]:.2f}" for base in ("tf32", "fp32")]
+            for name, value in speed.items()
+        ]
+        findings.append(
+            f"On {device_of(report)}, `bf16` trains {speed['bf16'] / speed['tf32']:.2f} times as "
+            f"fast as `tf32` and {speed['bf16'] / speed['fp32']:.2f} times as fast as `fp32`."
+        )
+    columns = ["GPU", "recipe", "tokens per second", "over tf32", "over fp32"]
+    return Result(" ".join(findings), "; ".join(map(measured_on, reports)), columns, table)
 
 
 def fp8_speed() -> Result:
-    """Reads the time of training steps in FP8 relative to BF16."""
-    reports = recorded("fp8_step-*.json")
-    if not reports:
-        return not_measured("python", "benchmarks/fp8_step.py")
+    """Reads the time of training steps in FP8 relative to BF16, on each GPU."""
+    table, reports = [], []
     names = [path.name.split("-")[1] for path in sorted(RESULTS.glob("fp8_step-*.json"))]
-    table = [
-        [name, arm, f"{row['over_bf16']:.2f}"]
-        for name, report in zip(names, reports, strict=True)
-        for arm, row in report["rows"].items()
-        if "over_bf16" in row and arm != "bf16"
-    ]
-    best = max(float(row[-1]) for row in table)
-    finding = f"The fastest FP8 training step is {best:.2f} times as fast as BF16."
-    evidence = "; ".join(map(measured_on, reports))
-    return Result(finding, evidence, ["model", "FP8", "steps per second over BF16"], table)
+    for name, report in zip(names, recorded("fp8_step-*.json"), strict=True):
+        ratios = {arm: row.get("over_bf16") for arm, row in report["rows"].items()}
+        reports.append((name, report, ratios))
+    for report in archived(RESULTS / "gpu", "step_*.json"):
+        rows = report["summary"]
+        ratios = {arm: row.get("rate_over_jaxmp-bf16") for arm, row in rows.items()}
+        ratios = {arm: ratio for arm, ratio in ratios.items() if arm.startswith("jaxmp-fp8")}
+        reports.append((report["workload"], report, ratios))
+    for name, report, ratios in reports:
+        table += [
+            [device_of(report), name, arm, f"{ratio:.2f}"]
+            for arm, ratio in ratios.items()
+            if ratio is not None and arm != "bf16"
+        ]
+    if not table:
+        return not_measured("python", "benchmarks/fp8_step.py")
+    best = max(table, key=lambda row: float(row[-1]))
+    finding = f"The fastest FP8 training step is {best[-1]} times as fast as BF16, on {best[0]}."
+    evidence = "; ".join(dict.fromkeys(measured_on(report) for _, report, _ in reports))
+    return Result(finding, evidence, ["GPU", "model", "FP8", "steps per second over BF16"], table)
 
 
 def flash_speed() -> Result:
-    """Reads the rate of attention relative to a direct call of cuDNN."""
-    reports = recorded("attention_gpu-*.json")
-    if not reports:
+    """Reads the rate of attention relative to a direct call of cuDNN, on each GPU."""
+    reports = measured("attention_gpu-*.json", "attention.json")
+    table, findings = [], []
+    for report in reports:
+        rows = [row for row in report["speed"] if "ratio" in row]
+        if not rows:  # interrupted before its first speed
+            continue
+        table += [
+            [device_of(report), row["pass"], "causal" if row["causal"] else "full"]
+            + [f"{row['length']:,}"]
+            + [f"{row[name]['median']:,.2f}" for name in ("jaxmp_tflops", "direct_tflops", "ratio")]
+            for row in rows
+        ]
+        least = min(row["ratio"]["median"] for row in rows)
+        findings.append(
+            f"On {device_of(report)}, at least {least:.2f} times the rate of cuDNN called directly."
+        )
+    if not table:
         return not_measured("python", "benchmarks/attention_gpu.py")
-    report = reports[-1]
-    table = [
-        [row["pass"], "causal" if row["causal"] else "full", f"{row['length']:,}"]
-        + [f"{row[name]['median']:,.2f}" for name in ("jaxmp_tflops", "direct_tflops", "ratio")]
-        for row in report["speed"]
-    ]
-    ratios = [row["ratio"]["median"] for row in report["speed"]]
-    finding = f"At least {min(ratios):.2f} times the rate of cuDNN called directly."
-    columns = ["pass", "mask", "length", "TFLOP/s", "cuDNN directly", "ratio"]
-    return Result(finding, measured_on(report), columns, table)
+    columns = ["GPU", "pass", "mask", "length", "TFLOP/s", "cuDNN directly", "ratio"]
+    return Result(" ".join(findings), "; ".join(map(measured_on, reports)), columns, table)

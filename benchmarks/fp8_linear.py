@@ -12,7 +12,6 @@ Flax.
 
 import argparse
 import functools
-import json
 import os
 import platform
 import statistics
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jax import lax
 
+from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
 from jaxmp import fp8
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
@@ -52,7 +52,10 @@ def flax_direct(x, w, state):
 
 
 def schemes():
-    """Returns name -> (matmul of x, w and a state; the initial state)."""
+    """Returns name -> (matmul of x, w and a state; the initial state).
+
+    Flax's op is absent if the installed version does not have it.
+    """
     found = {"bf16": (lambda x, w, state: lax.dot_general(x, w, LINEAR), None)}
     for name in ("current", "delayed", "rowwise"):
         recipe = fp8.as_scaling(name)
@@ -60,9 +63,10 @@ def schemes():
         found[name] = (functools.partial(ours, recipe), state)
     uncalibrated = fp8.DelayedScaling(calibrate=False)
     found["delayed, uncalibrated"] = (functools.partial(ours, uncalibrated), fp8.init_state())
-    x = jnp.ones((16, 16), jnp.bfloat16)
-    state = fp8_ops.Fp8DirectDotGeneralOp().init(jax.random.key(0), x, x, LINEAR)
-    found["flax direct"] = (flax_direct, state)
+    if hasattr(fp8_ops, "Fp8DirectDotGeneralOp"):
+        x = jnp.ones((16, 16), jnp.bfloat16)
+        state = fp8_ops.Fp8DirectDotGeneralOp().init(jax.random.key(0), x, x, LINEAR)
+        found["flax direct"] = (flax_direct, state)
     return found
 
 
@@ -122,7 +126,10 @@ def seconds(run, args, repeats):
 
 
 def timed(shape, rounds=7, repeats=10):
-    """Returns the milliseconds of each scheme and the ratio to BF16, as medians of rounds."""
+    """Returns the milliseconds of each scheme and the ratio to BF16, as medians of rounds.
+
+    The schemes run in turn in each round, whose first scheme is another one each time.
+    """
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = (
@@ -133,23 +140,53 @@ def timed(shape, rounds=7, repeats=10):
         name: (jax.jit(step(product)), (x, w, g, state))
         for name, (product, state) in schemes().items()
     }
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, (run, args) in runs.items():
-            times[name].append(seconds(run, args, repeats))
+    times, failed = {name: [] for name in runs}, {}
+    for index in range(rounds):
+        for name in rotated(list(runs), index):
+            if name in failed:
+                continue
+            try:
+                times[name].append(seconds(*runs[name], repeats))
+            except Exception as error:  # the other schemes are still of use
+                failed[name] = failure(error)
     rows = []
     for name, found in times.items():
-        ratios = [bf16 / own for bf16, own in zip(times["bf16"], found, strict=True)]
-        rows.append(
-            {
-                "scheme": name,
-                "shape": shape,
-                "ms": round(1e3 * statistics.median(found), 4),
-                "over_bf16": round(statistics.median(ratios), 3),
-                "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-            }
-        )
+        row = {"scheme": name, "shape": shape}
+        if name in failed:
+            rows.append(row | failed[name])
+            continue
+        row["ms"] = round(1e3 * statistics.median(found), 4)
+        if "bf16" not in failed:
+            ratios = [bf16 / own for bf16, own in zip(times["bf16"], found, strict=True)]
+            row["over_bf16"] = round(statistics.median(ratios), 3)
+            row["range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        rows.append(row)
     return rows
+
+
+def time_shapes(shapes, out):
+    """Times each shape that `out` does not contain, and writes it; returns 1 if a scheme failed."""
+    report = {"environment": environment(jax.devices()[0].device_kind)}
+    earlier = earlier_report(out, report["environment"]).get("shapes", [])
+    report["shapes"] = [row for row in earlier if not is_to_repeat(row)]
+    done = [row["shape"] for row in report["shapes"]]
+    for shape in shapes:
+        if list(shape) in done:
+            continue
+        rows = timed(shape)
+        report["shapes"].append({"shape": list(shape), "gpu": gpu_state(), "rows": rows})
+        show(rows)
+        write_json(out, report)
+    return int(any(map(is_to_repeat, report["shapes"])))
+
+
+def is_to_repeat(shape):
+    return any("repeat" in row for row in shape["rows"])
+
+
+def show(rows):
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
 
 def main():
@@ -161,18 +198,14 @@ def main():
     if options.time:
         if jax.default_backend() != "gpu" and not options.toy:
             sys.exit("--time requires a GPU. Without --time, the program is compiled for an H200.")
-        device = jax.devices()[0].device_kind
-        shapes = [(64, 64, 64)] if options.toy else SHAPES
-        rows = [row for shape in shapes for row in timed(shape)]
-    else:
-        device = "NVIDIA H200 (compiled without one, nothing was run)"
-        rows = [
-            {"scheme": name, **count(product, state, (16384, 4096, 4096))}
-            for name, (product, state) in schemes().items()
-        ]
+        return time_shapes([(64, 64, 64)] if options.toy else SHAPES, options.out)
+    device = "NVIDIA H200 (compiled without one, nothing was run)"
+    rows = [
+        {"scheme": name, **count(product, state, (16384, 4096, 4096))}
+        for name, (product, state) in schemes().items()
+    ]
     print(f"{device}; jax {jax.__version__} on {platform.machine()}")
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(rows)
     if options.out:
         report = {
             "command": "python " + " ".join(sys.argv),
@@ -180,8 +213,9 @@ def main():
             "versions": {"jax": jax.__version__, "flax": flax.__version__},
             "rows": rows,
         }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(options.out, report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

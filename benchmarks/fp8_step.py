@@ -6,15 +6,14 @@
 
 Writes benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. Requires pip install "jaxmp[cuda13]" (or
 cuda12) and Flax. All programs use the same random tokens and run in turn. Each round starts with
-new states, and ratios are computed within a round. A step consists of the forward and backward
-pass, clipping by global norm and AdamW with FP32 parameters. Attention uses cuDNN, without
-rematerialization.
+another program and new states, and ratios are computed within a round. A step consists of the
+forward and backward pass, clipping by global norm and AdamW with FP32 parameters. Attention uses
+cuDNN, without rematerialization.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import platform
 import re
@@ -38,6 +37,7 @@ import optax
 from flax.linen import fp8_ops
 
 import jaxmp
+from gpu_record import environment, rotated, write_json
 
 OVERWRITE = "_overwrite_with_gradient"
 RESULTS = Path(__file__).parent / "results"
@@ -201,12 +201,12 @@ def measure(size, rounds, steps):
         for seed in range(4)
     ]
     found = {name: {"seconds": [], "failed": ""} for name in arms}
-    for _ in range(rounds):
-        for name, arm in arms.items():
+    for index in range(rounds):
+        for name in rotated(list(arms), index):
             if found[name]["failed"]:
                 continue
             try:
-                seconds, loss = run(arm, tokens, steps)
+                seconds, loss = run(arms[name], tokens, steps)
             except jax.errors.JaxRuntimeError as error:  # out of memory is a result too
                 found[name]["failed"] = str(error).splitlines()[0]
                 continue
@@ -275,12 +275,13 @@ def write(name, size, device, rows):
             "flax": flax.__version__,
             "optax": optax.__version__,
         },
+        "environment": environment(device),
         "workload": dataclasses.asdict(size),
         "rows": rows,
     }
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     path = RESULTS / f"fp8_step-{name}-{slug}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(path, report)
     print(f"Written: {path}")
 
 

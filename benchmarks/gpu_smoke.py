@@ -6,7 +6,8 @@
 
 Requires pip install "jaxmp[examples,cuda13]" (or cuda12). All recipes use the same initial weights
 and batches. Each runs in a separate process, because the peak memory of a device is counted from
-the start of the process.
+the start of the process. A recipe that fails does not stop the others; the exit status is then 1. A
+later run with --out adds the recipes that the file does not contain.
 """
 
 import concurrent.futures
@@ -22,6 +23,7 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +37,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import jaxmp
 from byte_gpt import GPT, even_batches, random_batch, standard_library_text
+from gpu_record import earlier_report, environment, failure, gpu_state, write_json
 from train_lm import prepare
 
 RECIPES = "fp32,tf32,bf16,bf16_params,fp16,fp16_params"
@@ -108,15 +111,28 @@ def main(
     size = dataclasses.replace(size, steps=steps or size.steps)
     name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
     file = RESULTS / f"gpu_smoke-{name}.json" if out is None and not toy else out
-    results = []
+    report = header(hardware, size)
+    earlier = earlier_report(out, report["environment"])
+    if earlier.get("size") == report["size"]:
+        report["results"] = earlier["results"]
+    done = [row["recipe"] for row in report["results"]]
     for recipe in recipes.split(","):
-        results.append(in_own_process(functools.partial(measure, recipe, size, seconds)))
-        print(json.dumps(dataclasses.asdict(results[-1])), flush=True)
-        if file:  # after each recipe, so that an interrupted run keeps its results
-            write(file, hardware, size, results)
-    Console().print(table(results, hardware["device"]))
+        if recipe in done:
+            continue
+        try:
+            result = in_own_process(functools.partial(measure, recipe, size, seconds))
+        except Exception as error:  # the other recipes are still of use
+            traceback.print_exc()
+            report["failed"][recipe] = failure(error)
+        else:
+            report["results"].append({**dataclasses.asdict(result), "gpu": gpu_state()})
+            print(json.dumps(report["results"][-1]), flush=True)
+        write_json(file, report)  # after each recipe, so that an interrupted run keeps its results
+    if report["results"]:
+        Console().print(table(report["results"], hardware["device"]))
     if file:
         print(f"Written: {file}")
+    raise typer.Exit(any("repeat" in row for row in report["failed"].values()))
 
 
 def in_own_process(job: Any) -> Any:
@@ -194,41 +210,38 @@ def spread(values: list[float]) -> dict[str, float]:
 # ---------------------------------------------------------------------------
 
 
-def table(results: list[Result], device: str) -> Table:
+def table(results: list[dict[str, Any]], device: str) -> Table:
     """Returns the table with one row per recipe."""
-    rows = Table(title=f"{results[0].parameters / 1e6:,.1f} M parameters on {device}")
+    rows = Table(title=f"{results[0]['parameters'] / 1e6:,.1f} M parameters on {device}")
     rows.add_column("recipe")
     headings = ("steps", "held-out loss", "skipped", "tokens/s (min to max)", "peak memory")
     for heading in headings:
         rows.add_column(heading, justify="right")
     for result in results:
-        speed = result.tokens_per_second
-        peak = "unknown" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f} GiB"
+        speed, peak = result["tokens_per_second"], result["peak_bytes"]
         rows.add_row(
-            result.recipe,
-            str(result.steps),
-            f"{result.held_out_loss:.4f}",
-            str(result.skipped_steps),
+            result["recipe"],
+            str(result["steps"]),
+            f"{result['held_out_loss']:.4f}",
+            str(result["skipped_steps"]),
             f"{speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f})",
-            peak,
+            "unknown" if peak is None else f"{peak / 2**30:.1f} GiB",
         )
     return rows
 
 
-def write(path: Path, hardware: dict[str, Any], size: Size, results: list[Result]) -> None:
-    """Writes the figures with everything that is required to reproduce them."""
-    report = {
+def header(hardware: dict[str, Any], size: Size) -> dict[str, Any]:
+    """Returns everything that is required to reproduce the figures, without results."""
+    return {
         "command": shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "hardware": hardware,
         "versions": versions(),
+        "environment": environment(hardware["device"]),
         "size": dataclasses.asdict(size),
-        "results": [dataclasses.asdict(result) for result in results],
+        "results": [],
+        "failed": {},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half_written = path.with_name(path.name + ".tmp")
-    half_written.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    os.replace(half_written, path)
 
 
 def versions() -> dict[str, str]:

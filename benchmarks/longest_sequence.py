@@ -5,8 +5,9 @@
 
 The search begins at the length that programs compiled for an H200 predict. The length of a batch of
 one doubles until a step fails for lack of memory, or is halved until a step succeeds. Each length
-runs in a process of its own, because memory that a failed step has allocated is not returned.
-Programs that --out contains are not measured again.
+runs in a separate process, because memory that a failed step has allocated is not returned.
+Programs that --out contains are not measured again, except those that failed for another reason
+than too little memory.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 if "--toy" in sys.argv:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,7 +28,15 @@ import jax
 
 import by_hand
 import gpt
-import jaxmp
+from gpu_record import (
+    DEVICE,
+    earlier_report,
+    environment,
+    failure,
+    gpu_state,
+    is_out_of_memory,
+    write_json,
+)
 from train_step import model_of
 from workload_sizes import TOY, WORKLOADS
 
@@ -70,8 +80,11 @@ def trains(length: int, attention: str, remat: bool, toy: bool) -> str:
     )
     if not done.returncode:
         return ""
-    lines = done.stderr.strip().splitlines() or ["no message"]
-    return next((line for line in reversed(lines) if "RESOURCE" in line), lines[-1])[:200]
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    line = next((line for line in reversed(lines) if is_out_of_memory(line)), None)
+    if line is None:
+        raise RuntimeError(f"length {length}: " + "\n".join(lines[-20:]))
+    return line[:300]
 
 
 def longest(attention: str, remat: bool, toy: bool) -> dict[str, object]:
@@ -79,15 +92,23 @@ def longest(attention: str, remat: bool, toy: bool) -> dict[str, object]:
     limit, length = (32, 32) if toy else (LIMIT, PREDICTED[attention, remat])
     trained, error = 0, ""
     while 16 <= length <= limit and (trained == 0 or not error):
-        failure = trains(length, attention, remat, toy)
-        error = failure or error
-        trained = trained if failure else length
-        length = length // 2 if failure else 2 * length
+        too_long = trains(length, attention, remat, toy)
+        error = too_long or error
+        trained = trained if too_long else length
+        length = length // 2 if too_long else 2 * length
     return {"attention": attention, "remat": remat, "longest": trained, "next_failed": error}
 
 
-def main() -> None:
-    """Prints and writes the longest length of each program."""
+def device_name(toy: bool) -> str:
+    """Returns the name of the device, which another process asks JAX for."""
+    code = "import jax; print(jax.devices()[0].device_kind)"
+    command = [sys.executable, "-c", code]
+    is_known = toy or DEVICE in os.environ
+    return "cpu" if is_known else subprocess.check_output(command, text=True).strip()
+
+
+def main() -> int:
+    """Prints and writes the longest length of each program; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
@@ -96,20 +117,25 @@ def main() -> None:
     if options.run:
         length, attention, remat = options.run
         run_step(int(length), attention, bool(int(remat)), options.toy)
-        return
-    rows: list[dict[str, object]] = []
-    if options.out and options.out.exists():
-        rows = json.loads(options.out.read_text("utf-8"))["rows"]
+        return 0
+    # The processes of the steps use the GPU, so this one does not.
+    report: dict[str, Any] = {"environment": environment(device_name(options.toy))}
+    earlier = earlier_report(options.out, report["environment"]).get("rows", [])
+    rows = report["rows"] = [row for row in earlier if "failed" not in row]
     measured = {(row["attention"], row["remat"]) for row in rows}
     for attention, remat in PREDICTED:
         if (attention, remat) in measured:
             continue
-        rows.append(longest(attention, remat, options.toy))
+        try:
+            row = longest(attention, remat, options.toy)
+        except RuntimeError as error:
+            print(error)
+            row = {"attention": attention, "remat": remat, **failure(error)}
+        rows.append({**row, "gpu": gpu_state()})
         print(json.dumps(rows[-1]), flush=True)
-        if options.out:
-            report = {"jax": jax.__version__, "jaxmp": jaxmp.__version__, "rows": rows}
-            options.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(options.out, report)
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -31,6 +31,7 @@ import optax
 import by_hand
 import gpt
 from by_hand import BF16, EPSILON
+from gpu_record import versions_of
 from workload_sizes import Sizes
 
 NORMAL = nn.initializers.normal(0.02)
@@ -314,6 +315,12 @@ def trainings() -> dict[str, Callable[[Sizes], Training]]:
 
 
 PACKAGES = {"qwix": "qwix", "te": "transformer_engine", "maxtext": "maxtext"}
+
+
+def package_of(arm: str) -> dict[str, str]:
+    """Returns the package of a step with its version, which decides what is pooled."""
+    name = PACKAGES.get(arm.partition("-")[0], "").replace("_", "-")
+    return {"package": f"{name} {versions_of((name,)).get(name)}"} if name else {}
 
 
 def refusal(arm: str, size: Sizes) -> str | None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gpu_record import archived, label_of
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -43,23 +45,38 @@ On JAX 0.10.2 the bytes are 1.085 for the recipe and the hand-written step with 
 GPU = """
 ## Times on a GPU
 
-`python benchmarks/run_gpu.py` measures them on one GPU with 141 GB, such as an H200, in slices of
-ten minutes. Repeat the command until it starts no more jobs, then write this page:
+One command measures them on one GPU with 141 GB, such as an H200:
 
 ```sh
-pip install -e ".[examples,cuda13]"     # optional: pip install torch torchao qwix
-python benchmarks/run_gpu.py --list     # the jobs, their minutes, and which are done
-python benchmarks/run_gpu.py            # a slice; --only w1 selects jobs by name
-python benchmarks/tables.py
+pip install -e ".[examples,cuda13]"                # optional: pip install torch torchao qwix
+python benchmarks/run_gpu.py --minutes 150         # everything
+python benchmarks/tables.py                        # writes this page
 ```
 
-- The first slice shows whether the steps run, whether they are as fast as hand-written ones, and
-  whether FP8 gains. The first three slices contain the most valuable jobs.
-- Each job writes to `benchmarks/results/gpu` after each result. A job that was interrupted runs
-  again and adds to its file; one that failed runs again after all others. `logs` contains the
-  output.
+A GPU that is available for a few minutes at a time measures the same in several calls:
+
+```sh
+export JAXMP_GPU_OUT=results                       # default: benchmarks/results/gpu
+python benchmarks/run_gpu.py                       # ten minutes; --only w1 selects jobs by name
+python benchmarks/run_gpu.py --list                # the jobs, their minutes, and how they ended
+python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out more
+```
+
+- All results and logs are in one archive, `gpu_results.tar.gz` in the directory of the results. It
+  is complete at any time: a call that is killed loses at most ten seconds. On a fresh machine,
+  `--continue-from` continues the archive of an earlier call.
+- The first ten minutes show whether the steps run, whether they are as fast as hand-written ones,
+  and whether FP8 gains. The first thirty contain the most valuable jobs.
+- A job that was interrupted runs again in the next call and keeps its results; one that failed, or
+  took more than twice its minutes, runs again after all others. The archive contains its output.
 - Libraries that are not installed (PyTorch, torchao, qwix, Transformer Engine, MaxText) are
-  skipped, and the results contain the reason.
+  skipped, and their jobs run in the first call in which they are installed.
+- Each result contains clocks, power and temperature of the GPU, its driver and the versions.
+  Results of different devices or different versions, also of jaxmp, are kept in different
+  directories of the archive and never pooled. `JAXMP_GPU_DEVICE` replaces the name of the device.
+- In each round all programs run in turn, and each round begins with another program. A ratio is the
+  median of the ratios of the rounds; *range* contains all of them. Programs that ran in
+  different processes, such as those of PyTorch, have ratios of medians, without a range.
 - `python benchmarks/run_gpu.py --toy --out DIRECTORY` rehearses everything on a CPU at small sizes.
 - `benchmarks/train_step.py` describes workloads and programs; `benchmarks/peer_steps.py` and
   `benchmarks/torch_step.py` contain those of other libraries.
@@ -148,21 +165,35 @@ def overhead_section(report: dict[str, Any]) -> str:
 
 
 def gpu_section() -> str:
-    """Returns the tables of the training steps that were timed."""
+    """Returns the tables of the training steps and optimizers that were timed, for each GPU."""
     parts = [GPU]
-    for file in sorted((RESULTS / "gpu").glob("step_*.json")):
-        report = json.loads(file.read_text("utf-8"))
+    for report in archived(RESULTS / "gpu", "step_*.json"):
         rows = []
         for arm, row in report["summary"].items():
             if "milliseconds" not in row:
-                rows.append((arm, *row.values(), "", "", ""))
+                reason = ", ".join(f"{name}: {text}" for name, text in row.items())
+                rows.append((arm, reason, "", "", "", "", ""))
                 continue
-            speed = f"{row['tokens_per_second']:,}"
-            ratios = [row.get(f"rate_over_{other}", "") for other in ("hand", "jaxmp-bf16")]
-            rows.append((arm, f"{row['milliseconds']:.2f}", speed, *ratios))
-        device = report["runs"][0].get("device", "")
-        header = ("program", "ms", "tokens/s", "rate over hand-written", "rate over bf16")
-        parts.append(f"\n{report['workload']} on {device}:\n\n{table(header, rows)}")
+            low, high = row["range"]
+            times = f"{row['milliseconds']:.2f}", f"{low:.2f} to {high:.2f}"
+            ratios = []
+            for other in ("hand", "jaxmp-bf16"):
+                ratio, bounds = row.get(f"rate_over_{other}", ""), row.get(f"range_over_{other}")
+                ratios.append(f"{ratio} ({bounds[0]} to {bounds[1]})" if bounds else ratio)
+            rows.append((arm, *times, row["rounds"], f"{row['tokens_per_second']:,}", *ratios))
+        header = ("program", "ms", "range", "rounds", "tokens/s", "rate over hand-written (range)")
+        title = f"{report['workload']} on {label_of(report['runs'][-1]['environment'])}"
+        parts.append(f"\n{title}:\n\n{table((*header, 'rate over bf16 (range)'), rows)}")
+    for report in archived(RESULTS / "gpu", "optimizer.json"):
+        for model in report["models"]:
+            rows = [
+                [row["program"], row["bytes"], row.get("milliseconds", row.get("failed"))]
+                + [row.get(ratio, "") for ratio in ("over_limit", "over_hand")]
+                for row in model["rows"]
+            ]
+            header = ("optimizer step", "bytes", "ms", "over byte limit", "over hand-written")
+            title = f"{model['model']} on {label_of(report['environment'])}"
+            parts.append(f"\n{title}:\n\n{table(header, rows)}")
     if len(parts) == 1:
         parts.append(WAITING)
     return "".join(parts)

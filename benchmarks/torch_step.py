@@ -10,21 +10,20 @@ clipping by global norm and fused AdamW. Programs:
     torch            with the kernel that PyTorch chooses
     torch-fp8        linear layers in FP8 by torchao, if it is installed, and cuDNN's attention
 
-The programs run one after the other, because their states together may not fit in the memory.
+The programs run in turn in each round, whose first program is another one each time, if their
+states fit in the memory together. Otherwise all rounds of a program follow each other.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import importlib
 import importlib.util
 import json
-import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu_record import environment, failure, rotated, versions_of
 from rounds import Rounds
 from workload_sizes import TOY, WORKLOADS, Sizes
 
@@ -96,11 +96,15 @@ class GPTBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """GPT-2 or Llama, which returns the mean loss."""
+    """GPT-2 or Llama, which returns the mean loss.
 
-    def __init__(self, size: Sizes) -> None:
+    The choice of attention's kernel is part of what is compiled. A model that was compiled under
+    another choice would otherwise be run again, because PyTorch does not check that setting.
+    """
+
+    def __init__(self, size: Sizes, backends: list[SDPBackend] | None = None) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.backends = size, backends
         self.token = nn.Embedding(size.vocabulary, size.width)
         block = LlamaBlock if size.is_llama else GPTBlock
         self.blocks = nn.ModuleList(block(size) for _ in range(size.layers))
@@ -122,6 +126,12 @@ class Model(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.backends is None:
+            return self.loss(tokens, labels)
+        with sdpa_kernel(self.backends):
+            return self.loss(tokens, labels)
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens)
         if not self.size.is_llama:
             x = x + self.position.weight
@@ -135,18 +145,17 @@ class Model(nn.Module):
 def make_step(size: Sizes, arm: str, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that trains on one batch and returns the loss."""
     torch.manual_seed(0)
-    model = Model(size).to(device)
+    is_default = arm == "torch" or device != "cuda"
+    model = Model(size, None if is_default else [SDPBackend.CUDNN_ATTENTION]).to(device)
     if arm == "torch-fp8":
         importlib.import_module("torchao.float8").convert_to_float8_training(model.blocks)
     forward: Any = torch.compile(model) if device == "cuda" else model
     optimizer = torch.optim.AdamW(
         model.parameters(), 6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda"
     )
-    is_default = arm == "torch" or device != "cuda"
-    attention = contextlib.nullcontext if is_default else cudnn_only
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16), attention():
+        with torch.autocast(device, torch.bfloat16):
             loss = forward(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,10 +164,6 @@ def make_step(size: Sizes, arm: str, device: str) -> Callable[[torch.Tensor], to
         return loss.detach()
 
     return step
-
-
-def cudnn_only() -> Any:
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
 
 
 def refusal(arm: str) -> str | None:
@@ -170,7 +175,7 @@ def refusal(arm: str) -> str | None:
 
 def time_rounds(
     arm: str, size: Sizes, batches: list[torch.Tensor], rounds: int, steps: int
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """Yields a row for each round: the seconds of a step, of the first, and the first losses.
 
     The step is compiled in the first round only: after eight compilations of one function,
@@ -197,8 +202,29 @@ def time_rounds(
 ARMS = ("torch-cudnn", "torch", "torch-fp8")
 
 
+def package_of(arm: str) -> dict[str, str]:
+    """Returns the packages of a program with their versions, which decide what is pooled."""
+    names = ("torch", "torchao") if arm == "torch-fp8" else ("torch",)
+    return {"package": " ".join(f"{name} {text}" for name, text in versions_of(names).items())}
+
+
+def order_of(arms: list[str], rounds: int, together: bool) -> list[str]:
+    """Returns the program of each row: in rotating turns, or all rounds of one before the next."""
+    if together:
+        return [arm for index in range(rounds) for arm in rotated(arms, index)]
+    return [arm for arm in arms for _ in range(rounds)]
+
+
+def fit_together(count: int) -> bool:
+    """Returns whether the states of `count` programs fit, after a round of the first."""
+    if not torch.cuda.is_available():
+        return True
+    state, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return peak + (count - 1) * state <= 0.9 * torch.cuda.mem_get_info()[1]
+
+
 def main() -> int:
-    """Runs the rounds, and returns 1 if no program could be timed."""
+    """Runs the rounds; returns 1 if no program was timed, or if one is to be repeated."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
@@ -215,29 +241,38 @@ def main() -> int:
     shape = (size.batch, size.length + 1)
     batches = [torch.randint(size.vocabulary, shape, device=device) for _ in range(4)]
     name = "cpu" if options.toy else torch.cuda.get_device_name()
-    rounds = Rounds(options.out, options.workload, size)
-    rounds.describe(device=name, python=platform.python_version(), torch=torch.__version__)
-    timed = False
-    for arm in options.arms:
-        if reason := refusal(arm):
-            rounds.add(arm, {"skipped": reason})
-            rounds.write()
-            continue
+    rounds = Rounds(options.out, options.workload, size, environment(name))
+    arms = [arm for arm in options.arms if refusal(arm) is None]
+    for arm in set(options.arms) - set(arms):
+        rounds.add(arm, {"skipped": refusal(arm)})
+        rounds.write()
+    programs = {arm: time_rounds(arm, size, batches, options.rounds, options.steps) for arm in arms}
+    left: dict[str, int] = dict.fromkeys(arms, options.rounds)
+    failed = []
+
+    def measure(arm: str) -> bool:
         try:
-            for row in time_rounds(arm, size, batches, options.rounds, options.steps):
-                rounds.add(arm, row)
-                rounds.write()
-                timed = True
+            row = next(programs[arm])
+            left[arm] -= 1
         except Exception as error:  # too little memory is a result, and so is a missing kernel
             traceback.print_exc()
-            message = f"{type(error).__name__}: {str(error).strip()}"
-            rounds.add(arm, {"failed": message.splitlines()[0]})
-            rounds.write()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+            row, left[arm] = failure(error), 0
+            failed.append(row)
+        rounds.add(arm, {**row, **package_of(arm)})
+        rounds.write()
+        if not left[arm]:
+            programs[arm].close()  # frees its state
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        return "seconds" in row
+
+    together = bool(arms) and measure(arms[0]) and fit_together(len(arms))
+    for arm in order_of(arms, options.rounds, together)[1:]:
+        if left[arm]:
+            measure(arm)
     print(json.dumps(rounds.summary("hand"), indent=2))
-    return int(not timed)
+    return int(len(failed) == len(arms) or any("repeat" in row for row in failed))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py 
 the same workloads. `jaxmp-fp8_pallas` is delayed scaling with the Pallas kernels, and
 `jaxmp-fp8_measured` is current scaling whose kernels the optimizer measures.
 
-All programs see the same random tokens. They run in turn in each round; ratios are those of one
-round. A program of a package that is not installed is skipped, and one that fails does not stop the
-others; the results contain the reason.
+All programs see the same random tokens. They run in turn in each round, whose first program is
+another one each time; ratios are those of one round. A program of a package that is not installed
+is skipped, and one that fails does not stop the others; the results contain the reason. The exit
+status is 1 if one failed for another reason than too little memory.
 
---out FILE is written after each result, and a later run adds its rounds to it.
+--out FILE is written after each result, and a later run adds its rounds to it. Each result contains
+clocks, power and temperature of the GPU.
 """
 
 import argparse
@@ -29,7 +31,6 @@ import functools
 import gc
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -44,13 +45,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import by_hand
 import gpt
 import jaxmp
 import llama
 import peer_steps
+from gpu_record import environment, failure, rotated
 from rounds import Rounds
 from workload_sizes import TOY, WORKLOADS, Sizes
 
@@ -138,7 +139,7 @@ def time_arm(arm: Arm, tokens: list[jax.Array], steps: int, warm_up: int) -> dic
 
 
 def main() -> int:
-    """Runs the rounds, and returns 1 if no program ran to the end."""
+    """Runs the rounds; returns 1 if no program ran to the end, or if one is to be repeated."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()))
@@ -153,15 +154,12 @@ def main() -> int:
     draw = functools.partial(jax.random.randint, minval=0, maxval=workload.vocabulary)
     shape = (workload.batch, workload.length + 1)
     tokens = [draw(jax.random.key(seed), shape, dtype=jnp.int32) for seed in range(4)]
-    versions = {"jax": jax.__version__, "jaxmp": jaxmp.__version__, "optax": optax.__version__}
-    rounds = Rounds(options.out, options.workload, workload)
-    rounds.describe(
-        device=jax.devices()[0].device_kind, python=platform.python_version(), **versions
-    )
+    device = environment(jax.devices()[0].device_kind)
+    rounds = Rounds(options.out, options.workload, workload, device)
     made: dict[str, Arm] = {}
-    ended = set()  # arms that failed or were skipped
-    for _ in range(options.rounds):
-        for name in options.arms:
+    ended: dict[str, dict[str, Any]] = {}  # arms that failed or were skipped
+    for index in range(options.rounds):
+        for name in rotated(options.arms, index + rounds.earlier):
             if name in ended:
                 continue
             if reason := peer_steps.refusal(name, workload):
@@ -169,12 +167,12 @@ def main() -> int:
             else:
                 row = try_arm(name, workload, made, tokens, options.steps)
             if "seconds" not in row:
-                ended.add(name)
+                ended[name] = row
             gc.collect()
-            rounds.add(name, row)
+            rounds.add(name, {**row, **peer_steps.package_of(name)})
             rounds.write()
     print(json.dumps(rounds.summary("hand"), indent=2))
-    return int(not made)
+    return int(not made or any("repeat" in row for row in ended.values()))
 
 
 def try_arm(
@@ -189,7 +187,7 @@ def try_arm(
     except Exception as error:  # too little memory is a result, and so is another library's error
         traceback.print_exc()
         made.pop(name, None)
-        return {"failed": f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]}
+        return failure(error)
     return row
 
 

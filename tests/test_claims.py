@@ -139,7 +139,7 @@ def test_speed_of_fp8_and_of_attention(tmp_path, monkeypatch):
         json.dumps(HARDWARE | {"speed": [row]})
     )
 
-    assert claims_cost.fp8_speed().table == [["w2", "fp8", "1.31"]]
+    assert claims_cost.fp8_speed().table == [["NVIDIA H200", "w2", "fp8", "1.31"]]
     assert "0.99 times the rate" in claims_cost.flash_speed().finding
 
 

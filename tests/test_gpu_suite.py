@@ -1,11 +1,14 @@
-"""The GPU benchmarks: hand-written steps, the rounds of a comparison, and a rehearsal on a CPU."""
+"""The GPU benchmarks: hand-written steps, rounds, what is pooled, and rehearsals on a CPU."""
 
 import dataclasses
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -15,11 +18,15 @@ import numpy as np
 import pytest
 
 import by_hand
+import claims_cost
 import gpt
+import gpu_record
 import llama
 import longest_sequence
+import optimizer_time
 import peer_steps
 import run_gpu
+import tables
 import train_step
 from grids import EXPENSIVE
 from rounds import Rounds
@@ -139,7 +146,7 @@ def test_programs_that_are_not_installed_or_fail_do_not_stop_the_others(tmp_path
     monkeypatch.setattr(peer_steps, "PACKAGES", missing)
     out, options = tmp_path / "step.json", ["--rounds", "2", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["train_step.py", "w1", "--toy", *options, "--out", str(out)])
-    assert train_step.main() == 0
+    assert train_step.main() == 1  # a later run may succeed
     report = json.loads(out.read_text())
     assert report["summary"]["te-fp8"] == {"skipped": "no_such_package is not installed"}
     assert report["summary"]["flax"] == {
@@ -148,8 +155,39 @@ def test_programs_that_are_not_installed_or_fail_do_not_stop_the_others(tmp_path
     assert report["summary"]["hand"]["rounds"] == 2
     # The first round has three steps before the timed ones, the others have one.
     assert [row["losses"] for row in report["runs"][0]["rows"]["hand"]] == [[0, 1, 2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte", 0), ("INTERNAL: cuDNN", 1)],
+)
+def test_too_little_memory_is_a_result_and_another_error_is_repeated(
+    tmp_path, monkeypatch, message, status
+):
+    def fail(size):
+        raise jax.errors.JaxRuntimeError(message)
+
+    arms = {"flax": fail, "hand": lambda size: Arm(lambda: jnp.zeros(()), lambda s, t: (s, s))}
+    monkeypatch.setattr(train_step, "arms", lambda: arms)
+    out, options = tmp_path / "step.json", ["--rounds", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "w1", "--toy", *options, "--out", str(out)])
+    assert train_step.main() == status
+    assert message in json.loads(out.read_text())["summary"]["flax"]["failed"]
     del arms["hand"]
-    assert train_step.main() == 1
+    assert train_step.main() == 1  # nothing was timed
+
+
+def test_each_round_begins_with_another_program(monkeypatch):
+    order = []
+
+    def arm(name):
+        step = lambda state, tokens: (state, state)
+        return lambda size: Arm(lambda: order.append(name) or jnp.zeros(()), step)
+
+    monkeypatch.setattr(train_step, "arms", lambda: {name: arm(name) for name in "abc"})
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "w1", "--toy", "--rounds", "4"])
+    assert train_step.main() == 0
+    assert "".join(order) == "abcbcacababc"
 
 
 def test_maxtext_runs_only_workloads_with_the_shape_of_llama(monkeypatch):
@@ -163,23 +201,156 @@ def test_maxtext_runs_only_workloads_with_the_shape_of_llama(monkeypatch):
 # ---------------------------------------------------------------------------
 
 
+def environment(device="NVIDIA H200", **versions):
+    return {
+        "device": device,
+        "versions": {"jax": "0.11.2", "source": "0", **versions},
+        "date": "2026-01-01 12:00 UTC",
+    }
+
+
+def rounds_in(file, **settings):
+    return Rounds(file, "w1", WORKLOADS["w1"], environment(**settings))
+
+
 def test_ratios_are_those_of_a_round(tmp_path):
     file = tmp_path / "step.json"
     for speeds in ([(2.0, 1.0), (4.0, 2.2)], [(1.0, 0.5)]):
-        rounds = Rounds(file, "w1", WORKLOADS["w1"])
+        rounds = rounds_in(file)
         for hand, own in speeds:
             rounds.add("hand", {"seconds": hand, "losses": [1.0]})
             rounds.add("jaxmp-bf16", {"seconds": own, "losses": [1.0]})
         rounds.write()
-    rounds = Rounds(file, "w1", WORKLOADS["w1"])
+    rounds = rounds_in(file)
     rounds.add("torch", {"seconds": 4.0, "losses": [1.0]})
     rounds.add("torch-fp8", {"skipped": "torchao is not installed"})
     rounds.write()
     summary = json.loads(file.read_text())["summary"]
     assert summary["jaxmp-bf16"]["rate_over_hand"] == 2.0
+    assert summary["jaxmp-bf16"]["range_over_hand"] == [1.8182, 2.0]
     assert summary["jaxmp-bf16"]["rounds"] == 3
     assert summary["torch"]["rate_over_hand"] == 0.5  # medians: 2 and 4 seconds
+    assert "range_over_hand" not in summary["torch"]
     assert summary["torch-fp8"] == {"skipped": "torchao is not installed"}
+
+
+def test_a_round_that_was_interrupted_is_compared_with_its_own_round(tmp_path):
+    rounds = rounds_in(tmp_path / "step.json")
+    for name, seconds in (("hand", 1), ("jaxmp-bf16", 2), ("jaxmp-bf16", 8), ("hand", 4)):
+        rounds.add(name, {"seconds": seconds, "losses": [1.0]})
+    rounds.add("jaxmp-bf16", {"seconds": 100, "losses": [1.0]})
+    assert rounds.summary("hand")["jaxmp-bf16"]["range_over_hand"] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("other", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}, {"source": "1"}])
+def test_devices_and_versions_are_not_pooled(tmp_path, other):
+    file = tmp_path / "step.json"
+    for seconds, settings in ((1.0, {}), (9.0, other), (3.0, {})):
+        rounds = rounds_in(file, **settings)
+        rounds.add("hand", {"seconds": seconds, "losses": [1.0]})
+        rounds.write()
+    summary = json.loads(file.read_text())["summary"]
+    assert summary["hand"]["rounds"] == 2 and summary["hand"]["milliseconds"] == 2000
+    with pytest.raises(SystemExit, match=r"step.json has results of .*Write to another file"):
+        report = {"environment": environment(**other)}
+        gpu_record.write_json(file, report)
+        gpu_record.earlier_report(file, environment())
+
+
+def test_versions_of_another_library_are_not_pooled(tmp_path):
+    rounds = rounds_in(tmp_path / "step.json")
+    for seconds, version in ((1.0, "qwix 0.1"), (5.0, "qwix 0.2")):
+        rounds.add("qwix-fp8", {"seconds": seconds, "losses": [1.0], "package": version})
+    assert rounds.summary("hand")["qwix-fp8"]["milliseconds"] == 5000
+
+
+# ---------------------------------------------------------------------------
+# Device, clocks, versions
+# ---------------------------------------------------------------------------
+
+SMI = "NVIDIA H200, 9.0, 580.159.04, 1980, 1980, 3201, 3201, 512.30, 700.00, 61, [N/A]"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Returns a function that replaces nvidia-smi by a script."""
+
+    def replace(script):
+        monkeypatch.setattr(gpu_record, "_broken", [])
+        if script:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        return gpu_record.gpu_state()
+
+    return replace
+
+
+def test_each_result_has_clocks_power_and_temperature(nvidia_smi, tmp_path):
+    state = nvidia_smi(f"echo '{SMI}'")
+    assert state["clocks.sm"] == 1980 and state["power.draw"] == 512.3
+    assert state["temperature.gpu"] == 61 and state["driver_version"] == "580.159.04"
+    assert state["memory.used"] == "[N/A]"
+    rounds = rounds_in(None)
+    rounds.add("hand", {"seconds": 1.0, "losses": [1.0]})
+    assert rounds.rows["hand"][0]["gpu"] == state
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("", "FileNotFoundError"),
+        ("echo 'Unable to determine the device handle'; exit 15", "Unable to determine"),
+        ("echo 'no such field'", "ValueError"),
+    ],
+)
+def test_the_reason_is_recorded_if_the_state_is_unknown(nvidia_smi, script, reason):
+    assert reason in nvidia_smi(script)["unknown"]
+    assert reason in gpu_record.gpu_state()["unknown"]
+
+
+def test_the_environment_names_device_versions_and_source(monkeypatch):
+    monkeypatch.delenv(gpu_record.DEVICE, raising=False)
+    own = gpu_record.environment("NVIDIA H200")
+    assert own["versions"]["jax"] == jax.__version__
+    assert set(own["versions"]) == {"python", "jax", "jaxlib", "flax", "optax", "jaxmp", "source"}
+    assert gpu_record.key_of(own).startswith(f"nvidia-h200-jax-{jax.__version__}-")
+    monkeypatch.setenv(gpu_record.DEVICE, "another")
+    assert gpu_record.environment("NVIDIA H200")["device"] == "another"
+
+
+# ---------------------------------------------------------------------------
+# Optimizer
+# ---------------------------------------------------------------------------
+
+
+def test_the_optimizer_updates_the_parameters_of_a_model():
+    sizes = {"gpt2": 124_475_904, "llama-1.3b": 1_364_297_728, "llama-3.2-3b": 3_212_749_824}
+    for name, parameters in sizes.items():
+        leaves = jax.tree.leaves(optimizer_time.shapes_of(name))
+        assert sum(leaf.size for leaf in leaves) == parameters
+    scanned, unrolled = map(optimizer_time.shapes_of, ("gpt2", "gpt2 unrolled"))
+    assert len(jax.tree.leaves(scanned)) == 16
+    assert len(jax.tree.leaves(unrolled)) == 148  # 12 layers of 12, two tables, a norm
+    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    assert count(unrolled) == count(scanned)
+
+
+def test_the_optimizer_is_timed_with_and_without_clipping():
+    made = optimizer_time.programs(all_settings=True)
+    for layout in optimizer_time.RECIPES:
+        for settings in ("", ", clipping", ", check", ", clipping, check"):
+            assert f"jaxmp, {layout}{settings}" in made
+    assert {"optax", "optax, clipping", "hand"} <= set(made)
+    # Equal updates: the layouts differ in storage.
+    shapes = {"w": {"kernel": jax.ShapeDtypeStruct((4, 4), jnp.float32)}}
+    grads, results = optimizer_time.draw(shapes, 1.0), {}
+    for name in ("hand", "jaxmp, fp32 parameters, clipping, check"):
+        (init, step), _ = made[name]
+        state = step(init(optimizer_time.draw(shapes, 0.02)), grads)
+        results[name] = state[0] if isinstance(state, tuple) else state.params
+    got, want = (jax.tree.leaves(result)[0] for result in results.values())
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------
@@ -190,6 +361,18 @@ def test_ratios_are_those_of_a_round(tmp_path):
 def run_suite(*options):
     command = [sys.executable, str(BENCHMARKS / "run_gpu.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def files_of(directory):
+    """Returns name -> text of the files in the archive in a directory."""
+    with tarfile.open(directory / run_gpu.ARCHIVE) as tar:
+        return {member.name: tar.extractfile(member).read().decode() for member in tar}
+
+
+def jobs_of(directory):
+    """Returns the jobs of the only device in an archive."""
+    (state,) = [text for name, text in files_of(directory).items() if name.endswith("run_gpu.json")]
+    return json.loads(state)["jobs"]
 
 
 def test_each_job_names_a_script_and_options_that_it_has():
@@ -206,65 +389,78 @@ def test_each_job_names_a_script_and_options_that_it_has():
     assert sum(minutes[: len(run_gpu.FIRST)]) <= 28.5  # three slices
 
 
-def test_a_job_is_resumed_or_skipped_with_the_reason(tmp_path, monkeypatch):
-    jobs = (
-        run_gpu.Job("missing", "none.py --out {out}", 1, "no_such_package"),
-        run_gpu.Job("ceilings", "ceilings.py --out {out}", 0.01),
-    )
-    monkeypatch.setattr(run_gpu, "JOBS", jobs)
-    ran = []
-    monkeypatch.setattr(
-        run_gpu.subprocess, "Popen", lambda command, **_: ran.append(command) or _Process()
-    )
-    for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["run_gpu.py", "--toy", "--out", str(tmp_path)])
-        assert run_gpu.main() == 0
-    assert len(ran) == 1 and ran[0][-1] == "--toy"
-    state = json.loads((tmp_path / "run_gpu.json").read_text())
-    assert state["missing"] == {"skipped": "no_such_package is not installed"}
-    assert state["ceilings"]["status"] == 0
-
-
-class _Process:
-    def wait(self, timeout=None):
-        return 0
-
-    def poll(self):
-        return 0
-
-
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     """Returns a function that runs these scripts, in order, as the jobs of the suite."""
     monkeypatch.setattr(run_gpu, "HERE", tmp_path)
     monkeypatch.setattr(run_gpu.signal, "signal", lambda *_: None)
-    out = tmp_path / "out"
+    # Scripts without JAX take milliseconds. Their seconds count as minutes.
+    machine = environment("cpu", jax=jax.__version__)
+    monkeypatch.setattr(run_gpu, "describe", lambda toy: machine)
 
-    def run(minutes, **scripts):
+    def run(minutes=1.0, usual=0.0001, package="jax", out="out", options=(), **scripts):
         for name, text in scripts.items():
             (tmp_path / f"{name}.py").write_text(text)
-        jobs = tuple(run_gpu.Job(name, f"{name}.py {{out}}", 0) for name in scripts)
+        jobs = tuple(run_gpu.Job(name, f"{name}.py {{out}}", usual, package) for name in scripts)
         monkeypatch.setattr(run_gpu, "JOBS", jobs)
-        options = ["--minutes", str(minutes), "--out", str(out)]
+        options = ["--minutes", str(minutes), "--out", str(tmp_path / out), *options]
         monkeypatch.setattr(sys, "argv", ["run_gpu.py", *options])
         status = run_gpu.main()
-        return status, json.loads((out / "run_gpu.json").read_text())
+        assert os.listdir(tmp_path / out) == [run_gpu.ARCHIVE]
+        return status, jobs_of(tmp_path / out)
 
+    monkeypatch.setattr(run_gpu, "LIMIT", 10_000)
     return run
 
 
 APPEND = "import sys\nwith open({file!r}, 'a') as file:\n    file.write({text!r})\n"
 
 
+def test_a_library_that_is_absent_is_skipped_until_it_is_installed(suite, tmp_path, monkeypatch):
+    status, state = suite(package="jax no_such_package", job="")
+    assert status == 0
+    assert state["job"]["reason"] == "no_such_package is not installed"
+    (tmp_path / "no_such_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    _, state = suite(package="jax no_such_package", job="")
+    assert state["job"]["ended"] == "done" and state["job"]["attempts"] == 1
+    _, state = suite(package="jax no_such_package", job="raise SystemExit(1)")
+    assert state["job"]["attempts"] == 1  # a job that is done does not run again
+
+
 def test_a_job_that_fails_does_not_stop_the_others_and_is_repeated_last(suite, tmp_path):
     order = tmp_path / "order.txt"
-    bad = APPEND.format(file=str(order), text="bad ") + "sys.exit(3)"
+    bad = APPEND.format(file=str(order), text="bad ") + "sys.exit('no such kernel')"
     good = APPEND.format(file=str(order), text="good ")
-    status, state = suite(1, bad=bad, good=good)
-    assert status == 1 and state["bad"]["status"] == 3 and state["good"]["status"] == 0
+    status, state = suite(bad=bad, good=good)
+    assert status == 1 and state["bad"]["status"] == 1 and state["good"]["status"] == 0
+    assert "no such kernel" in state["bad"]["output"]
     more = APPEND.format(file=str(order), text="more ")
-    suite(1, bad=APPEND.format(file=str(order), text="repaired "), good=good, more=more)
+    suite(bad=APPEND.format(file=str(order), text="repaired "), good=good, more=more)
     assert order.read_text() == "bad good more repaired "
+
+
+def test_a_job_ends_at_its_limit_and_the_others_run(suite, monkeypatch):
+    monkeypatch.setattr(run_gpu, "LIMIT", 2)
+    status, state = suite(usual=0.01, hangs="import time; time.sleep(60)", good="")
+    assert status == 1 and state["hangs"]["ended"] == "over its limit"
+    assert state["good"]["ended"] == "done"
+
+
+def test_a_fresh_machine_continues_an_archive(suite, tmp_path):
+    write = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('1')"
+    suite(first=write)
+    options = ["--continue-from", str(tmp_path / "out" / run_gpu.ARCHIVE)]
+    _, state = suite(out="other", options=options, first="raise SystemExit(1)", second=write)
+    assert state["first"]["attempts"] == 1 and state["second"]["ended"] == "done"
+    assert sum(
+        name.endswith(("first.json", "second.json")) for name in files_of(tmp_path / "other")
+    )
+    with pytest.raises(SystemExit, match="exists, and is continued without --continue-from"):
+        suite(out="other", options=options, first=write)
+    (tmp_path / "other" / run_gpu.ARCHIVE).write_bytes(b"incomplete")
+    with pytest.raises(SystemExit, match="cannot be read"):
+        suite(out="other", first=write)
 
 
 @EXPENSIVE
@@ -277,7 +473,7 @@ pathlib.Path({str(pid)!r}).write_text(str(process.pid))
 time.sleep(60)
 """
     status, state = suite(0.05, child=child)
-    assert status == 0 and state["child"]["status"] is None
+    assert status == 0 and state["child"]["ended"] == "interrupted"
     for _ in range(50):
         # Without the file, the job was stopped before it started its process.
         stat = Path(f"/proc/{pid.read_text()}/stat") if pid.exists() else pid
@@ -290,10 +486,93 @@ time.sleep(60)
     assert state["child"]["status"] == 0
 
 
+# Runs the suite with two jobs, of which the first adds a round to a file; it stops before its
+# second round in the first call, and the second belongs to a package that is then absent.
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{benchmarks!r}]
+import run_gpu
+run_gpu.HERE, run_gpu.SAVE_SECONDS = Path({here!r}), 0.1
+run_gpu.JOBS = (
+    run_gpu.Job("steps", "steps.py {{out}}", 1),
+    run_gpu.Job("peer", "steps.py {{out}}", 1, "late_package"),
+)
+sys.exit(run_gpu.main())
+"""
+STEPS = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{benchmarks!r}]
+from gpu_record import environment
+from rounds import Rounds
+from workload_sizes import TOY
+rounds = Rounds(Path(sys.argv[1]), "w1", TOY["w1"], environment("cpu"))
+for index in range(2):
+    seconds = 1.0 if "A" in environment("cpu")["device"] else 5.0
+    rounds.add("hand", {{"seconds": seconds, "losses": [1.0]}})
+    rounds.write()
+    if index == 0 and Path({hang!r}).exists():
+        time.sleep(60)
+"""
+
+
+def test_two_devices_and_a_killed_call_pool_nothing_and_skip_nothing_for_ever(tmp_path):
+    hang, here, out = tmp_path / "hang", tmp_path / "here", tmp_path / "out"
+    here.mkdir()
+    places = {"benchmarks": str(BENCHMARKS), "here": str(here), "hang": str(hang)}
+    (here / "suite.py").write_text(SCRIPT.format(**places))
+    (here / "steps.py").write_text(STEPS.format(**places))
+
+    def start(device, **more):
+        shared = {**os.environ, "JAXMP_GPU_OUT": str(out), "JAXMP_GPU_DEVICE": device, **more}
+        command = [sys.executable, str(here / "suite.py"), "--toy", "--minutes", "1"]
+        return subprocess.Popen(command, env=shared, stdout=subprocess.DEVNULL)
+
+    def by_device():
+        """Returns device -> (jobs, summary of the steps)."""
+        states, files = {}, files_of(out)
+        for name, text in files.items():
+            if name.endswith("/run_gpu.json"):
+                state, folder = json.loads(text), name.split("/")[0]
+                steps = json.loads(files.get(f"{folder}/steps.json", "{}"))
+                states[state["calls"][-1]["device"]] = state["jobs"], steps.get("summary", {})
+        return states
+
+    # The call is killed while the first job runs, after its first round.
+    hang.touch()
+    call = start("GPU A")
+    for _ in range(300):
+        time.sleep(0.1)
+        if (out / run_gpu.ARCHIVE).exists() and by_device()["GPU A"][1]:
+            break
+    os.kill(call.pid, signal.SIGKILL)
+    call.wait()
+    hang.unlink()
+    jobs, steps = by_device()["GPU A"]
+    assert jobs["steps"]["ended"] == "started" and steps["hand"]["rounds"] == 1
+
+    assert start("GPU B").wait() == 0  # another device
+    assert start("GPU A").wait() == 0  # the interrupted job continues
+    states = by_device()
+    assert set(states) == {"GPU A", "GPU B"}
+    for device, rounds, milliseconds in (("GPU A", 3, 1000), ("GPU B", 2, 5000)):
+        jobs, steps = states[device]
+        assert jobs["steps"]["ended"] == "done" and jobs["peer"]["ended"] == "skipped"
+        assert steps["hand"]["rounds"] == rounds
+        assert steps["hand"]["range"] == [milliseconds, milliseconds]
+
+    # The package of the second job is installed later.
+    (here / "late_package.py").touch()
+    assert start("GPU A", PYTHONPATH=str(here)).wait() == 0
+    assert by_device()["GPU A"][0]["peer"]["ended"] == "done"
+    assert by_device()["GPU B"][0]["peer"]["ended"] == "skipped"
+
+
 def test_a_missing_package_is_named_before_a_job_starts(suite, monkeypatch):
     monkeypatch.setattr(run_gpu, "REQUIRED", ("jax", "no_such_package"))
     with pytest.raises(SystemExit, match="Not installed: no_such_package") as error:
-        suite(1, job="raise SystemExit(1)")
+        suite(job="raise SystemExit(1)")
     assert "pip install" in str(error.value)
 
 
@@ -312,19 +591,39 @@ def test_the_search_for_the_longest_sequence(monkeypatch):
         assert len(lengths) == len(set(lengths))
 
 
+def test_the_search_reports_another_error_than_too_little_memory(tmp_path, monkeypatch):
+    class Done:
+        returncode = 1
+        stderr = "Traceback\nImportError: no cuDNN"
+
+    monkeypatch.setattr(longest_sequence.subprocess, "run", lambda *_, **__: Done)
+    out = tmp_path / "longest.json"
+    monkeypatch.setattr(sys, "argv", ["longest_sequence.py", "--toy", "--out", str(out)])
+    assert longest_sequence.main() == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 and all(row["repeat"] for row in rows)
+    Done.stderr = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory\nend"
+    assert longest_sequence.main() == 0  # the rows that failed are measured again
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 and all("RESOURCE_EXHAUSTED" in row["next_failed"] for row in rows)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["ceilings", "w5 jaxmp-bf16 jaxmp-fp8_delayed"])
+@pytest.mark.parametrize("job", ["ceilings", "optimizer", "w5 jaxmp-bf16 jaxmp-fp8_delayed"])
 def test_the_suite_rehearses(job, tmp_path):
     done = run_suite("--toy", "--out", str(tmp_path), "--only", job)
-    logs = [log.read_text() for log in (tmp_path / "logs").glob("*")]
-    assert done.returncode == 0, (done.stdout, done.stderr, logs)
-    (file,) = set(tmp_path.glob("*.json")) - {tmp_path / "run_gpu.json"}
-    report = json.loads(file.read_text())
+    files = files_of(tmp_path)
+    assert done.returncode == 0, (done.stdout, done.stderr, files)
+    reports = [json.loads(text) for name, text in files.items() if name.endswith(".json")]
+    (report,) = [report for report in reports if "calls" not in report]
     if job.startswith("w5"):
         for arm in ("jaxmp-bf16", "jaxmp-fp8", "jaxmp-fp8_delayed", "hand"):
             assert report["summary"][arm]["rounds"] == 2
         losses = [report["summary"][arm]["first_loss"] for arm in ("jaxmp-bf16", "hand")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    if job == "optimizer":
+        (model,) = report["models"]
+        assert all(row["milliseconds"] > 0 for row in model["rows"])
 
 
 @pytest.mark.slow
@@ -336,3 +635,53 @@ def test_the_step_in_pytorch_rehearses(name, tmp_path):
     options = ["--toy", "--rounds", "1", "--steps", "1", "--out", str(out)]
     subprocess.run([sys.executable, script, name, *options], check=True)
     assert json.loads(out.read_text())["summary"]["torch"]["first_loss"] > 1
+
+
+# ---------------------------------------------------------------------------
+# Pages
+# ---------------------------------------------------------------------------
+
+
+def archive_of(directory, **reports):
+    """Writes an archive with these reports, as `device__file`."""
+    files = directory / "files"
+    for name, report in reports.items():
+        device, _, file = name.partition("__")
+        gpu_record.write_json(files / device / f"{file}.json", report)
+    run_gpu.pack(files, directory / "gpu" / run_gpu.ARCHIVE)
+
+
+def test_pages_have_a_table_for_each_device_and_none_of_rehearsals(tmp_path, monkeypatch):
+    reports = {}
+    for key, device, ratio in (("a", "NVIDIA H200", 1.4), ("b", "NVIDIA H100", 1.2)):
+        rounds = rounds_in(None, device=device)
+        rounds.add("jaxmp-bf16", {"seconds": ratio, "losses": [1.0]})
+        rounds.add("jaxmp-fp8", {"seconds": 1.0, "losses": [1.0]})
+        rounds.add("te-fp8", {"skipped": "transformer_engine is not installed"})
+        rounds.write()
+        reports[f"{key}__step_w1"] = rounds.report
+        speed = {name: {"median": ratio} for name in ("jaxmp_tflops", "direct_tflops", "ratio")}
+        row = {"pass": "forward", "causal": True, "length": 2048, **speed}
+        reports[f"{key}__attention"] = {"environment": environment(device), "speed": [row]}
+        results = [
+            {"recipe": name, "tokens_per_second": {"median": speed}}
+            for name, speed in (("fp32", 1.0), ("tf32", 2.0), ("bf16", 4.0 * ratio))
+        ]
+        reports[f"{key}__recipes"] = {"environment": environment(device), "results": results}
+    reports |= {f"toy-{name}": report for name, report in reports.items()}
+    archive_of(tmp_path, **reports)
+    for module in (tables, claims_cost):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    page = tables.gpu_section()
+    assert "No GPU was available" not in page
+    for device, ratio in (("NVIDIA H200", 1.4), ("NVIDIA H100", 1.2)):
+        assert page.count(f"w1 on {device}, JAX 0.11.2") == 1
+        assert [device, "w1", "jaxmp-fp8", f"{ratio:.2f}"] in claims_cost.fp8_speed().table
+        assert f"On {device}, at least {ratio:.2f}" in claims_cost.flash_speed().finding
+        finding = claims_cost.mixed_precision_speed().finding
+        assert f"On {device}, `bf16` trains {2 * ratio:.2f} times as fast as `tf32`" in finding
+    assert len(claims_cost.fp8_speed().table) == 2
+    assert "1.40 times as fast as BF16, on NVIDIA H200" in claims_cost.fp8_speed().finding
+    for line in page.splitlines():
+        if line.startswith("| te-fp8"):
+            assert line.count("|") == 8
