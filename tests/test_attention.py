@@ -692,7 +692,7 @@ def test_a_gpu_takes_cudnn(gpu):
         (QUERY, {"dropout_rate": 0.1, "dropout_rng": KEY}, "dropout_rate"),
         (QUERY, {"local_window_size": (16, 16)}, "local_window_size"),
         (QUERY, {"bias": shapes(8, 64, 64, dtype=jnp.float32)}, "bias"),
-        (shapes(2, 63, 8, 64), {"mask": shapes(63, 63, dtype=bool)}, "mask"),
+        (QUERY, {"bias": shapes(8, 64, 64, dtype=jnp.float16)}, "bias"),
     ],
 )
 def test_what_cudnn_cannot_serve_is_named_and_refused(gpu, query, options, blocker):
