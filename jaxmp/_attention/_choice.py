@@ -237,14 +237,13 @@ def _operand_blockers(args: Arguments) -> list[Blocker]:
 
 def _mask_blockers(args: Arguments) -> list[Blocker]:
     blockers = []
-    _, _, queries, keys = args.logits_shape
     bias, dtype = args.bias, args.query.dtype
     if bias is not None and is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its precision suffices."
         blockers.append(Blocker("bias", reason, change))
     for name, array in (("bias", bias), ("mask", args.mask)):
-        if array is not None and queries == 1:
+        if array is not None and args.logits_shape[2] == 1:
             reason = f"the kernel's backward pass with a {name} needs even lengths, and padding a "
             reason += "single query would double its work"
             declared = "Declare it by is_causal, local_window_size or lengths, or use two queries."
