@@ -1,7 +1,7 @@
 """Attention by cuDNN's fused kernel, through `jax.nn.dot_product_attention`.
 
-JAX refuses gradients of the kernel for an odd number of queries or keys: the condition is meant for
-calls with a bias, and holds for all. In training, such calls are therefore padded by one position.
+JAX refuses gradients of the kernel for an odd number of queries or keys: it checks a condition of
+calls with a bias for all calls. In training, such calls are therefore padded by one position.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ def _padded_kernel(settings: Settings, operands: Arrays) -> Any:
             "key_value_seq_lengths": _like_batch(query, jnp.full((batch,), keys, jnp.int32)),
         }
         operands = {**lengths, **operands}
-    sizes = {"query": {1: even_queries}, "key": {1: even_keys}, "value": {1: even_keys}}
-    sizes["bias"] = sizes["mask"] = {2: even_queries, 3: even_keys}
-    padded = dict(operands)
-    for name in sizes.keys() & operands.keys():
-        hidden = _hidden(query.dtype) if name == "bias" else 0
-        padded[name] = _extended(operands[name], sizes[name], hidden)
+    padded = dict(operands, query=_extended(query, {1: even_queries}))
+    for name in ("key", "value"):
+        padded[name] = _extended(operands[name], {1: even_keys})
+    # The added queries see all keys but the added one.
+    for name, seen, hidden in (("bias", 0, _hidden(query.dtype)), ("mask", True, False)):
+        if name in operands:
+            rows = _extended(operands[name], {2: even_queries}, seen)
+            padded[name] = _extended(rows, {3: even_keys}, hidden)
     return jax.tree.map(lambda array: array[:, :queries], _kernel(settings, padded))
 
 
@@ -157,7 +159,7 @@ def _extended(array: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.
 def _hidden(dtype: np.dtype) -> float:
     """Returns the bias of a hidden key, that of JAX for bool masks.
 
-    It is finite: -inf has no difference to itself, and cuDNN subtracts the largest logit of a row.
+    It is finite, because cuDNN subtracts the largest logit of a row, and -inf - -inf is NaN.
     """
     return -(2.0**15) if dtype == jnp.float16 else -(2.0**41)
 
