@@ -108,7 +108,8 @@ CASES = pairwise(
     ["bfloat16", "float16"],
     [1, 2],
 )
-FAST = {0, 5, 10}
+# Without arrays: lengths hide the added key, also under a causal mask of more queries than keys.
+FAST = {0, 5, 16}
 
 
 @pytest.mark.parametrize(
