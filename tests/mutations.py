@@ -605,6 +605,36 @@ MUTATIONS = [
         "",
         ("test_attention.py::test_a_query_that_sees_no_key_gives_zero_and_no_gradient",),
     ),
+    Mutation(
+        "bias and mask decide separately whether a query sees a key",
+        "jaxmp/_attention/_plain.py",
+        "        logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)\n"
+        "        seeing = logits.max(-1, keepdims=True) != -jnp.inf\n",
+        "        seeing = logits.max(-1, keepdims=True) != -jnp.inf\n"
+        "        logits = logits if mask is None else jnp.where(mask, logits, -1e30)\n",
+        ("test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity",),
+    ),
+    Mutation(
+        "the key that makes a length even is seen",
+        "jaxmp/_attention/_cudnn.py",
+        "    if keys % 2 and not hides and not (settings.is_causal and queries <= keys):\n",
+        "    if keys % 2 and not hides and not settings.is_causal:\n",
+        ("test_attention_cudnn.py::test_padded_lengths_against_fp64",),
+    ),
+    Mutation(
+        "attention of odd lengths has no gradient on a GPU",
+        "jaxmp/_attention/_cudnn.py",
+        "(_padded_in_training if is_odd else _kernel)",
+        "_kernel",
+        ("test_attention_cudnn.py::test_a_subset_of_the_grid_lowers_forwards_and_backwards",),
+    ),
+    Mutation(
+        "stochastic rounding overflows before rounding to nearest does",
+        "jaxmp/optim/_rounding.py",
+        "jnp.where(jnp.abs(value) <= largest, rounded, value)",
+        "jnp.where(jnp.isfinite(value), rounded, value)",
+        ("test_optim.py::test_stochastic_rounding_overflows_where_rounding_to_nearest_does",),
+    ),
     # Losses.
     Mutation(
         "label smoothing is missing from the gradient",

@@ -255,6 +255,22 @@ def test_operands_whose_shardings_differ(explicit, heads):
     assert kernels(fn, query, key, value, {"key_value_seq_lengths": lengths}) == expected
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("heads", [8, 2])
+@fast_cases("8-True")
+def test_odd_lengths_on_several_gpus(explicit, heads):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    query = sharded(shape(8, 63, 8, 64), mesh, "data", None, "model")
+    key = sharded(shape(8, 77, heads, 64), mesh, None, None, None, "data")
+    value = sharded(shape(8, 77, heads, 64), mesh, "data")
+    expected = [(FORWARD, 1), (BACKWARD, 1)]
+    assert kernels(gradients(), query, key, value, {}) == expected
+    mask = sharded(shape(8, 1, 63, 77, dtype=bool), mesh, "data")
+    found = kernels(gradients(), query, key, value, {"mask": mask})
+    assert found == [(kernel, 1) for kernel in MASKED]
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "query_spec", "spec", "sent"),
     [

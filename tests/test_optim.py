@@ -539,6 +539,18 @@ def test_stochastic_rounding_keeps_what_fits(value):
     assert same_bits(kept, jnp.full(8, value, jnp.float16))
 
 
+@pytest.mark.parametrize(("dtype", "beyond"), [(jnp.float16, 65520), (jnp.bfloat16, 3.3961e38)])
+def test_stochastic_rounding_overflows_where_rounding_to_nearest_does(dtype, beyond):
+    largest = float(jnp.finfo(dtype).max)
+    limit = np.float32(beyond)  # the middle between it and the next power of two
+    values = np.float32([largest, (largest + beyond) / 2, np.nextafter(limit, 0), limit, np.inf])
+    values = np.float32([values, -values])[..., None]
+    values = jnp.broadcast_to(values, (2, 5, 1000))
+    rounded = optim._rounding.round_stochastically(jax.random.key(0), values, dtype)
+    assert same_bits(rounded, values.astype(dtype))
+    assert jnp.isfinite(rounded).all((0, 2)).tolist()[:2] == [True, True]
+
+
 def test_stochastic_rounding_learns_where_rounding_to_nearest_stalls():
     params = {"w": jnp.ones(4096, jnp.bfloat16)}
     tx = optim.stochastic_rounding(optax.sgd(1e-3), seed=7)

@@ -86,7 +86,7 @@ class Arguments:
         _, _, queries, keys = self.logits_shape
         window = self.settings.window
         beyond = window is not None and queries > keys + window[0]
-        optional = (self.mask, self.query_lengths, self.key_lengths)
+        optional = (self.bias, self.mask, self.query_lengths, self.key_lengths)
         return beyond or any(array is not None for array in optional)
 
 

@@ -175,8 +175,10 @@ def _at(blocks: jax.Array, *index: jax.Array) -> jax.Array:
 
 
 def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
-    starts = [i if blocks.shape[axis] > 1 else 0 for axis, i in enumerate(index)]
-    starts += [0] * (blocks.ndim - len(index))
+    # The indices have one dtype; in 64-bit mode, the number 0 would be int64.
+    zero = np.int32(0)
+    starts = [i if blocks.shape[axis] > 1 else zero for axis, i in enumerate(index)]
+    starts += [zero] * (blocks.ndim - len(index))
     return lax.dynamic_update_slice(blocks, block.reshape((1,) * len(index) + block.shape), starts)
 
 

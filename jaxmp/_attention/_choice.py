@@ -29,7 +29,7 @@ from jaxmp._core._compat import (
     target,
     varying_axes,
 )
-from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp.errors import AttentionError
 
@@ -237,20 +237,17 @@ def _operand_blockers(args: Arguments) -> list[Blocker]:
 
 def _mask_blockers(args: Arguments) -> list[Blocker]:
     blockers = []
-    _, _, queries, keys = args.logits_shape
     bias, dtype = args.bias, args.query.dtype
-    if bias is not None and is_16bit(dtype) and bits(bias.dtype) > bits(dtype):
+    if bias is not None and is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
-        change = "Write bias=bias.astype(query.dtype) if the lower precision suffices."
+        change = "Write bias=bias.astype(query.dtype) if its precision suffices."
         blockers.append(Blocker("bias", reason, change))
     for name, array in (("bias", bias), ("mask", args.mask)):
-        if array is not None and (queries % 2 or keys % 2):
-            reason = f"the kernel's backward pass with a {name} needs even lengths, not {queries}"
-            reason += f" and {keys}"
-            declared = (
-                "Declare it by is_causal, local_window_size or lengths, or pad to even lengths."
-            )
-            padding = "Pad to even lengths."
+        if array is not None and args.logits_shape[2] == 1:
+            reason = f"the kernel's backward pass with a {name} needs even lengths, and padding a "
+            reason += "single query would double its work"
+            declared = "Declare it by is_causal, local_window_size or lengths, or use two queries."
+            padding = "Use two queries."
             blockers.append(Blocker(name, reason, declared if name == "mask" else padding))
     return blockers
 
@@ -265,6 +262,13 @@ def _cudnn_notes(args: Arguments) -> list[str]:
         notes.append(
             f"heads of {' and '.join(map(str, sorted(set(sizes))))} are padded to {padded}"
         )
+    _, _, queries, keys = args.logits_shape
+    for positions in dict.fromkeys((queries, keys)):
+        if positions % 2:
+            notes.append(
+                f"{positions} positions are padded to {positions + 1} in training, because JAX "
+                "defines no gradient of the kernel for odd lengths"
+            )
     if args.mask is not None:
         notes.append(
             "a bool mask is added to the logits as an array of all pairs, and its gradient may be "

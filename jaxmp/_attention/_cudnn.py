@@ -1,16 +1,23 @@
-"""Attention by cuDNN's fused kernel, through `jax.nn.dot_product_attention`."""
+"""Attention by cuDNN's fused kernel, through `jax.nn.dot_product_attention`.
+
+JAX refuses gradients of the kernel for an odd number of queries or keys: it checks a condition of
+calls with a bias for all calls. In training, such calls are therefore padded by one position.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._attention._arguments import NO_KEY, Arguments, with_scaled_query
+from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, with_scaled_query
 from jaxmp._attention._plain import seeing_queries
-from jaxmp._attention._sharding import one_sharding
+from jaxmp._attention._sharding import Arrays, one_sharding
 
 # Head sizes must be multiples of this.
 HEAD_MULTIPLE = 8
@@ -34,21 +41,38 @@ def cudnn_attention(args: Arguments) -> Any:
     _, _, queries, keys = args.logits_shape
     size = args.value.shape[-1]
     padded = padded_size(args.query.shape[-1], size)
-    query, key, value = (_padded(a, padded) for a in (args.query, args.key, args.value))
+    query, key, value = (_extended(a, {3: padded}) for a in (args.query, args.key, args.value))
     seeing = seeing_queries(args)
     if seeing is not None:
         # Queries that see no key are replaced by zero here, and their results below. So neither
         # results nor gradients depend on how the kernel treats such rows.
         query = jnp.where(seeing, query, 0)
+    bias, mask = args.bias, args.mask
+    if bias is not None:
+        bias, mask = _with_hidden_keys(bias, mask), None
     operands = {
         "query": query,
         "key": key,
         "value": value,
-        "bias": _whole(args.bias, queries, keys),
-        "mask": _whole(args.mask, queries, keys),
+        "bias": _whole(bias, queries, keys),
+        "mask": _whole(mask, queries, keys),
         "query_seq_lengths": args.query_lengths,
         "key_value_seq_lengths": args.key_lengths,
     }
+    operands = {name: array for name, array in operands.items() if array is not None}
+    is_odd = queries % 2 or keys % 2
+    result = (_padded_in_training if is_odd else _kernel)(settings, operands)
+    out, residual = result if settings.residual else (result, None)
+    out = out[..., :size]
+    out = out if seeing is None else jnp.where(seeing, out, 0)
+    if residual is None:
+        return out
+    residual = lax.stop_gradient(residual)
+    return out, residual if seeing is None else jnp.where(seeing[..., 0], residual, NO_KEY)
+
+
+def _kernel(settings: Settings, operands: Arrays) -> Any:
+    """Calls the kernel with operands of its head size."""
     attend: Any = jax.nn.dot_product_attention
     result = attend(
         **one_sharding(operands),
@@ -58,19 +82,96 @@ def cudnn_attention(args: Arguments) -> Any:
         implementation="cudnn",
         return_residual=settings.residual,
     )
-    out, residual = result if settings.residual else (result, None)
-    out = one_sharding({"query": out})["query"][..., :size]
-    out = out if seeing is None else jnp.where(seeing, out, 0)
-    if residual is None:
-        return out
-    residual = lax.stop_gradient(residual)
-    return out, residual if seeing is None else jnp.where(seeing[..., 0], residual, NO_KEY)
+    out, *residual = result if settings.residual else (result,)
+    out = one_sharding({"query": out})["query"]
+    return (out, *residual) if residual else out
 
 
-def _padded(array: jax.Array, size: int) -> jax.Array:
-    """Pads each head to `size` with zeros, which do not change a matmul."""
-    missing = size - array.shape[-1]
-    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
+# ---------------------------------------------------------------------------
+# Odd numbers of positions
+# ---------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _padded_in_training(settings: Settings, operands: Arrays) -> Any:
+    """Computes `_kernel`, whose forward pass takes any lengths, with gradients."""
+    return _kernel(settings, operands)
+
+
+def _forward_rule(settings: Settings, operands: Arrays) -> Any:
+    return jax.vjp(functools.partial(_padded_kernel, settings), operands)
+
+
+def _backward_rule(settings: Settings, pull: Any, d_out: Any) -> Any:
+    return pull(d_out)
+
+
+_padded_in_training.defvjp(_forward_rule, _backward_rule)
+
+
+def _padded_kernel(settings: Settings, operands: Arrays) -> Any:
+    """Pads queries and keys to even numbers; the added keys are hidden from all queries.
+
+    The results of the added queries are cut off. Their gradient is therefore zero, and so is their
+    part in the gradients of keys, values and bias.
+    """
+    query, key = operands["query"], operands["key"]
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    even_queries, even_keys = queries + queries % 2, keys + keys % 2
+    # A causal mask hides keys behind the last query, an array is extended, and a length suffices.
+    hides = {"bias", "mask", "key_value_seq_lengths"} & operands.keys()
+    if keys % 2 and not hides and not (settings.is_causal and queries <= keys):
+        lengths = {
+            "query_seq_lengths": _like_batch(query, jnp.full((batch,), queries, jnp.int32)),
+            "key_value_seq_lengths": _like_batch(query, jnp.full((batch,), keys, jnp.int32)),
+        }
+        operands = {**lengths, **operands}
+    padded = dict(operands, query=_extended(query, {1: even_queries}))
+    for name in ("key", "value"):
+        padded[name] = _extended(operands[name], {1: even_keys})
+    # The added queries see all keys but the added one.
+    for name, seen, hidden in (("bias", 0, _hidden(query.dtype)), ("mask", True, False)):
+        if name in operands:
+            rows = _extended(operands[name], {2: even_queries}, seen)
+            padded[name] = _extended(rows, {3: even_keys}, hidden)
+    return jax.tree.map(lambda array: array[:, :queries], _kernel(settings, padded))
+
+
+def _like_batch(query: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Shards lengths as the batch of the query, on explicit mesh axes."""
+    sharding = jax.typeof(query).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return lengths
+    return jax.reshard(lengths, NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0])))
+
+
+# ---------------------------------------------------------------------------
+# Arrays
+# ---------------------------------------------------------------------------
+
+
+def _extended(array: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
+    """Pads axes to sizes with a value; zeros do not change a matmul."""
+    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
+    return jnp.pad(array, widths, constant_values=value) if any(map(any, widths)) else array
+
+
+def _hidden(dtype: np.dtype) -> float:
+    """Returns the bias of a hidden key, that of JAX for bool masks.
+
+    It is finite, because cuDNN subtracts the largest logit of a row, and -inf - -inf is NaN.
+    """
+    return -(2.0**15) if dtype == jnp.float16 else -(2.0**41)
+
+
+def _with_hidden_keys(bias: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Combines bias and mask: hidden keys have a bias below that of all keys that a query sees.
+
+    Their sum could exceed float16, and a large negative bias would equal that of hidden keys.
+    """
+    least = _hidden(bias.dtype)
+    hidden = jnp.isneginf(bias) if mask is None else jnp.isneginf(bias) | ~mask
+    return jnp.where(hidden, least, jnp.maximum(bias, least / 2))
 
 
 def _whole(array: jax.Array | None, queries: int, keys: int) -> jax.Array | None:

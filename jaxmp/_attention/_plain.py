@@ -129,12 +129,13 @@ def _masked(
     seeing = None
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+        # Bias and mask together decide: all keys that the mask shows may have a bias of -inf.
+        logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
         seeing = logits.max(-1, keepdims=True) != -jnp.inf
         logits = jnp.where(seeing, logits, 0)
-    if mask is not None:
+    elif mask is not None:
         logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
-        some = mask.any(-1, keepdims=True)
-        seeing = some if seeing is None else seeing & some
+        seeing = mask.any(-1, keepdims=True)
     return logits, seeing
 
 
@@ -209,8 +210,11 @@ def seeing_queries(args: Arguments) -> jax.Array | None:
     if not args.may_mask_rows:
         return None
     _, _, queries, keys = args.logits_shape
-    if args.mask is not None:
+    if args.mask is not None or args.bias is not None:
         mask = whole_mask(args)
+        if args.bias is not None:
+            finite = ~jnp.isneginf(args.bias)
+            mask = finite if mask is None else finite & mask
         assert mask is not None
         return mask.any(-1).transpose(0, 2, 1)[..., None]
     rows = jnp.arange(queries, dtype=jnp.int32)[None, :]

@@ -104,8 +104,10 @@ def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> 
     """Rounds float32 `value` to bfloat16 or float16 so that the expected value is `value`.
 
     Random bits are added below the last bit of the format, and the bits below it are then cut off.
-    Values that `dtype` represents exactly, infinities and NaN do not change. Magnitudes below
-    2**-14, the smallest normal number of float16, are rounded on its subnormal grid of 2**-24.
+    Values that `dtype` represents exactly, infinities and NaN do not change. Magnitudes above the
+    largest finite number are rounded to nearest: those of float16 above 65,504 have no finite upper
+    neighbor, and are infinite from 65,520 on. Magnitudes below 2**-14, the smallest normal number
+    of float16, are rounded on its subnormal grid of 2**-24.
     """
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.
@@ -118,4 +120,5 @@ def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> 
         uniform = jax.random.uniform(key, value.shape, jnp.float32)
         subnormal = jnp.copysign(jnp.floor(value / grid + uniform) * grid, value)
         rounded = jnp.where(jnp.abs(value) < np.float32(2.0**-14), subnormal, rounded)
-    return jnp.where(jnp.isfinite(value), rounded, value).astype(dtype)
+    largest = np.float32(jnp.finfo(dtype).max)
+    return jnp.where(jnp.abs(value) <= largest, rounded, value).astype(dtype)
