@@ -39,6 +39,7 @@ from jaxmp._fp32_gradients._values import (
     computed_weight,
     copy_of,
     entered,
+    left,
     results_of,
 )
 
@@ -129,11 +130,7 @@ def _equation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     results = bound(equation, operands)
     if name in MOVES and isinstance(operands[0], Weight):
         return _moved_weight(equation, operands[0], operands[1:], results)
-    if all(isinstance(operand, (Weight, Copy, Constant)) for operand in operands):
-        layouts = (v.layout for v in operands if isinstance(v, (Weight, Copy)))
-        layout = next(filter(None, layouts), None)
-        return [computed_weight(result, layout) for result in results]
-    return list(results)
+    return left(results, operands)
 
 
 def _moved_weight(
@@ -355,8 +352,8 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     inside = [entered(operand, is_recomputed=True) for operand in operands]
     leaves, structure = jax.tree.flatten(inside)
 
-    def run_leaves(*leaves: Array) -> list[Array]:
-        return list(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
+    def run_leaves(*leaves: Array) -> list[Value]:
+        return left(_run(jaxpr, consts, structure.unflatten(leaves)), operands)
 
     prevent_cse, policy = params["prevent_cse"], params["policy"]
     results = jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves)
@@ -367,19 +364,19 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs a scan. Its body does not treat carried arrays as weights."""
+    """Runs a scan. Carried arrays are weights if it has no other operands."""
     params = equation.params
     num_consts, num_carry = scan_counts(params)
     jaxpr, closed_consts = jaxpr_body(params["jaxpr"])
     consts = operands[:num_consts]
-    init = list(map(as_array, operands[num_consts : num_consts + num_carry]))
+    init = left(operands[num_consts : num_consts + num_carry], operands)
     scanned = [entered(v, is_scanned=True) for v in operands[num_consts + num_carry :]]
     leaves, structure = jax.tree.flatten(scanned)
 
-    def body(carry: list[Array], leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+    def body(carry: list[Value], leaves: list[Array]) -> tuple[list[Value], list[Value]]:
         args = [*consts, *carry, *structure.unflatten(leaves)]
-        arrays = list(map(as_array, _run(jaxpr, closed_consts, args)))
-        return arrays[:num_carry], arrays[num_carry:]
+        results = left(_run(jaxpr, closed_consts, args), operands)
+        return results[:num_carry], results[num_carry:]
 
     carry, stacked = lax.scan(
         body,
@@ -402,12 +399,13 @@ def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _cond(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    # Data may choose between weights.
     index, *rest = operands
     leaves, structure = jax.tree.flatten(list(map(entered, rest)))
 
-    def branch(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[Value]]:
         jaxpr, consts = jaxpr_body(closed)
-        return lambda *leaves: list(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
+        return lambda *leaves: left(_run(jaxpr, consts, structure.unflatten(leaves)), rest)
 
     branches = list(map(branch, equation.params["branches"]))
     return list(lax.switch(as_array(index), branches, *leaves))
@@ -428,16 +426,15 @@ def _shard_map(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     def shard(*leaves: Array) -> tuple[Array, ...]:
         return tuple(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
 
-    return list(
-        jax.shard_map(
-            shard,
-            mesh=params["mesh"],
-            in_specs=tuple(specs),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=params["newly_manual_axes"],
-        )(*leaves)
-    )
+    results = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=tuple(specs),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )(*leaves)
+    return left(results, operands)
 
 
 _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
