@@ -30,6 +30,7 @@ from jaxmp._fp32_gradients._layout import (
 from jaxmp._fp32_gradients._values import (
     Constant,
     Copy,
+    Repeated,
     Rows,
     Value,
     Weight,
@@ -165,7 +166,9 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
     is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
     rows = () if is_selected else copy.rows
-    return [Copy(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
+    repeats = equation.primitive.name == "broadcast_in_dim" and low[0].size > copy.low.size
+    kind = Repeated if repeats else type(copy)
+    return [kind(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
 
 
 def _is_selected(value: Value) -> bool:
@@ -232,15 +235,20 @@ def _broadcast(value: Value, equation: JaxprEqn) -> Value:
         lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
         for array in (value.whole, value.carrier)
     )
-    return Copy(low, carrier)
+    return Repeated(low, carrier)
 
 
 def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Runs an operation on copies and constants alone, and on their carriers.
+    """Runs an operation on copies and constants, and on their carriers.
 
-    Examples are the parts of a matrix, the rows of a table and NaN, and a matrix and its scale.
+    Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
+    matrix and a mask from data.
     """
     layout = _common_layout(equation, operands)
+    copies = [operand for operand in operands if isinstance(operand, Copy)]
+    is_repeated = all(isinstance(copy, Repeated) for copy in copies)
+    is_masked = equation.primitive.name in ELEMENTWISE and not is_repeated
+    rows = None
     low, wide = [], []
     for operand, var in zip(operands, equation.invars, strict=True):
         if isinstance(operand, Copy):
@@ -252,11 +260,13 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
             wide.append(array)
         elif isinstance(operand, Copy):
             wide.append(operand.carrier)
-        elif isinstance(operand, Constant):
+        elif isinstance(operand, Constant) or is_masked:
             wide.append(jnp.asarray(array).astype(FLOAT32))
+            rows = rows if isinstance(operand, Constant) else ()
         else:
             return None
-    return Copy(bind(equation, low), bind(equation, wide), layout)
+    kind = Repeated if is_repeated else Copy
+    return kind(bind(equation, low), bind(equation, wide), layout, rows)
 
 
 def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
@@ -264,7 +274,10 @@ def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
     layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
     if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
         return None
-    return layouts.pop()
+    (layout,) = layouts
+    # On explicit axes, data has the sharding of a gathered weight.
+    is_gathered = layout is not None and layout.is_explicit and any(map(_is_data, operands))
+    return None if is_gathered else layout
 
 
 def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:

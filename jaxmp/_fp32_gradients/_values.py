@@ -53,6 +53,12 @@ class Copy(NamedTuple):
         return gathered(self.low, self.layout)
 
 
+class Repeated(Copy):
+    """Copy with repeated elements, such as a bias for all rows. With data, it is an activation."""
+
+    __slots__ = ()
+
+
 class Constant(NamedTuple):
     """Array that depends on no argument."""
 
