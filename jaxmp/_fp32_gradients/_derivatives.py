@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -9,12 +10,11 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_in_fp32
-from jaxmp._fp32_gradients._equations import forwarded, loops
+from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
     Saved,
@@ -33,7 +33,6 @@ from jaxmp._fp32_gradients._values import (
     are_weights,
     as_array,
     bound,
-    computed_weight,
     copy_of,
     left,
     results_of,
@@ -113,20 +112,16 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     adds_in_a_loop = loops(equation)
 
-    # The results of a function of weights are copies, whose gradients arrive in FP32.
     is_weight = are_weights(operands)
-    returned = forwarded(jaxpr_body(equation.params["call_jaxpr"])[0])
 
     def forward(*arrays: Array) -> list[Array]:
         return results_of(equation, bind(equation, list(arrays)))
 
-    def outputs(results: Sequence[Array | Saved], arrays: list[Array]) -> Any:
-        """Returns results, of which those that are arguments remain split, and FP32 copies."""
-        low = [gathered(r.array, r.layout) if _is_saved(r) else r for r in results]
-        if not is_weight:
-            return low, []
-        low = [a if n is None else arrays[n] for a, n in zip(low, returned, strict=True)]
-        return low, [a.astype(FLOAT32) if is_16bit_aval(a) else a for a in low]
+    def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
+        # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
+        arrays = (gathered(r.array, r.layout) if _is_saved(r) else r for r in results)
+        has_carrier = lambda array: is_weight and is_16bit_aval(array)
+        return [(a, a.astype(FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
 
     def summed(gradient: Array, layout: Layout | None) -> Array:
         # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
@@ -136,17 +131,15 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     @jax.custom_vjp
     def call(arrays: list[Array], carriers: list[Array]) -> Any:
-        return outputs(forward(*map(gathered, arrays, layouts)), arrays)
+        return outputs(forward(*map(gathered, arrays, layouts)))
 
     def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
-        if any(is_split):
-            results, backward = _gathered_vjp(forward, arrays, layouts)
-        else:
-            results, backward = jax.vjp(forward, *arrays)
-        return outputs(results, arrays), backward
+        vjp = functools.partial(_gathered_vjp, layouts=layouts) if any(is_split) else jax.vjp
+        results, backward = vjp(forward, *arrays)
+        return outputs(results), backward
 
-    def call_bwd(backward: PyTree, cotangents: tuple[list[Array], list[Array]]) -> Any:
-        low, wide = cotangents
+    def call_bwd(backward: PyTree, cotangents: list[tuple[Array, ...]]) -> Any:
+        low, wide = ([pair[n] for pair in cotangents] for n in (0, -1))
         kept, structure = jax.tree.flatten((backward, low), is_leaf=_is_saved)
         saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
         floating: list[int] = []
@@ -173,18 +166,14 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         ]
 
     call.defvjp(call_fwd, call_bwd)
-    low, wide = call(arrays, carriers)
-    if not is_weight:
-        return low
-    kept_layouts = [None if n is None else layouts[n] for n in returned]
-    return [
-        copy_of(carrier, array, layout) if is_16bit_aval(array) else computed_weight(carrier)
-        for array, carrier, layout in zip(low, wide, kept_layouts, strict=True)
+    results = [
+        copy_of(*carrier, array) if carrier else array for array, *carrier in call(arrays, carriers)
     ]
+    return left(results, operands)
 
 
 def _gathered_vjp(
-    forward: Callable[..., list[Array]], arrays: list[Array], layouts: list[Layout | None]
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[Layout | None]
 ) -> tuple[list[Array], PyTree]:
     """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
 

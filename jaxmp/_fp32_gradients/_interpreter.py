@@ -245,9 +245,9 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     matrix and a mask from data.
     """
     layout = _common_layout(equation, operands)
-    copies = [operand for operand in operands if isinstance(operand, Copy)]
-    is_repeated = all(isinstance(copy, Repeated) for copy in copies)
-    is_masked = equation.primitive.name in ELEMENTWISE and not is_repeated
+    kinds = {type(operand) for operand in operands if isinstance(operand, Copy)}
+    kind = Repeated if kinds == {Repeated} else Copy
+    is_masked = kind is Copy and equation.primitive.name in ELEMENTWISE
     rows = None
     low, wide = [], []
     for operand, var in zip(operands, equation.invars, strict=True):
@@ -265,7 +265,6 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
             rows = rows if isinstance(operand, Constant) else ()
         else:
             return None
-    kind = Repeated if is_repeated else Copy
     return kind(bind(equation, low), bind(equation, wide), layout, rows)
 
 
