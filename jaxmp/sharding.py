@@ -133,15 +133,15 @@ def _parameter_shapes(
 _SMALL, _SHARE = 4096, 0.01
 
 _REPLICATED = """\
-state_shardings replicates {count} arrays on all devices, although parameters are split:
+state_shardings replicates {first}{others}, although parameters are split. If there are several \
+models, call state_shardings for each of them, with its optimizer. For NNX, params_shardings has \
+the structure of nnx.state(model, nnx.Param).
 {arrays}
-Add their shardings; those with PartitionSpec() remain replicated:
+Otherwise, add their shardings; those with PartitionSpec() remain replicated:
     shardings = state_shardings(state, {{
         **params_shardings,
 {code}
-    }})
-If there are several models, call state_shardings for each of them, with its optimizer. For NNX,
-params_shardings has the structure of nnx.state(model, nnx.Param)."""
+    }})"""
 
 
 def _warn_of_replicated(
@@ -161,33 +161,39 @@ def _warn_of_replicated(
     by_name = {(names[-1], shapes[names][1]) for names in split}
     flat = dict(leaves_with_path(state))
     owned = sum(_bytes(flat[path], placements[names]) for names, (path, _) in shapes.items())
-    arrays, code = [], []
+    names_of_rows, rows, code = [], [], []
     for names, leaf in flat.items() if split else ():
         path, param, shape = without_contents(names), matches[names], np.shape(leaf)
         if dtype_of(leaf) is None or (param and (param not in split or shape == shapes[param][1])):
             continue
-        like = placements[param or next(iter(split))]
-        whole = like.update(spec=PartitionSpec())
-        size = _bytes(leaf, whole)
+        like = split[param or next(iter(split))]
+        sharding = like.update(spec=PartitionSpec())
+        size = _bytes(leaf, sharding)
         is_alike = param is None and (*path[-1:], shape) in by_name
         if not is_alike and size <= max(_SMALL, _SHARE * owned):
             continue
-        used = axis or str(next(name for entry in like.spec for name in np.ravel(entry) if name))
-        sharding = _split_further(whole, shape, used)
         reason = "its path does not end in one of params_shardings"
+        rank = len(shapes[param][1]) if param else 0
         if param:
-            rank = len(shapes[param][1])
             reason = f"its parameter {'/'.join(param)!r} has the shape {[*shapes[param][1]]}"
-            if shape[-rank:] == shapes[param][1] and not axis:
-                spec = *(None,) * (len(shape) - rank), *like.spec
-                sharding = whole.update(spec=PartitionSpec(*spec))
-        wasted, name = (size - _bytes(leaf, sharding)) / 1e6, repr("/".join(path))
-        text = f"{leaf.dtype}{[*shape]}, {reason}; {wasted:.3g} MB per device could be saved."
-        arrays.append(f"    {name}: {text}")
-        code.append(f"        {name}: NamedSharding(mesh, {sharding.spec!r}),")
-    if arrays:
-        listed = "\n".join(arrays)
-        text = _REPLICATED.format(count=len(arrays), arrays=listed, code="\n".join(code))
+        if param and shape[-rank:] == shapes[param][1] and not axis:
+            spec = *(None,) * (len(shape) - rank), *like.spec
+            sharding = like.update(spec=PartitionSpec(*spec))
+        else:
+            used = (name for entry in like.spec for name in np.ravel(entry) if name)
+            sharding = _split_further(sharding, shape, axis or str(next(used)))
+        wasted = (size - _bytes(leaf, sharding)) / 1e6
+        names_of_rows.append(repr("/".join(path)))
+        rows.append(f"{leaf.dtype}{[*shape]}, {reason}; {wasted:.3g} MB per device could be saved")
+        code.append(f"NamedSharding(mesh, {sharding.spec!r})")
+    if rows:
+        rest = len(rows) - 1
+        text = _REPLICATED.format(
+            first=names_of_rows[0],
+            others=f" and {rest} more" if rest else "",
+            arrays="\n".join(map("    {}: {}.".format, names_of_rows, rows)),
+            code="\n".join(map("        {}: {},".format, names_of_rows, code)),
+        )
         warnings.warn(text, RecipeWarning, stacklevel=3)
 
 

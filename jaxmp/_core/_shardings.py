@@ -79,6 +79,9 @@ def check_tree(
     """
     unknown = ["/".join(name) for name in shardings if name not in shapes]
     missing = ["/".join(name) for name in required if name not in shardings]
+    for name, sharding in () if unknown else shardings.items():
+        _check_rank(argument, name, sharding.spec, shapes[name])
+        _check_even(argument, name, sharding, shapes[name])
     if unknown or missing:
         options = missing or ["/".join(name) for name in shapes]
         hints = "".join(did_you_mean(name, options) for name in unknown)
@@ -90,9 +93,6 @@ def check_tree(
             f"{text}Use the tree of the parameters: jax.tree.map(lambda p: NamedSharding(mesh, "
             "PartitionSpec()), params)."
         )
-    for name, sharding in shardings.items():
-        _check_rank(argument, name, sharding.spec, shapes[name])
-        _check_even(argument, name, sharding, shapes[name])
 
 
 def _listed(names: list[str]) -> str:
