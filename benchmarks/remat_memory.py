@@ -2,9 +2,9 @@
 
     python benchmarks/remat_memory.py --out remat_memory.json
 
-The model is that of `sharded_programs.py`, whose blocks are `nn.remat` blocks in a Python loop, with
-four and with eight layers. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip
-install "jaxmp[aot]". Each row has:
+The model is that of `sharded_programs.py`, with four and with eight `nn.remat` blocks in a Python
+loop. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". Each
+row has:
 
     step           "bf16" for jaxmp, or "plain JAX", which casts the parameters and sums in bfloat16
     combined       False if XLA may not combine reduce-scatters
@@ -22,6 +22,7 @@ from unittest import mock
 import flax
 import flax.linen as nn
 import jax
+
 import sharded_programs
 
 WIDTHS = (512, 1024, 4096)

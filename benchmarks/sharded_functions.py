@@ -48,10 +48,10 @@ Params = dict[str, jax.Array]
 @jax.custom_jvp
 def gained(w: jax.Array, gain: jax.Array) -> jax.Array:
     """Multiplies columns."""
-    return w * gain
+    return w * gain[None]
 
 
-gained.defjvp(lambda p, t: (gained(*p), t[0] * p[1] + p[0] * t[1]))
+gained.defjvp(lambda p, t: (gained(*p), t[0] * p[1][None] + p[0] * t[1][None]))
 
 
 @jax.custom_vjp
@@ -64,12 +64,12 @@ rounded.defvjp(lambda w: (rounded(w), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp
-def clipped(w: jax.Array) -> jax.Array:
-    """Returns the argument; clips its gradient."""
+def identity(w: jax.Array) -> jax.Array:
+    """Returns the argument; halves its gradient."""
     return w
 
 
-clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -1e6, 1e6),))
+identity.defvjp(lambda w: (w, None), lambda _, g: (g * jnp.asarray(0.5, g.dtype),))
 
 
 def relu(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
@@ -81,7 +81,7 @@ def softplus(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def scaled_by_relu(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
-    return p["w"].astype(dtype) * jax.nn.relu(p["gain"].astype(dtype))
+    return p["w"].astype(dtype) * jax.nn.relu(p["gain"].astype(dtype))[None]
 
 
 def own_jvp(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
@@ -105,8 +105,8 @@ def straight_through_rows(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
     return jax.vmap(rounded)(p["w"].astype(dtype))
 
 
-def clipped_gradient(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
-    return clipped(p["w"].astype(dtype))
+def scaled_gradient(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
+    return identity(p["w"].astype(dtype))
 
 
 def cond(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
@@ -164,7 +164,7 @@ WEIGHTS: dict[str, Callable[[Params, jax.Array, Any], jax.Array]] = {
         straight_through_in_fp32,
         straight_through_by_stop_gradient,
         straight_through_rows,
-        clipped_gradient,
+        scaled_gradient,
         cond,
         scan,
         fori_loop,
