@@ -57,7 +57,7 @@ def temporary(step: str, width: int, layers: int, combined: bool) -> int:
 
 def main() -> None:
     """Compiles the programs, and writes a file after each of them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     rows = []

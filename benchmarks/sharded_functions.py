@@ -237,7 +237,7 @@ def measure(name: str, layout: str) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the functions and writes their rows."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--functions", nargs="*", default=list(WEIGHTS), choices=WEIGHTS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -147,9 +147,8 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         name = "gradients" if is_gradient else "activations"
         size = bytes_text(row.bytes)
         message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
-        fix = "No change is required for activations."
-        if is_gradient:
-            fix = _FIX_MIXED if _has_fp32_gradients(audit) else _FIX_REDUCE
+        known = _FIX_MIXED if is_gradient and _has_fp32_gradients(audit) else _FIX_REDUCE
+        fix = known if is_gradient else "No change is required for activations."
         is_error = is_gradient and audit.context.requires_fp32_reductions
         reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
         yield dataclasses.replace(reduction, severity=ERROR if is_error else WARNING)

@@ -85,19 +85,14 @@ def check_tree(
     if unknown or missing:
         options = missing or ["/".join(name) for name in shapes]
         hints = "".join(did_you_mean(name, options) for name in unknown)
-        text = f"{argument} contains {_listed(unknown)}, and {owner} has no such parameter.{hints} "
-        text = text if unknown else ""
-        if missing:
-            text += f"{argument} contains no sharding for {_listed(missing)}. "
+        lists = (", ".join(map(repr, names)) for names in (unknown, missing))
+        text = "{0} contains {1}, and {3} has no such parameter.{4} " if unknown else ""
+        text += "{0} contains no sharding for {2}. " if missing else ""
+        text = text.format(argument, *lists, owner, hints)
         raise JaxmpError(
             f"{text}Use the tree of the parameters: jax.tree.map(lambda p: NamedSharding(mesh, "
             "PartitionSpec()), params)."
         )
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(map(repr, names[:10])) + rest
 
 
 def _check_rank(argument: str, name: Path, spec: PartitionSpec, shape: tuple[int, ...]) -> None:

@@ -119,9 +119,8 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
-        arrays = (gathered(r.array, r.layout) if _is_saved(r) else r for r in results)
-        has_carrier = lambda array: is_weight and is_16bit_aval(array)
-        return [(a, a.astype(FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
+        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
+        return [(a, a.astype(FLOAT32)) if is_weight and is_16bit_aval(a) else (a,) for a in arrays]
 
     def summed(gradient: Array, layout: Layout | None) -> Array:
         # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
@@ -166,9 +165,8 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         ]
 
     call.defvjp(call_fwd, call_bwd)
-    results = [
-        copy_of(*carrier, array) if carrier else array for array, *carrier in call(arrays, carriers)
-    ]
+    pairs = call(arrays, carriers)
+    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
     return left(results, operands)
 
 
