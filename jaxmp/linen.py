@@ -59,8 +59,10 @@ def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) ->
     Raises:
       CompositionError: if `model` is not an unbound Linen module; from `apply`, if it contains an
         NNX module without policies.
-      JaxmpError: from `apply`, if no parameter has a path in `shardings`, or if a sharding has more
-        dimensions than its parameter.
+      JaxmpError: if the shardings are on different meshes; from `apply`, if `shardings` contains a
+        path that is not that of a parameter, or lacks one of a parameter without metadata; if a
+        sharding has more dimensions than its parameter, does not split it evenly, or is on another
+        mesh.
       PolicyError: if a policy is not valid, or names a float8 dtype.
 
     Example:

@@ -77,8 +77,9 @@ def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) ->
     Raises:
       CompositionError: if `model` is not an NNX module, or contains a Linen module without policies
         or an `nnx.bridge.Module`, which creates its layers while it runs.
-      JaxmpError: if a path in `shardings` is not that of a Variable of the model, or if a sharding
-        has more dimensions than its parameter.
+      JaxmpError: if `shardings` contains a path that is not that of a Variable of the model, or
+        lacks one of a parameter without metadata; if a sharding has more dimensions than its
+        parameter, does not split it evenly, or is on another mesh.
       PolicyError: if a policy is not valid, or names a float8 dtype.
       RuleError: if a required rule matches nothing, or the paths of a shared module have different
         policies.

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._shardings import (
-    check_even,
-    check_rank,
-    missing_parameter,
-    shardings_by_path,
-    without_contents,
-)
-from jaxmp._core._trees import Path, is_castable, leaves_with_path, path_names
+from jaxmp._core._shardings import as_parts, check_tree, shardings_by_path, without_contents
+from jaxmp._core._trees import Path, dtype_of, leaves_with_path, path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError, RecipeWarning
 
@@ -37,7 +33,7 @@ def state_shardings(
       state: a `TrainState`, the state of NNX objects (`nnx.state((model, optimizer))`), or any
         other pytree that contains the parameters; arrays, or their shapes from `jax.eval_shape`.
       params_shardings: a `NamedSharding` for each parameter, in a tree with the structure of the
-        parameters.
+        parameters. Keys such as "opt_state/0/mu" place other arrays of the state.
       optimizer: "like_params", or the name of a mesh axis. With an axis, masters and moments are
         split over it along the first dimension that is divisible and not split yet, in addition to
         the sharding of the parameter. This is stage 1 of ZeRO (Rajbhandari et al. 2020).
@@ -52,8 +48,11 @@ def state_shardings(
         evenly, or if the mesh has no axis of the name `optimizer`.
 
     Warns:
-      RecipeWarning: if an array has the name and the shape of a parameter that is split, but its
-        path does not end in the path of the parameter, so that the array is replicated.
+      RecipeWarning: if large arrays are replicated although parameters are split, such as the
+        history of L-BFGS, factors of Shampoo, the state of `optax.flatten`, and a parameter that
+        `params_shardings` lacks. Arrays are large above 4 kB and above a hundredth of a device's
+        part of the parameters. Also if an array has the name and the shape of a parameter that is
+        split, but its path does not end in the path of the parameter.
 
     Example:
       >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -78,14 +77,14 @@ def state_shardings(
     longest = max(map(len, placements))
     matches = {names: _match(names, placements, longest) for names, _ in leaves_with_path(state)}
     shapes = _parameter_shapes(state, matches)
-    for names, sharding in placements.items():
-        if names not in shapes:
-            suffixes = (without_contents(path)[-len(names) :] for path in matches)
-            paths = {path[1:] if path[:1] == ("params",) else path for path in suffixes}
-            raise missing_parameter("params_shardings", names, "the state", paths)
-        check_rank("params_shardings", names, sharding.spec, shapes[names][1])
-        check_even("params_shardings", names, sharding, shapes[names][1])
-    _warn_of_lost_moments(state, matches, placements, shapes)
+    known = {names: shape for names, (_, shape) in shapes.items()}
+    for names in [names for names in placements if names not in known]:
+        # Names for the message.
+        suffixes = (without_contents(path)[-len(names) :] for path in matches)
+        known |= {path[1:] if path[:1] == ("params",) else path: () for path in suffixes}
+    check_tree("params_shardings", placements, "the state", known)
+    axis = None if optimizer == "like_params" else optimizer
+    _warn_of_replicated(state, matches, placements, shapes, axis)
 
     def sharding_of(key_path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         names = path_names(key_path)
@@ -102,7 +101,7 @@ def state_shardings(
 
 def _match(names: Path, placements: dict[Path, NamedSharding], longest: int) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
-    names = without_contents(names)
+    names = as_parts(without_contents(names))
     for length in range(min(longest, len(names)), 0, -1):
         if names[-length:] in placements:
             return names[-length:]
@@ -129,31 +128,78 @@ def _parameter_shapes(
     return shapes
 
 
-def _warn_of_lost_moments(
+# Smaller arrays, such as the statistics of a norm, may be replicated: 4 kB, as in the audit, and a
+# hundredth of a device's part of the parameters.
+_SMALL, _SHARE = 4096, 0.01
+
+_REPLICATED = """\
+state_shardings replicates {first}{others}, although parameters are split. If there are several \
+models, call state_shardings for each of them, with its optimizer. For NNX, params_shardings has \
+the structure of nnx.state(model, nnx.Param).
+{arrays}
+Otherwise, add their shardings; those with PartitionSpec() remain replicated:
+    shardings = state_shardings(state, {{
+        **params_shardings,
+{code}
+    }})"""
+
+
+def _warn_of_replicated(
     state: PyTree,
     matches: dict[Path, Path | None],
     placements: dict[Path, NamedSharding],
     shapes: dict[Path, tuple[Path, tuple[int, ...]]],
+    axis: str | None,
 ) -> None:
-    """Warns of an array that is replicated, and has name and shape of a parameter that is split."""
-    split = {
-        (names[-1], shapes[names][1]): names
-        for names, sharding in placements.items()
-        if any(sharding.spec)
-    }
-    for names, leaf in leaves_with_path(state):
-        path = without_contents(names)
-        param = split.get((path[-1], np.shape(leaf))) if path and matches[names] is None else None
-        if param is not None and is_castable(leaf):
-            warnings.warn(
-                f"state_shardings replicates {'/'.join(path)!r}: its path does not end in "
-                f"{'/'.join(param)!r}, a parameter of the same shape, which is split. If there are "
-                "several models, call state_shardings for each of them, with its optimizer. For "
-                "NNX, use the tree of the model alone: nnx.state(model, nnx.Param).",
-                RecipeWarning,
-                stacklevel=3,
-            )
-            return
+    """Warns of large arrays that are replicated, and of those with name and shape of a parameter.
+
+    Args:
+      state, matches, placements, shapes: as in `state_shardings`.
+      axis: that over which moments are split; None: as their parameters.
+    """
+    split = {names: s for names, s in placements.items() if axis or any(s.spec)}
+    by_name = {(names[-1], shapes[names][1]) for names in split}
+    flat = dict(leaves_with_path(state))
+    owned = sum(_bytes(flat[path], placements[names]) for names, (path, _) in shapes.items())
+    names_of_rows, rows, code = [], [], []
+    for names, leaf in flat.items() if split else ():
+        path, param, shape = without_contents(names), matches[names], np.shape(leaf)
+        if dtype_of(leaf) is None or (param and (param not in split or shape == shapes[param][1])):
+            continue
+        like = split[param or next(iter(split))]
+        sharding = like.update(spec=PartitionSpec())
+        size = _bytes(leaf, sharding)
+        is_alike = param is None and (*path[-1:], shape) in by_name
+        if not is_alike and size <= max(_SMALL, _SHARE * owned):
+            continue
+        reason = "its path does not end in one of params_shardings"
+        rank = len(shapes[param][1]) if param else 0
+        if param:
+            reason = f"its parameter {'/'.join(param)!r} has the shape {[*shapes[param][1]]}"
+        if param and shape[-rank:] == shapes[param][1] and not axis:
+            spec = *(None,) * (len(shape) - rank), *like.spec
+            sharding = like.update(spec=PartitionSpec(*spec))
+        else:
+            used = (name for entry in like.spec for name in np.ravel(entry) if name)
+            sharding = _split_further(sharding, shape, axis or str(next(used)))
+        wasted = (size - _bytes(leaf, sharding)) / 1e6
+        names_of_rows.append(repr("/".join(path)))
+        rows.append(f"{leaf.dtype}{[*shape]}, {reason}; {wasted:.3g} MB per device could be saved")
+        code.append(f"NamedSharding(mesh, {sharding.spec!r})")
+    if rows:
+        rest = len(rows) - 1
+        text = _REPLICATED.format(
+            first=names_of_rows[0],
+            others=f" and {rest} more" if rest else "",
+            arrays="\n".join(map("    {}: {}.".format, names_of_rows, rows)),
+            code="\n".join(map("        {}: {},".format, names_of_rows, code)),
+        )
+        warnings.warn(text, RecipeWarning, stacklevel=3)
+
+
+def _bytes(leaf: Any, sharding: NamedSharding) -> int:
+    """Returns the bytes of a device's part of an array."""
+    return math.prod(sharding.shard_shape(np.shape(leaf))) * np.dtype(dtype_of(leaf)).itemsize
 
 
 def _split_further(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:

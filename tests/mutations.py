@@ -749,6 +749,20 @@ MUTATIONS = [
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
     ),
     Mutation(
+        "weights that a function with its own derivative computes are activations",
+        "jaxmp/_fp32_gradients/_derivatives.py",
+        "    is_weight = are_weights(operands)\n",
+        "    is_weight = False\n",
+        ("test_fp32_gradients.py::test_gradients_of_computed_weights_are_summed_in_fp32",),
+    ),
+    Mutation(
+        "large arrays beside the parameters are replicated without a warning",
+        "jaxmp/sharding.py",
+        "        if not is_alike and size <= max(_SMALL, _SHARE * owned):\n",
+        "        if not is_alike:\n",
+        ("test_sharding.py::test_large_arrays_that_are_replicated_cause_a_warning",),
+    ),
+    Mutation(
         "moments are replicated",
         "jaxmp/sharding.py",
         "        if param is None or np.shape(leaf) != shapes[param][1]:\n",

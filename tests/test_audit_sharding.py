@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,30 @@ def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
     report = compiled(step_of(mlp), policies="bf16")
     assert "all_reduce_16bit" not in severities(report)
     assert sent(report, "gradient") == {"float32": 4 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_the_fix_of_a_sum_that_remains_is_not_the_call_that_is_there():
+    def step_with(matmul):
+        def loss_fn(params, x):
+            w = (params[0] * (x[:1] > 0).astype(jnp.float32)).astype(jnp.bfloat16)
+            return jnp.mean(matmul(low(x), w).astype(jnp.float32) ** 2)
+
+        return step_of(loss_fn)
+
+    args = [shape((WIDTH, WIDTH), P())], BATCH
+    finding = next(
+        f
+        for f in audit(step_with(jnp.matmul), *args, policies=BF16, target="h200").findings
+        if f.check == "all_reduce_16bit"
+    )
+    assert finding.severity == "error" and finding.file == __file__
+    assert "value_and_grad(loss_fn)" not in finding.fix
+    scope = {"jax": jax, "jnp": jnp}
+    exec(textwrap.dedent(finding.fix[finding.fix.index("    @jax") :]), scope)
+    report = audit(step_with(scope["matmul"]), *args, policies=BF16, target="h200")
+    assert "all_reduce_16bit" not in severities(report)
+    assert sent(report, "gradient") == {"float32": 4 * ONE + 4}  # and the loss
 
 
 @needs_compiler

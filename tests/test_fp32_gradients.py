@@ -6,6 +6,8 @@ several devices it must be finite and equal to that of FP32.
 """
 
 import functools
+import json
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -18,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._audit._gpus import GPUS
@@ -257,6 +260,80 @@ def test_the_gradients_of_these_cases_overflow_in_float16(name):
     use, params = USES[name]
     result = gradients(use, params, uniform((ROWS, WIDTH), 2), jnp.float16)
     assert not np.isfinite(result["w"]).all()
+
+
+# The sums of the others are rounded to float16 after the sum, as that of a product.
+COMPUTED = ["relu", "own_jvp", "straight_through", "scaled_gradient", "cond", "relu_in_checkpoint"]
+COMPUTED += ["masked_by_data"]
+
+
+@fast_cases("relu-False", "scaled_gradient-True", "cond-False", "masked_by_data-True")
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_gradients_of_computed_weights_are_summed_in_fp32(name, is_split):
+    mesh = mesh_of()
+    where = NamedSharding(mesh, P("data") if is_split else P())
+    rows = NamedSharding(mesh, P("data"))
+
+    def grads_of(dtype):
+        def loss_fn(params, x):
+            if is_split:
+                params = jax.lax.with_sharding_constraint(params, where)
+                x = jax.lax.with_sharding_constraint(x, rows)
+            return sharded_functions.loss_of(name, dtype)(params, x)
+
+        return jax.jit(jaxmp.value_and_grad(loss_fn))
+
+    params = jax.device_put({"w": uniform((WIDTH, WIDTH)), "gain": uniform(WIDTH, 1)}, where)
+    x = jax.device_put(uniform((ROWS, WIDTH), 2), rows)
+    result, exact = (grads_of(dtype)(params, x)[1] for dtype in (jnp.float16, jnp.float32))
+    assert abs(exact["w"]).max() > 65504
+    for leaf, reference in zip(*map(jax.tree.leaves, (result, exact)), strict=True):
+        np.testing.assert_allclose(leaf, reference, rtol=4 * 2**-11)
+
+
+def wide_sums(name):
+    """Returns for each matmul that sums over the rows of a batch True if its result is in FP32."""
+    mesh = mesh_of()
+    where, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params = {"w": (16, 16), "gain": (16,)}
+    params = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=where) for k, s in params.items()}
+    x = jax.ShapeDtypeStruct((ROWS, 16), np.float32, sharding=rows)
+    step = jax.jit(jaxmp.value_and_grad(sharded_functions.loss_of(name)))
+    return [
+        equation.outvars[0].aval.dtype == jnp.float32
+        for equation in equations(step.trace(params, x).jaxpr)
+        if equation.primitive.name == "dot_general"
+        and equation.invars[0].aval.shape[equation.params["dimension_numbers"][0][0][0]] == ROWS
+    ]
+
+
+@pytest.mark.parametrize("name", sharded_functions.WEIGHTS)
+def test_matmuls_compute_gradients_of_computed_weights_in_fp32(name):
+    assert wide_sums(name) == [name not in sharded_functions.REPORTED]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("scaled_gradient", "FSDP"),
+        pytest.param("cond", "FSDP", marks=EXPENSIVE),
+        pytest.param("scan", "data parallel", marks=EXPENSIVE),
+    ],
+)
+def test_sums_of_computed_weights_in_a_program_for_h200(name, layout):
+    row = sharded_functions.measure(name, layout)
+    assert row["sums_16_bit"] == 0 and row["sums_fp32"] >= 4 * sharded_functions.WIDTH**2
+
+
+def test_no_sum_of_the_committed_programs_is_silent():
+    path = Path(sharded_functions.__file__).parent / "results" / "sharded_functions_h200.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["function"] for row in rows} == set(sharded_functions.WEIGHTS)
+    for row in rows:
+        is_reported = row["function"] in sharded_functions.REPORTED
+        assert bool(row["sums_16_bit"]) == bool(row["reported"]) == is_reported
 
 
 def test_a_product_of_weights_is_rounded_after_the_sum():

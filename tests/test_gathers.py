@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -342,11 +342,19 @@ def test_other_shardings_are_refused(make):
         jaxmp.load_recipe("bf16").wrap(make(), shardings={"kernel": P("data")})
 
 
+THREE = AbstractMesh((3,), ("data",))
+
+
 @pytest.mark.parametrize(
     ("shardings", "message"),
     [
         ({"kernal": on()}, "'kernal', and the model has no such parameter. Did you mean 'kernel'"),
         ({"kernel": on(None, None, "data")}, r"\(4, 4\). Use at most 2 entries: P\(None, None\)"),
+        ({"kernel": on("data")}, "contains no sharding for 'bias'. Use the tree"),
+        (
+            {name: NamedSharding(THREE, P("data")) for name in ("kernel", "bias")},
+            r"'bias'.*\(4,\): 3 devices cannot share dimension 0 evenly. .*P\(None,\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
@@ -357,6 +365,31 @@ def test_shardings_that_do_not_fit_the_parameters_are_refused(framework, shardin
             recipe.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), shardings=shardings)
         model = recipe.wrap(nn.Dense(4), shardings=shardings)
         model.apply({"params": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}, jnp.ones((1, 4)))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_shardings_on_another_mesh_are_refused(framework):
+    recipe, other = jaxmp.load_recipe("bf16"), AbstractMesh((2,), ("rows",))
+    where = {"kernel": NamedSharding(other, P("rows")), "bias": NamedSharding(other, P())}
+    x = jax.device_put(jnp.ones((4, 4)), on("data"))
+    if framework == "linen":
+        model = recipe.wrap(nn.Dense(4), shardings=where)
+        params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+        state = jaxmp.TrainState.create(
+            apply_fn=model.apply, params={"params": params}, tx=recipe.optimizer(optax.sgd(0.1))
+        )
+        step = lambda state, x: state.value_and_grad(lambda p, x: model.apply(p, x).sum())(x)
+    else:
+        model = recipe.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), shardings=where)
+        optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
+        graph, state = nnx.split((model, optimizer))
+
+        def step(state, x):
+            model, optimizer = nnx.merge(graph, state)
+            return optimizer.value_and_grad(lambda model, x: model(x).sum())(model, x)[0]
+
+    with pytest.raises(JaxmpError, match=r"P\('rows',\).*another mesh, .*'data'.*NamedSharding\("):
+        jax.jit(step)(jax.device_put(state, on()), x)
 
 
 def test_shardings_of_a_shared_layer():

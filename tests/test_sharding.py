@@ -1,6 +1,8 @@
 """Shardings of training states."""
 
+import functools
 import json
+import textwrap
 from pathlib import Path
 
 import flax.linen as nn
@@ -217,6 +219,53 @@ def test_moments_of_several_models_in_one_state_cause_a_warning():
     state_shardings({"params": params, "moments": moments}, split)  # no warning
 
 
+LARGE = {"dense": {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}, "out": jnp.ones((128, 8))}
+
+
+@pytest.mark.parametrize(
+    ("tx", "names", "saved"),
+    [
+        (optax.lbfgs(memory_size=6), ["diff_params_memory/dense/kernel"], 6 * 64 * 128 * 3),
+        (optax.flatten(optax.adam(1e-3)), ["0/mu", "0/nu"], (64 * 128 + 128 + 128 * 8) * 3),
+        ({"left": {"dense": {"kernel": jnp.ones((64, 64))}}}, ["left/dense/kernel"], 64 * 64 * 3),
+        (optax.adafactor(1e-3), [], 0),
+        (optax.adamw(1e-3), [], 0),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["like_params", "data"])
+def test_large_arrays_that_are_replicated_cause_a_warning(tx, names, saved, optimizer):
+    mesh = mesh_of()
+    state = {"params": LARGE, "tx": tx if isinstance(tx, dict) else tx.init(LARGE)}
+    params_shardings = jax.tree.map(rows(mesh), LARGE)
+    if not names:
+        state_shardings(state, params_shardings, optimizer=optimizer)  # no warning
+        return
+    with pytest.warns(RecipeWarning) as caught:
+        shardings = state_shardings(state, params_shardings, optimizer=optimizer)
+    (text,) = (str(warning.message) for warning in caught)
+    for name in names:
+        assert f"{name}'" in text
+    # Three of four parts of an FP32 array.
+    assert f"{saved / 1e6:.3g} MB per device could be saved" in text
+    scope = {"mesh": mesh, "P": P, "PartitionSpec": P, "NamedSharding": NamedSharding}
+    scope |= {"state": state, "params_shardings": params_shardings}
+    scope["state_shardings"] = functools.partial(state_shardings, optimizer=optimizer)
+    exec(textwrap.dedent(text[text.index("    shardings = ") :]), scope)
+    before = bytes_on_first_device(jax.device_put(state, shardings))
+    after = bytes_on_first_device(jax.device_put(state, scope["shardings"]))
+    assert before - after >= saved
+
+
+def test_a_kernel_without_a_sharding_causes_a_warning():
+    state = {"params": LARGE, "tx": optax.adam(1e-3).init(LARGE)}
+    placed = jax.tree.map(rows(mesh_of()), LARGE)
+    del placed["dense"]["kernel"]
+    with pytest.warns(RecipeWarning, match=r"and 2 more, although(?s:.)*'params/dense/kernel': N"):
+        state_shardings(state, placed)
+    whole = {**placed, "dense/kernel": NamedSharding(mesh_of(), P())}
+    assert state_shardings(state, whole)["tx"][0].mu["dense"]["kernel"].spec == P()  # no warning
+
+
 def test_averages_beside_the_parameters_are_split_like_moments():
     params = {"w": jnp.ones((8, 4))}
     whole = {"w": NamedSharding(mesh_of(), P()).with_memory_kind("pinned_host")}
@@ -233,6 +282,11 @@ def test_averages_beside_the_parameters_are_split_like_moments():
         (lambda mesh, p: jax.tree.map(lambda _: P("data"), p), "NamedSharding"),
         (lambda mesh, p: jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), p), "each"),
         (lambda mesh, p: {}, "no sharding"),
+        (
+            lambda mesh, p: {"x": NamedSharding(mesh, P()), "y": NamedSharding(mesh_of(), P())},
+            r"meshes: .*'data': 5.* at 'x' and .*'data': 4.* at 'y'",
+        ),
+        (lambda mesh, p: {k: NamedSharding(mesh, P()) for k in "xy"}, "contains 'x', 'y', and"),
         (lambda mesh, p: {"lost": NamedSharding(mesh, P())}, "'lost'"),
         (lambda mesh, p: NamedSharding(mesh, P()), "is NamedSharding.*a tree with"),
         (lambda mesh, p: {"on": {"bias": NamedSharding(mesh, P())}}, "no such.*mean 'in/bias'"),

@@ -15,8 +15,10 @@ from jaxmp._audit._gpu_rows import CollectiveRow
 from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
+from jaxmp._audit._trace import Traced
 from jaxmp._audit._units import bytes_text
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, inners, phase_of
+from jaxmp._fp32_gradients import with_fp32_gradients
 
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",
@@ -62,6 +64,20 @@ _WIDE = ("float32", "float64")
 
 # Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
 _FIX_REDUCE = "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)"
+_FIX_MIXED = """\
+jaxmp.value_and_grad sums the gradients of parameters in FP32, and those of weights that are
+computed from parameters and constants alone. The weight of this operation also depends on data.
+Compute its gradient with an FP32 result:
+    @jax.custom_vjp
+    def matmul(x, w):
+        return x @ w
+
+    def matmul_bwd(saved, g):
+        x, w = saved
+        d_w = jnp.einsum("...i,...o->io", x, g, preferred_element_type=jnp.float32)
+        return g @ w.T, d_w.astype(w.dtype)
+
+    matmul.defvjp(lambda x, w: (matmul(x, w), (x, w)), matmul_bwd)"""
 _SHARDINGS = """\
     model = recipe.wrap(model, shardings=params_shardings)
     params = jax.tree.map(jax.lax.with_sharding_constraint, params, params_shardings)"""
@@ -131,10 +147,19 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         name = "gradients" if is_gradient else "activations"
         size = bytes_text(row.bytes)
         message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
-        fix = _FIX_REDUCE if is_gradient else "No change is required for activations."
+        known = _FIX_MIXED if is_gradient and _has_fp32_gradients(audit) else _FIX_REDUCE
+        fix = known if is_gradient else "No change is required for activations."
         is_error = is_gradient and audit.context.requires_fp32_reductions
         reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
         yield dataclasses.replace(reduction, severity=ERROR if is_error else WARNING)
+
+
+def _has_fp32_gradients(audit: Auditor) -> bool:
+    """Returns True if a loss was traced for `with_fp32_gradients`."""
+    file = with_fp32_gradients.__code__.co_filename
+    infos = (e.source_info for traced in audit.collected[Traced] for e in equations(traced.closed))
+    tracebacks = (info.traceback for info in infos if info.traceback is not None)
+    return any(frame.file_name == file for traceback in tracebacks for frame in traceback.frames)
 
 
 @FP32_ALL_GATHER.on_compiled

@@ -116,7 +116,7 @@ class Instruction(NamedTuple):
         """Names of the computations that it calls."""
         keys = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
         single = [self.attribute(key) for key in keys]
-        branches = re.findall(r"%([\w.\-]+)", self.attribute("branch_computations"))
+        branches = re.findall(r"[\w.\-]+", self.attribute("branch_computations"))
         return (*filter(None, single), *branches)
 
 

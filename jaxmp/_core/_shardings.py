@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -37,7 +37,7 @@ def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedShard
         shardings, is_leaf=lambda node: isinstance(node, Sharding)
     )
     for key_path, sharding in flat:
-        names = without_contents(path_names(key_path))
+        names = as_parts(without_contents(path_names(key_path)))
         names = names[1:] if len(names) > 1 and names[0] == "params" else names
         if not isinstance(sharding, NamedSharding):
             value = repr(sharding)
@@ -50,29 +50,52 @@ def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedShard
         result[names] = sharding
     if not result:
         raise JaxmpError(f"{argument} contains no sharding. Use one for each parameter.")
-    if len({sharding.mesh for sharding in result.values()}) > 1:
-        raise JaxmpError(f"{argument} contains shardings on different meshes. Use one mesh.")
+    (first, sharding), *others = result.items()
+    for name, other in others:
+        if other.mesh != sharding.mesh:
+            raise JaxmpError(
+                f"{argument} contains shardings on different meshes: {sharding.mesh} at "
+                f"{'/'.join(first)!r} and {other.mesh} at {'/'.join(name)!r}. Use one mesh: "
+                f"NamedSharding(mesh, {other.spec!r})."
+            )
     return result
 
 
-def missing_parameter(argument: str, name: Path, owner: str, paths: Iterable[Path]) -> JaxmpError:
-    """Returns an error for a sharding of a parameter that does not exist.
+def check_tree(
+    argument: str,
+    shardings: Mapping[Path, NamedSharding],
+    owner: str,
+    shapes: Mapping[Path, tuple[int, ...]],
+    required: Iterable[Path] = (),
+) -> None:
+    """Raises an error if shardings do not fit the parameters.
 
     Args:
       argument: the name of the argument with the shardings.
-      name: the path of the parameter.
-      owner: the object that lacks it: "the model" or "the state".
-      paths: those of the parameters that it has.
+      shardings: path of a parameter -> its sharding.
+      owner: the object with the parameters: "the model" or "the state".
+      shapes: path -> shape of its arrays.
+      required: paths that must have a sharding.
     """
-    hint = did_you_mean("/".join(name), map("/".join, paths))
-    return JaxmpError(
-        f"{argument} contains {'/'.join(name)!r}, and {owner} has no such parameter.{hint} Use the "
-        "tree of the parameters: jax.tree.map(lambda p: NamedSharding(mesh, PartitionSpec()), "
-        "params)."
-    )
+    unknown = ["/".join(name) for name in shardings if name not in shapes]
+    missing = ["/".join(name) for name in required if name not in shardings]
+    for name, sharding in () if unknown else shardings.items():
+        _check_rank(argument, name, sharding.spec, shapes[name])
+        _check_even(argument, name, sharding, shapes[name])
+    if unknown or missing:
+        options = missing or ["/".join(name) for name in shapes]
+        hints = "".join(did_you_mean(name, options) for name in unknown)
+        lists = (", ".join(map(repr, names)) for names in (unknown, missing))
+        text = "{0} contains {1}, and {3} has no such parameter.{4} " if unknown else ""
+        text += "{0} contains no sharding for {2}. " if missing else ""
+        text = text.format(argument, *lists, owner, hints)
+        raise JaxmpError(
+            f"{text}Use the tree of the parameters: jax.tree.map(lambda p: NamedSharding(mesh, "
+            "PartitionSpec()), params)."
+        )
 
 
-def check_rank(argument: str, name: Path, spec: PartitionSpec, shape: tuple[int, ...]) -> None:
+def _check_rank(argument: str, name: Path, spec: PartitionSpec, shape: tuple[int, ...]) -> None:
     """Raises an error if the sharding of a parameter has more dimensions than the parameter."""
     if len(spec) > len(shape):
         raise JaxmpError(
@@ -81,7 +104,7 @@ def check_rank(argument: str, name: Path, spec: PartitionSpec, shape: tuple[int,
         )
 
 
-def check_even(argument: str, name: Path, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
+def _check_even(argument: str, name: Path, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
     """Raises an error if a sharding does not split an array into equal parts, as JAX requires."""
     spec = sharding.spec
     for dimension, (entry, size) in enumerate(zip(spec, shape, strict=False)):
@@ -94,6 +117,11 @@ def check_even(argument: str, name: Path, sharding: NamedSharding, shape: tuple[
                 f"{shape}: {count} devices cannot share dimension {dimension} evenly. Leave it "
                 f"whole: {whole!r}."
             )
+
+
+def as_parts(names: Path) -> Path:
+    """Splits the keys of a path at slashes, so that "in/kernel" is the key of a kernel."""
+    return tuple("/".join(names).split("/"))
 
 
 def without_contents(names: Path) -> Path:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
-from jaxmp._core._shardings import check_rank, missing_parameter, without_contents
+from jaxmp._core._shardings import check_tree, without_contents
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_attributes import bind, unbind
 from jaxmp._flax._nnx_bound import Path, author_class, bound_of
@@ -48,7 +48,8 @@ def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedShar
       shardings: path of a parameter -> its sharding, for the metadata of a new Variable.
 
     Raises:
-      JaxmpError: if a sharding belongs to no parameter, or has too many dimensions.
+      JaxmpError: if the shardings are not those of the parameters, or one does not fit its
+        parameter.
     """
     entries = find_modules(model)
     paths = module_paths(entries)
@@ -196,13 +197,17 @@ def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) 
 
 
 def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding]) -> None:
-    """Raises an error if a sharding belongs to no Variable of a model."""
+    """Raises an error if shardings are not those of a model's parameters."""
     if shardings:
         flat = _trees.leaves_with_path(nnx.state(model))
-        paths = {without_contents(names) for names, _ in flat}
-        for name in shardings:
-            if name not in paths:
-                raise missing_parameter("shardings", name, "the model", paths)
+        shapes = {without_contents(names): np.shape(leaf) for names, leaf in flat}
+        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        required = (
+            tuple(map(str, path))
+            for path, param in params
+            if param.get_metadata().get("out_sharding") is None and tuple(map(str, path)) in shapes
+        )
+        check_tree("shardings", shardings, "the model", shapes, required)
 
 
 def _separate(
@@ -217,8 +222,6 @@ def _separate(
             dtype = storage_dtype(policies, path)
             names = ((*other, *name.split("/")) for other in entry.paths)
             sharding = next((shardings[n] for n in names if n in shardings), None)
-            if sharding is not None:
-                check_rank("shardings", path, sharding.spec, np.shape(value))
             is_stored = _trees.is_castable(value) and value.dtype != dtype
             if is_stored or sharding is not None:
                 copy = copies.setdefault(id(param), param.copy())

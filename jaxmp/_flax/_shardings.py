@@ -10,22 +10,32 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._shardings import check_rank, missing_parameter, without_contents
-from jaxmp._core._trees import Path, leaves_with_path, path_names
+from jaxmp._core._shardings import check_tree
+from jaxmp._core._trees import Path, path_names
 from jaxmp._core._typing import Array, PyTree
+from jaxmp.errors import JaxmpError
 
 
-def constrain(array: Array, spec: PartitionSpec) -> Array:
+def constrain(array: Array, spec: PartitionSpec, *, is_argument: bool = False) -> Array:
     """Constrains an array to a partition spec of the mesh that it is on.
 
     The array is returned unchanged if it is on a single device, or if its axes are not automatic,
     so that its type contains its sharding; also if the spec has axes that the mesh lacks, or does
     not fit the dimensions of the array.
+
+    Raises:
+      JaxmpError: if `wrap` received the spec (`is_argument`), and the mesh lacks one of its axes.
     """
     mesh: Any = getattr(jax.typeof(array).sharding, "mesh", None)
     if mesh is None or mesh.size < 2 or set(mesh.axis_types) != {AxisType.Auto}:
         return array
     names = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    if is_argument and not names - {None} <= set(mesh.axis_names):
+        raise JaxmpError(
+            f"shardings has {spec!r} for a parameter of shape {array.shape}, which is on another "
+            f"mesh, {mesh}. Use the mesh of the parameters: NamedSharding(mesh, "
+            f"PartitionSpec({mesh.axis_names[0]!r}))."
+        )
     if not names - {None} <= set(mesh.axis_names) or len(spec) > array.ndim:
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
@@ -44,29 +54,32 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
       shardings: path of a parameter -> its sharding. Others have those of their boxes, if any.
 
     Raises:
-      JaxmpError: if none of the shardings belongs to a parameter, or one has too many dimensions.
+      JaxmpError: if the shardings are not those of the parameters, or one does not fit its
+        parameter.
     """
     if not isinstance(variables, Mapping) or "params" not in variables:
         return variables
-    if shardings:
-        paths = {without_contents(names) for names, _ in leaves_with_path(variables["params"])}
-        if paths and paths.isdisjoint(shardings):
-            raise missing_parameter("shardings", next(iter(shardings)), "the model", paths)
+    leaves = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=_is_box)[0]
+    if shardings and leaves:
+        arrays = {path_names(path): leaf for path, leaf in leaves}
+        shapes = {names: jax.numpy.shape(_unboxed(leaf)) for names, leaf in arrays.items()}
+        required = (names for names, leaf in arrays.items() if not _is_box(leaf))
+        check_tree("shardings", shardings, "the model", shapes, required)
     changed = False
 
     def of_leaf(key_path: tuple[object, ...], leaf: Any) -> Any:
         nonlocal changed
-        array = leaf.value if isinstance(leaf, nn.Partitioned) else leaf
+        array = _unboxed(leaf)
         if not isinstance(array, jax.Array):
             return leaf
         sharding = shardings.get(path_names(key_path))
         if sharding is not None:
             spec = sharding.spec
-            check_rank("shardings", path_names(key_path), spec, array.shape)
         else:
             spec = _spec_of_box(leaf) if isinstance(leaf, nn.Partitioned) else None
             spec = None if spec is None or len(spec) != array.ndim else spec
-        constrained = array if spec is None else constrain(array, spec)
+        is_argument = sharding is not None
+        constrained = array if spec is None else constrain(array, spec, is_argument=is_argument)
         if constrained is array:
             return leaf
         changed = True
@@ -74,6 +87,10 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
 
     params = jax.tree_util.tree_map_with_path(of_leaf, variables["params"], is_leaf=_is_box)
     return {**variables, "params": params} if changed else variables
+
+
+def _unboxed(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, nn.Partitioned) else leaf
 
 
 def _is_box(leaf: object) -> bool:
@@ -104,7 +121,7 @@ def constrain_variable(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         return variable
     if SPEC not in metadata and len(names) != value.ndim:
         return variable
-    constrained = constrain(value, PartitionSpec(*names))
+    constrained = constrain(value, PartitionSpec(*names), is_argument=SPEC in metadata)
     if constrained is not value:
         variable = jax.tree.structure(variable).unflatten([constrained])
     return variable

@@ -14,7 +14,7 @@ from jaxmp._core._jaxprs import consumers, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
-from jaxmp._fp32_gradients._layout import CALLS
+from jaxmp._fp32_gradients._layout import CALLS, ELEMENTWISE, REDUCTIONS
 from jaxmp._fp32_gradients._values import results_of
 
 # Operations that move the elements of their first operand, and compute nothing.
@@ -42,6 +42,8 @@ MOVES = frozenset(
 MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # Operations that may follow the matmul of a weight gradient, such as the factor of a scale.
 _FACTORS = frozenset({"add", "add_any", "div", "mul", "neg"})
+# Operations on the gradient of a computed weight.
+_OF_WEIGHTS = (_FACTORS | ELEMENTWISE | REDUCTIONS) - {"bitcast_convert_type"}
 
 
 def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> list[Array]:
@@ -52,14 +54,18 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
 
     Args:
       closed: the traced backward pass.
-      args: its arguments.
+      args: its arguments. In the gradient of a function of weights, cotangents of 16-bit results
+        are in FP32, and so is all arithmetic with them.
       wide: for each result, True to return it in FP32.
     """
     jaxpr, consts = jaxpr_body(_inlined(closed))
+    pairs = list(zip(jaxpr.invars, args, strict=True))
     # Variables that can be computed in FP32, and those of them that are.
-    possible: set[Var] = set()
+    possible = {var for var, arg in pairs if rounded(arg, var) is not arg}
+    is_of_weights = bool(possible)
+    factors = _OF_WEIGHTS if is_of_weights else _FACTORS
     for equation in jaxpr.eqns:
-        if _can_be_wide(equation, possible):
+        if _can_be_wide(equation, possible, factors):
             # FP32 variables that follow a 16-bit matmul, such as factors of rows, and 16-bit ones.
             is_after = not possible.isdisjoint(v for v in equation.invars if isinstance(v, Var))
             possible |= {
@@ -76,18 +82,31 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
         if chosen.isdisjoint(equation.outvars) or equation.primitive.name in MATMULS:
             continue
         for var in possible.intersection(v for v in equation.invars if isinstance(v, Var)):
-            if all(r is not None and not chosen.isdisjoint(r.outvars) for r in readers[var]):
+            is_wide = (r is not None and not chosen.isdisjoint(r.outvars) for r in readers[var])
+            if is_of_weights or all(is_wide):
                 chosen.add(var)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+    values |= pairs
     for equation in jaxpr.eqns:
         operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
         with as_recorded(equation):
-            run = bind if chosen.isdisjoint(equation.outvars) else _in_fp32
+            is_wide = not chosen.isdisjoint(equation.outvars)
+            if not is_wide or equation.primitive.name in MATMULS:
+                operands = list(map(rounded, operands, equation.invars))
+            run = _in_fp32 if is_wide else bind
             results = results_of(equation, run(equation, operands))
         values |= zip(equation.outvars, results, strict=True)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-    return [r.astype(FLOAT32) if w else r for r, w in zip(results, wide, strict=True)]
+    return [
+        r.astype(FLOAT32) if w else rounded(r, v)
+        for r, w, v in zip(results, wide, jaxpr.outvars, strict=True)
+    ]
+
+
+def rounded(array: Array, var: Var | Literal) -> Array:
+    """Returns an FP32 array in the dtype of its variable, if that has 16 bits."""
+    is_wide = is_16bit_aval(var.aval) and array.dtype == FLOAT32
+    return array.astype(_dtype(var)) if is_wide else array
 
 
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -113,7 +132,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(without_unused(jaxpr), consts)
 
 
-def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
+def _can_be_wide(equation: JaxprEqn, wide: set[Var], factors: frozenset[str]) -> bool:
     """Returns True if an equation of a backward pass can compute its 16-bit result in FP32."""
     name = equation.primitive.name
     if name in MATMULS or not equation.invars:
@@ -123,7 +142,7 @@ def _can_be_wide(equation: JaxprEqn, wide: set[Var]) -> bool:
         return first in wide or _dtype(equation.invars[0]) == FLOAT32
     if name in MOVES:
         return first in wide
-    return name in _FACTORS and any(var in wide for var in variables)
+    return name in factors and any(var in wide for var in variables)
 
 
 def _dtype(var: Var | Literal) -> Any:
@@ -138,9 +157,7 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
         return bind(equation, operands, preferred_element_type=FLOAT32)
     if name == "convert_element_type":
         return operands[0]
-    if name in _FACTORS:
-        return bind(equation, [operand.astype(FLOAT32) for operand in operands])
-    return bind(equation, [operands[0].astype(FLOAT32), *operands[1:]])
+    return bind(equation, [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands])
 
 
 def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -9,9 +10,10 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients._backward import run_in_fp32
+from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_in_fp32
 from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
@@ -28,8 +30,11 @@ from jaxmp._fp32_gradients._values import (
     Copy,
     Value,
     Weight,
+    are_weights,
     as_array,
     bound,
+    copy_of,
+    left,
     results_of,
 )
 
@@ -99,7 +104,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
     copies = {index for index, operand in enumerate(operands) if isinstance(operand, Copy)}
     if not copies:
-        return list(bound(equation, operands))
+        return left(bound(equation, operands), operands)
     arrays = [v.low if isinstance(v, Copy) else as_array(v) for v in operands]
     carriers = [v.carrier for v in operands if isinstance(v, Copy)]
     layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
@@ -107,8 +112,15 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     adds_in_a_loop = loops(equation)
 
+    is_weight = are_weights(operands)
+
     def forward(*arrays: Array) -> list[Array]:
         return results_of(equation, bind(equation, list(arrays)))
+
+    def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
+        # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
+        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
+        return [(a, a.astype(FLOAT32)) if is_weight and is_16bit_aval(a) else (a,) for a in arrays]
 
     def summed(gradient: Array, layout: Layout | None) -> Array:
         # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
@@ -117,16 +129,17 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         return gathered_again(gradient, layout) if is_whole else gradient
 
     @jax.custom_vjp
-    def call(arrays: list[Array], carriers: list[Array]) -> list[Array]:
-        return forward(*map(gathered, arrays, layouts))
+    def call(arrays: list[Array], carriers: list[Array]) -> Any:
+        return outputs(forward(*map(gathered, arrays, layouts)))
 
     def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
-        if not any(is_split):
-            return jax.vjp(forward, *arrays)
-        return _gathered_vjp(forward, arrays, layouts)
+        vjp = functools.partial(_gathered_vjp, layouts=layouts) if any(is_split) else jax.vjp
+        results, backward = vjp(forward, *arrays)
+        return outputs(results), backward
 
-    def call_bwd(backward: PyTree, cotangents: list[Array]) -> Any:
-        kept, structure = jax.tree.flatten((backward, cotangents), is_leaf=_is_saved)
+    def call_bwd(backward: PyTree, cotangents: list[tuple[Array, ...]]) -> Any:
+        low, wide = ([pair[n] for pair in cotangents] for n in (0, -1))
+        kept, structure = jax.tree.flatten((backward, low), is_leaf=_is_saved)
         saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
         floating: list[int] = []
 
@@ -139,9 +152,11 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
         marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
         closed = jax.make_jaxpr(gradients)(*map(as_gathered, saved, marks))
+        saved[len(saved) - len(wide) :] = wide
         if any(map(_is_saved, kept)):
-            saved = _after_cotangents(saved, marks, len(jax.tree.leaves(cotangents)))
-            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*saved)
+            saved = _after_cotangents(saved, marks, len(low))
+            low = map(rounded, saved, closed.jaxpr.invars)
+            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
         results = run_in_fp32(closed, saved, [n in copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
         narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
@@ -150,15 +165,18 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         ]
 
     call.defvjp(call_fwd, call_bwd)
-    return list(call(arrays, carriers))
+    pairs = call(arrays, carriers)
+    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
+    return left(results, operands)
 
 
 def _gathered_vjp(
-    forward: Callable[..., list[Array]], arrays: list[Array], layouts: list[Layout | None]
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[Layout | None]
 ) -> tuple[list[Array], PyTree]:
     """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
 
-    In the function of the backward pass, arrays that have not been gathered are of type `Saved`.
+    Arrays that have not been gathered are of type `Saved`, in the results and in the function of
+    the backward pass.
     """
     structure: Any = None
 

@@ -30,6 +30,7 @@ from jaxmp._fp32_gradients._layout import (
 from jaxmp._fp32_gradients._values import (
     Constant,
     Copy,
+    Repeated,
     Rows,
     Value,
     Weight,
@@ -39,6 +40,7 @@ from jaxmp._fp32_gradients._values import (
     computed_weight,
     copy_of,
     entered,
+    left,
     results_of,
 )
 
@@ -129,11 +131,7 @@ def _equation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     results = bound(equation, operands)
     if name in MOVES and isinstance(operands[0], Weight):
         return _moved_weight(equation, operands[0], operands[1:], results)
-    if all(isinstance(operand, (Weight, Copy, Constant)) for operand in operands):
-        layouts = (v.layout for v in operands if isinstance(v, (Weight, Copy)))
-        layout = next(filter(None, layouts), None)
-        return [computed_weight(result, layout) for result in results]
-    return list(results)
+    return left(results, operands)
 
 
 def _moved_weight(
@@ -168,7 +166,9 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
     is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
     rows = () if is_selected else copy.rows
-    return [Copy(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
+    repeats = equation.primitive.name == "broadcast_in_dim" and low[0].size > copy.low.size
+    kind = Repeated if repeats else type(copy)
+    return [kind(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
 
 
 def _is_selected(value: Value) -> bool:
@@ -235,15 +235,20 @@ def _broadcast(value: Value, equation: JaxprEqn) -> Value:
         lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
         for array in (value.whole, value.carrier)
     )
-    return Copy(low, carrier)
+    return Repeated(low, carrier)
 
 
 def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Runs an operation on copies and constants alone, and on their carriers.
+    """Runs an operation on copies and constants, and on their carriers.
 
-    Examples are the parts of a matrix, the rows of a table and NaN, and a matrix and its scale.
+    Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
+    matrix and a mask from data.
     """
     layout = _common_layout(equation, operands)
+    kinds = {type(operand) for operand in operands if isinstance(operand, Copy)}
+    kind = Repeated if kinds == {Repeated} else Copy
+    is_masked = kind is Copy and equation.primitive.name in ELEMENTWISE
+    rows = None
     low, wide = [], []
     for operand, var in zip(operands, equation.invars, strict=True):
         if isinstance(operand, Copy):
@@ -255,11 +260,12 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
             wide.append(array)
         elif isinstance(operand, Copy):
             wide.append(operand.carrier)
-        elif isinstance(operand, Constant):
+        elif isinstance(operand, Constant) or is_masked:
             wide.append(jnp.asarray(array).astype(FLOAT32))
+            rows = rows if isinstance(operand, Constant) else ()
         else:
             return None
-    return Copy(bind(equation, low), bind(equation, wide), layout)
+    return kind(bind(equation, low), bind(equation, wide), layout, rows)
 
 
 def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
@@ -267,7 +273,10 @@ def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
     layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
     if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
         return None
-    return layouts.pop()
+    (layout,) = layouts
+    # On explicit axes, data has the sharding of a gathered weight.
+    is_gathered = layout is not None and layout.is_explicit and any(map(_is_data, operands))
+    return None if is_gathered else layout
 
 
 def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:
@@ -355,8 +364,8 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     inside = [entered(operand, is_recomputed=True) for operand in operands]
     leaves, structure = jax.tree.flatten(inside)
 
-    def run_leaves(*leaves: Array) -> list[Array]:
-        return list(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
+    def run_leaves(*leaves: Array) -> list[Value]:
+        return left(_run(jaxpr, consts, structure.unflatten(leaves)), operands)
 
     prevent_cse, policy = params["prevent_cse"], params["policy"]
     results = jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves)
@@ -367,19 +376,19 @@ def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs a scan. Its body does not treat carried arrays as weights."""
+    """Runs a scan. Carried arrays are weights if it has no other operands."""
     params = equation.params
     num_consts, num_carry = scan_counts(params)
     jaxpr, closed_consts = jaxpr_body(params["jaxpr"])
     consts = operands[:num_consts]
-    init = list(map(as_array, operands[num_consts : num_consts + num_carry]))
+    init = left(operands[num_consts : num_consts + num_carry], operands)
     scanned = [entered(v, is_scanned=True) for v in operands[num_consts + num_carry :]]
     leaves, structure = jax.tree.flatten(scanned)
 
-    def body(carry: list[Array], leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+    def body(carry: list[Value], leaves: list[Array]) -> tuple[list[Value], list[Value]]:
         args = [*consts, *carry, *structure.unflatten(leaves)]
-        arrays = list(map(as_array, _run(jaxpr, closed_consts, args)))
-        return arrays[:num_carry], arrays[num_carry:]
+        results = left(_run(jaxpr, closed_consts, args), operands)
+        return results[:num_carry], results[num_carry:]
 
     carry, stacked = lax.scan(
         body,
@@ -402,12 +411,13 @@ def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _cond(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    # Data may choose between weights.
     index, *rest = operands
     leaves, structure = jax.tree.flatten(list(map(entered, rest)))
 
-    def branch(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[Value]]:
         jaxpr, consts = jaxpr_body(closed)
-        return lambda *leaves: list(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
+        return lambda *leaves: left(_run(jaxpr, consts, structure.unflatten(leaves)), rest)
 
     branches = list(map(branch, equation.params["branches"]))
     return list(lax.switch(as_array(index), branches, *leaves))
@@ -428,16 +438,15 @@ def _shard_map(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     def shard(*leaves: Array) -> tuple[Array, ...]:
         return tuple(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
 
-    return list(
-        jax.shard_map(
-            shard,
-            mesh=params["mesh"],
-            in_specs=tuple(specs),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=params["newly_manual_axes"],
-        )(*leaves)
-    )
+    results = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=tuple(specs),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )(*leaves)
+    return left(results, operands)
 
 
 _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -50,6 +51,12 @@ class Copy(NamedTuple):
     def whole(self) -> Array:
         """The 16-bit array in the sharding in which matmuls read it."""
         return gathered(self.low, self.layout)
+
+
+class Repeated(Copy):
+    """Copy with repeated elements, such as a bias for all rows. With data, it is an activation."""
+
+    __slots__ = ()
 
 
 class Constant(NamedTuple):
@@ -110,18 +117,39 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
     return value._replace(layout=layout)
 
 
-def computed_weight(array: Array, layout: Layout | None = None) -> Value:
-    """Converts an array that was computed from weights and constants alone to a `Weight` or `Copy`.
+def computed_weight(value: Value, layout: Layout | None = None) -> Value:
+    """Converts a value that was computed from weights and constants alone to a `Weight` or `Copy`.
 
     Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
-    gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32.
+    gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32. That of
+    a copy is not rounded.
     """
+    layout = None if layout is None else layout.unplaced()
+    if isinstance(value, Copy):
+        return Copy(value.whole, value.carrier, layout)
+    array = jnp.asarray(as_array(value))
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    layout = None if layout is None else layout.unplaced()
     if is_16bit(array.dtype):
         return copy_of(array.astype(FLOAT32), array, layout)
     return Weight(array, layout)
+
+
+def are_weights(values: Sequence[Value]) -> bool:
+    """Returns True for weights and constants, from which every operation computes a weight."""
+    return all(
+        isinstance(value, (Weight, Copy, Constant)) and getattr(value, "rows", None) is None
+        for value in values
+    )
+
+
+def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
+    """Returns the results of the body of an operation, as values outside of it."""
+    if not are_weights(operands):
+        return list(map(as_array, results))
+    layouts = (value.layout for value in operands if isinstance(value, (Weight, Copy)))
+    layout = next(filter(None, layouts), None)
+    return [computed_weight(result, layout) for result in results]
 
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
