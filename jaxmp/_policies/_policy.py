@@ -145,23 +145,8 @@ class Policy:
         forward_methods: str | Iterable[str] = (),
         fp32_outputs_below: int = 0,
     ) -> None:
-        fields = canonical_fields(
-            {
-                "param_dtype": param_dtype,
-                "compute_dtype": compute_dtype,
-                "output_dtype": output_dtype,
-                "matmul": matmul,
-                "implementation": implementation,
-                "mask": mask,
-                "window": window,
-                "respect_explicit": respect_explicit,
-                "cast_float64": cast_float64,
-                "keep_inputs": keep_inputs,
-                "forward_methods": forward_methods,
-                "fp32_outputs_below": fp32_outputs_below,
-            },
-            within="",
-        )
+        arguments = locals()
+        fields = canonical_fields({name: arguments[name] for name in FIELD_NAMES}, within="")
         fields["window"] = mask_window(fields["mask"], fields["window"])
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -109,6 +109,7 @@ class Rule:
         required: bool = True,
         subtree: bool = False,
     ) -> None:
+        arguments = locals()
         if isinstance(module_type, type):
             module_type = module_type.__name__
         selector = {"path": path, "module_type": module_type}
@@ -116,21 +117,8 @@ class Rule:
         for name, value in (selector | flags).items():
             _check_type(name, value)
             object.__setattr__(self, name, value)
-        values = {
-            "param_dtype": param_dtype,
-            "compute_dtype": compute_dtype,
-            "output_dtype": output_dtype,
-            "matmul": matmul,
-            "implementation": implementation,
-            "mask": mask,
-            "window": window,
-            "respect_explicit": respect_explicit,
-            "cast_float64": cast_float64,
-            "keep_inputs": keep_inputs,
-            "forward_methods": forward_methods,
-            "fp32_outputs_below": fp32_outputs_below,
-        }
         code = f"Rule({_selector_code(self)})"
+        values = {name: arguments[name] for name in FIELD_NAMES}
         named = {name: value for name, value in values.items() if value is not None}
         keywords = canonical_fields(named, within=code)
         fields = {**_policy_fields(policy, code), **keywords}
