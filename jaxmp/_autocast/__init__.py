@@ -23,6 +23,7 @@ import jax
 from jaxmp._autocast._explain import AutocastDecision as AutocastDecision
 from jaxmp._autocast._explain import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast._explain import Recorder
+from jaxmp._autocast._fp8 import warning_if_unused
 from jaxmp._autocast._replay import Interpreter
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
@@ -106,9 +107,10 @@ def autocast(
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
-        traced = trace(fn, args, kwargs)
-        interpreter = Interpreter(config, traced.in_custom_vjp)
-        return traced.results(interpreter.function(traced.closed, traced.arrays))
+        with warning_if_unused(fn, config.policies):
+            traced = trace(fn, args, kwargs)
+            interpreter = Interpreter(config, traced.in_custom_vjp)
+            return traced.results(interpreter.function(traced.closed, traced.arrays))
 
     return autocast_fn
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -10,10 +12,11 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast._equations import is_matmul
 from jaxmp._core._jaxprs import array_aval
 from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._explain import decide_product
-from jaxmp.fp8._explain import is_recording as is_recording
+from jaxmp.fp8._explain import decide_product, is_recording, recorded, unused_text
+from jaxmp.fp8._explain import is_explained as is_explained
+from jaxmp.fp8._explain import note_unsupported as note_unsupported
 
 
 def autocast_scaling(policies: PolicyMap) -> Scaling | None:
@@ -59,9 +62,21 @@ def fp8_matmul(
 
 def record_excluded(scaling: Scaling, equations: Iterable[JaxprEqn], path: str, why: str) -> None:
     """Records for `fp8.explain` the matmuls among equations that run in their recorded dtypes."""
-    if not is_recording():
+    if not is_explained():
         return
     for equation in equations:
         if is_matmul(equation):
             lhs, rhs = (array_aval(var).shape for var in equation.invars)
             decide_product(scaling, path, (lhs, rhs), equation.params, 1, why)
+
+
+@contextlib.contextmanager
+def warning_if_unused(fn: Callable[..., Any], policies: PolicyMap) -> Iterator[None]:
+    """Warns of a function under `matmul = "fp8"` with matmuls, none of which runs in FP8."""
+    if policies.default.matmul != "fp8" or is_recording():
+        yield
+        return
+    with recorded() as record:
+        yield
+    if text := unused_text(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", record.rows):
+        warnings.warn(text, RecipeWarning, stacklevel=4)

@@ -31,6 +31,7 @@ from jaxmp._flax._casts import (
     restores_inputs,
     split_carry,
 )
+from jaxmp._flax._fp8_use import note_weights
 from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
@@ -194,13 +195,14 @@ class PolicyInterceptor:
         out, carry = self._split_carry(module_policy, module, method, body, out, *incoming)
         if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
             self._suspect(module, path)
+        if at_boundary:
+            note_weights(module_policy, path, lambda: _own_params(module.scope))
         if at_boundary and (is_overridden or module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out)
         return carry(out)
 
     def _suspect(self, module: Any, path: Path) -> None:
-        own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
-        elements = matrix_elements(jax.tree.leaves(own))
+        elements = matrix_elements(_own_params(module.scope))
         if elements:
             cls = author_class(module)
             self.suspects[path] = Suspect("/".join(path), cls.__name__, elements)
@@ -347,6 +349,12 @@ class PolicyInterceptor:
 
 def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
+
+
+def _own_params(scope: Scope) -> list[Any]:
+    """Returns the parameters of a module without those of its submodules."""
+    own = [leaf for leaf in _params(scope).values() if not isinstance(leaf, Mapping)]
+    return jax.tree.leaves(own)
 
 
 def nested(variables: Mapping[str, Any], path: Path) -> dict[str, Any]:

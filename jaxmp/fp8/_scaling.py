@@ -75,6 +75,19 @@ class Scaling:
         """True if a Pallas kernel quantizes the operands where it applies."""
         return False
 
+    @property
+    def batch_note(self) -> str:
+        """How results depend on the rest of the batch; "" if each row has scales of its own."""
+        if self.kind not in ("current", "delayed"):
+            return ""
+        small = f"elements below about 2**{self.margin - 14} times the largest one"
+        rounded = small if self.power_of_two else "all elements"
+        return (
+            f"{type(self).__name__} has one scale for a tensor, so that results can depend on the "
+            "other examples of the batch and on later tokens: the largest element of a tensor "
+            f"determines the rounding of {rounded}. RowwiseScaling() has one scale for each row."
+        )
+
     def formats(self, gemm: str) -> tuple[Any, Any] | None:
         """Returns the FP8 dtypes of the operands of a dot.
 
