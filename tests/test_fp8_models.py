@@ -110,6 +110,7 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     [(None, 0), (fp8.CurrentScaling(min_width=32), 12), (fp8.CurrentScaling(min_width=33), 0)],
 )
 @fast_cases("None-0-linen", "scaling1-12-nnx", "scaling2-0-linen")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_narrow_layers_stay_in_16_bits_on_a_gpu(loss_of, scaling, count):
     loss, params = loss_of(policies(scaling))
     with _compat.context(target="gpu"):

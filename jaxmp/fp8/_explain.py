@@ -161,9 +161,10 @@ _FIXES = {
 
 def unused_text(subject: str, rows: list[LayerDecision]) -> str:
     """Returns a warning of a model or function that does not compute in FP8; "" if it does."""
-    reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
-    if not all(reasons.values()) or not reasons:
+    if not rows or not all(row.exclusion_reason for row in rows):
         return ""
+    # A path may have several matmuls.
+    reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
     listed = [f"{path!r}: {why}" for path, why in list(reasons.items())[:3]]
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     fixes = [fix for part, fix in _FIXES.items() if any(part in why for why in reasons.values())]
