@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -12,11 +10,13 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast._equations import is_matmul
 from jaxmp._core._jaxprs import array_aval
 from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import CompositionError
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._explain import decide_product, is_recording, recorded, unused_text
+from jaxmp.fp8._explain import decide_product
+from jaxmp.fp8._explain import decisions as decisions
 from jaxmp.fp8._explain import is_explained as is_explained
 from jaxmp.fp8._explain import note_unsupported as note_unsupported
+from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 
 
 def autocast_scaling(policies: PolicyMap) -> Scaling | None:
@@ -68,15 +68,3 @@ def record_excluded(scaling: Scaling, equations: Iterable[JaxprEqn], path: str, 
         if is_matmul(equation):
             lhs, rhs = (array_aval(var).shape for var in equation.invars)
             decide_product(scaling, path, (lhs, rhs), equation.params, 1, why)
-
-
-@contextlib.contextmanager
-def warning_if_unused(fn: Callable[..., Any], policies: PolicyMap) -> Iterator[None]:
-    """Warns of a function under `matmul = "fp8"` with matmuls, none of which runs in FP8."""
-    if policies.default.matmul != "fp8" or is_recording():
-        yield
-        return
-    with recorded() as record:
-        yield
-    if text := unused_text(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", record.rows):
-        warnings.warn(text, RecipeWarning, stacklevel=4)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxmp._audit._share import matmul_modules, matrix_elements
@@ -12,34 +11,27 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import (
     UNKNOWN_DOT,
+    decisions,
     is_recording,
     note_unsupported,
-    recorded,
-    unused_text,
+    warn_if_unused,
 )
 from jaxmp._flax._layer_table import CONV
 from jaxmp._policies._resolve import PolicyMap
-from jaxmp.errors import RecipeWarning
 
-# Models that were reported, and their policies.
-_known: set[tuple[type, PolicyMap]] = set()
+# Classes of models that were reported, and their policies.
+_reported: set[tuple[type, PolicyMap]] = set()
 
 
-@contextlib.contextmanager
-def fp8_use(cls: type, policies: PolicyMap, path: tuple[str, ...]) -> Iterator[list[Any]]:
-    """Collects the decisions on the layers that a call of a model runs, if they may be reported.
+def fp8_decisions(
+    cls: type, policies: PolicyMap, path: tuple[str, ...]
+) -> contextlib.AbstractContextManager[list[Any]]:
+    """Collects the decisions on the layers that a call of a model of class `cls` runs.
 
-    Args:
-      cls: class of the model.
-      policies: its policies.
-      path: location of the called module in the model. A part of a model is not examined.
+    A part of a model, whose `path` is not empty, is not examined.
     """
     is_fp8 = policies.default.matmul == "fp8"
-    if not is_fp8 or path or is_recording() or (cls, policies) in _known:
-        yield []
-        return
-    with recorded() as record:
-        yield record.rows
+    return decisions(is_fp8 and not path and (cls, policies) not in _reported)
 
 
 def note_weights(
@@ -58,32 +50,26 @@ def note_weights(
         note_unsupported("/".join(path), why)
 
 
-def warn_if_unused(
-    cls: type,
-    policies: PolicyMap,
-    rows: list[Any],
-    stacklevel: int,
-    fn: Callable[..., Any],
-    *args: PyTree,
-    **kwargs: PyTree,
+def warn_of_model(
+    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, fn: Any, *args: PyTree, **kw: Any
 ) -> None:
     """Warns once of a model that has matmuls, but none in FP8.
 
     Args:
-      cls, policies: as in `fp8_use`.
-      rows: its result.
+      key: its class and policies.
+      rows: the decisions of a call of the whole model.
       stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
-      fn, *args, **kwargs: the call. It is traced again if the model has no layers with FP8 dots.
+      fn, *args, **kw: the call. It is traced again if the model has no layers with FP8 dots.
     """
     if not rows or not all(row.exclusion_reason for row in rows):
         return
-    _known.add((cls, policies))
+    _reported.add(key)
     if not any(row.k for row in rows):
         # Weights may have no matmuls, such as embeddings of positions. The weights of submodules
         # may be multiplied by the module that calls them, such as the cell of an LSTM.
         names: set[str] = set()
         with contextlib.suppress(Exception):
-            names = matmul_modules(fn, *args, **kwargs)
+            names = matmul_modules(fn, *args, **kw)
         rows = [row for row in rows if names.intersection(row.path.split("/")[-2:])]
-    if text := unused_text(cls.__name__, [row for row in rows if row.path or not row.k]):
-        warnings.warn(text, RecipeWarning, stacklevel=stacklevel + 1)
+    rows = [row for row in rows if row.path or not row.k]
+    warn_if_unused(key[0].__name__, rows, stacklevel + 1)

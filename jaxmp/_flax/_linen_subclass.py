@@ -17,7 +17,7 @@ from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_tree, resolve_module
-from jaxmp._flax._fp8_use import fp8_use, warn_if_unused
+from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_init import add_policy_state, check_required_rules
 from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, make_root
@@ -123,7 +123,7 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
     if is_by_path(root.policies):
         key_scopes(module)
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
-    fp8 = fp8_use(cls._jaxmp_class, root.policies, root.origin.path)
+    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin.path)
     with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
         yield
     cls._jaxmp_fp8 = rows if is_whole else ()
@@ -153,7 +153,7 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
         if suspects:
             wrapped._jaxmp_suspects = ()
             warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
-        warn_if_unused(cls, wrapped._jaxmp_policies, rows, 2, call, variables, *args, **kwargs)
+        warn_of_model((cls, wrapped._jaxmp_policies), rows, 2, call, variables, *args, **kwargs)
         return out
 
     return apply

@@ -32,7 +32,7 @@ from jaxmp._flax._casts import (
     restores_inputs,
     split_carry,
 )
-from jaxmp._flax._fp8_use import fp8_use, note_weights, warn_if_unused
+from jaxmp._flax._fp8_use import fp8_decisions, note_weights, warn_of_model
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
@@ -115,7 +115,7 @@ def call_method(
     elif at_boundary and wide is not None and name == "attend" and _is_flax_embedding(bound, name):
         call = _wide_attend(module, wide)
     is_whole = not _frames.stack and name == "__call__"
-    fp8 = fp8_use(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
+    fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
     with fp8 as rows, _entered(bound, name, as_author), noted(boundary):
         try:
             out = call(*args, **kwargs)
@@ -127,7 +127,7 @@ def call_method(
             note_weights(module_policy, bound.path, lambda: _own_params(module))
     if rows:
         again = lambda module, args, kwargs: module(*args, **kwargs)
-        warn_if_unused(bound.cls, bound.policies, rows, 3, again, module, *incoming)
+        warn_of_model((bound.cls, bound.policies), rows, 3, again, module, *incoming)
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
         _suspect(bound, module)

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxmp._core import _compat
 from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
 
@@ -76,6 +77,16 @@ class Record(NamedTuple):
 _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
     "jaxmp_fp8_record", default=None
 )
+
+
+@contextlib.contextmanager
+def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
+    """Yields the decisions of a block, unless it is not examined or an outer block records them."""
+    if not is_examined or is_recording():
+        yield []
+        return
+    with recorded() as record:
+        yield record.rows
 
 
 @contextlib.contextmanager
@@ -149,32 +160,28 @@ def note_unsupported(path: str, why: str) -> None:
 
 
 UNKNOWN_DOT = "has no dot that jaxmp replaces"
-# Part of a reason -> remedy.
-_FIXES = {
-    UNKNOWN_DOT: "Register classes of linear layers (jaxmp.linen.register_layer, "
-    "jaxmp.nnx.register_layer) or apply the recipe to operations: loss_fn = "
-    "jaxmp.autocast(loss_fn, 'fp8').",
-    "narrow": "For FP8 in narrow layers, write min_width = 0 in the table [fp8].",
-    "min_width": "For FP8 in narrow layers, write min_width = 0 in the table [fp8].",
-}
+_REGISTER = (
+    " Register classes of linear layers (jaxmp.linen.register_layer, jaxmp.nnx.register_layer), or "
+    "apply the recipe to operations: loss_fn = jaxmp.autocast(loss_fn, 'fp8')."
+)
+_WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
 
 
-def unused_text(subject: str, rows: list[LayerDecision]) -> str:
-    """Returns a warning of a model or function that does not compute in FP8; "" if it does."""
+def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
+    """Warns if the decisions on a model or function, if any, exclude all matmuls from FP8."""
     if not rows or not all(row.exclusion_reason for row in rows):
-        return ""
+        return
     # A path may have several matmuls.
     reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
     listed = [f"{path!r}: {why}" for path, why in list(reasons.items())[:3]]
-    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-    fixes = [fix for part, fix in _FIXES.items() if any(part in why for why in reasons.values())]
-    return " ".join(
-        [
-            f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in "
-            f"FP8 ({'; '.join(listed)}{more}).",
-            *fixes,
-            "The recipe 'bf16' computes the same as now.",
-        ]
+    text = "; ".join(listed) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    fix = _REGISTER if UNKNOWN_DOT in text else ""
+    fix += _WIDEN if "narrow" in text or "min_width" in text else ""
+    warnings.warn(
+        f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in FP8 "
+        f"({text}).{fix} The recipe 'bf16' computes the same as now.",
+        RecipeWarning,
+        stacklevel=stacklevel + 1,
     )
 
 
