@@ -458,6 +458,23 @@ MUTATIONS = [
         ("test_fp8_quantize.py::test_scales_follow_the_rule",),
     ),
     Mutation(
+        "the scales of FP8 are not powers of two by default",
+        "jaxmp/fp8/_scaling.py",
+        "    power_of_two: bool = True\n",
+        "    power_of_two: bool = False\n",
+        ("test_fp8_batch.py::test_other_rows_of_a_matmul_and_of_its_input_gradient",),
+    ),
+    Mutation(
+        "modules with weights that no FP8 dot multiplies are not reported",
+        "jaxmp/_flax/_fp8_use.py",
+        "        note_unsupported(",
+        "        print(",
+        (
+            "test_fp8_batch.py::test_delayed_scaling_warns_too",
+            "test_fp8_batch.py::test_nnx_models_without_fp8_warn_once",
+        ),
+    ),
+    Mutation(
         "an infinity saturates and is hidden",
         "jaxmp/fp8/_quantize.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",

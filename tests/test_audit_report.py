@@ -136,7 +136,7 @@ SHORT = [
     "Memory",
 ]
 FULL = [*SHORT, "Warnings", "Suggestions", "Matmul alignment", "Matmuls by module", "Casts"]
-FULL += ["Compiled matmuls by module", "Fused attention", "Collectives", "Rules", "Not counted"]
+FULL += ["Compiled matmuls by module", "Fused attention", "Collectives", "Rules", "Notes"]
 WIDTHS = [60, 80, 100, 140]
 HEALTHY = dataclasses.replace(REPORT, findings=())
 

@@ -31,7 +31,7 @@ EQUATIONS = [
 
 def test_equations_are_those_of_einsum():
     """Integers up to 7 and power-of-two scales are exact, so only the layout is tested."""
-    product = fp8.einsum(fp8.CurrentScaling(power_of_two=True))
+    product = fp8.einsum(fp8.CurrentScaling())
     rng = np.random.default_rng(0)
     integers = lambda shape: rng.integers(-7, 8, size=shape).astype(np.float32)
     pairs = [(integers(x), integers(w)) for _, x, w in EQUATIONS]
@@ -45,7 +45,7 @@ def test_equations_are_those_of_einsum():
 
 
 def test_gradients_and_state():
-    recipe = fp8.DelayedScaling(power_of_two=True, amax_history_len=2)
+    recipe = fp8.DelayedScaling(amax_history_len=2)
     x, w = jnp.full((2, 3, 4), 3.0), jnp.full((4, 5, 6), 2.0)
     product = fp8.einsum(recipe)
 

@@ -14,7 +14,10 @@ from jaxmp._audit._rows import Finding
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._matmuls import Matmul
+from jaxmp.fp8._copies import COPIES
 from jaxmp.fp8._eligible import explain_exclusion
+from jaxmp.fp8._explain import recorded as recorded
+from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._stats import with_stats as with_stats
 
 NOT_FP8 = Check(
@@ -61,6 +64,21 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
     audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+
+
+# A note and not a warning, because there is nothing to correct.
+_ONE_SCALE = (
+    "FP8 matmuls have one scale for a tensor, so that results can depend on the other examples of"
+    " the batch and on later tokens; with fp8.RowwiseScaling(), each row has a scale of its own"
+)
+
+
+@NOT_FP8.on_operation("jit", "pjit")
+def note_scales(op: OpOccurrence, audit: Auditor) -> None:
+    """Notes once in a program that tensors are quantized with one scale."""
+    is_quantization = str(op.equation.params.get("name")).startswith((QUANTIZE, COPIES))
+    if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
+        audit.notes[_ONE_SCALE] = None
 
 
 @FP8_FALLBACK.on_compiled

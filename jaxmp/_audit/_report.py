@@ -51,7 +51,8 @@ class AuditReport:
       attention: the fused attention kernels.
       collectives: the arrays that devices send to one another.
       rules: each rule and the modules for which it decides; empty without policies.
-      notes: the parts of the program that were not counted, and why.
+      notes: the parts of the program that were not counted, and why, and how FP8 matmuls depend on
+        the rest of the batch.
 
     Example:
       >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))

@@ -60,7 +60,7 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
             attention_kernels(report.attention, report.gpu),
             collectives(report.collectives),
             _rules(report),
-            Section("Not counted", "", ("part",), tuple((note,) for note in report.notes)),
+            Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
         ]
     else:
         sections.append(_details(report))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._audit import audit
+from jaxmp._audit._check_fp8 import recorded
 from jaxmp._autocast._trace import is_traced_by_autocast
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import PyTree
@@ -72,8 +73,15 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
       *args, **kwargs: its arguments, or their shapes.
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
-    report = audit(fn, *args, **kwargs)
+    with recorded():
+        report = audit(fn, *args, **kwargs)
     return report.low_precision_share if report.flops else None
+
+
+def matmul_modules(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> set[str]:
+    """Returns the last names of the modules with matmuls or convolutions; arguments as above."""
+    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
+    return {row.module.rpartition("/")[2] for row in audit(fn, *args, **kwargs).matmuls}
 
 
 def _shape_of(leaf: object) -> object:

@@ -23,6 +23,7 @@ import jax
 from jaxmp._autocast._explain import AutocastDecision as AutocastDecision
 from jaxmp._autocast._explain import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast._explain import Recorder
+from jaxmp._autocast._fp8 import decisions, warn_if_unused
 from jaxmp._autocast._replay import Interpreter
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
@@ -106,9 +107,12 @@ def autocast(
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
-        traced = trace(fn, args, kwargs)
-        interpreter = Interpreter(config, traced.in_custom_vjp)
-        return traced.results(interpreter.function(traced.closed, traced.arrays))
+        with decisions(config.policies.default.matmul == "fp8") as rows:
+            traced = trace(fn, args, kwargs)
+            interpreter = Interpreter(config, traced.in_custom_vjp)
+            arrays = interpreter.function(traced.closed, traced.arrays)
+        warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
+        return traced.results(arrays)
 
     return autocast_fn
 

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, requests_highest
 from jaxmp._autocast._explain import IN_RULE, Recorder
-from jaxmp._autocast._fp8 import fp8_matmul, is_recording, record_excluded
+from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
 from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
@@ -262,7 +262,10 @@ class Interpreter:
         highest: bool,
     ) -> Callable[..., Any] | None:
         """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8."""
-        if not policy.uses_fp8 or not is_matmul(equation):
+        if not policy.uses_fp8:
+            return None
+        if not is_matmul(equation):
+            note_unsupported(path_of(scope_path), f"FP8 has no {equation.primitive.name}")
             return None
         assert self.config.scaling is not None
         why = "its author asks for precision=HIGHEST" if highest else policy.exclusion_reason
@@ -342,7 +345,7 @@ class Interpreter:
         flags = [(v.priority, None if v.scalar is None else v.scalar.tobytes()) for v in values]
         # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
         # they do not share retraced jaxprs.
-        call = object() if self.record is not None else scope_path if is_recording() else None
+        call = object() if self.record is not None else scope_path if is_explained() else None
         key = (
             id(jaxpr),
             tuple(map(str, avals)),

@@ -32,6 +32,7 @@ from jaxmp._flax._casts import (
     split_carry,
     widen_outputs,
 )
+from jaxmp._flax._fp8_use import note_weights
 from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
@@ -204,6 +205,8 @@ class PolicyInterceptor:
         expects_16bit = is_overridden and ignores_dtype(module_policy)
         if expects_16bit and not is_inside and returns_float32(out):
             self._suspect(module, path, "" if at_boundary else method)
+        if at_boundary:
+            note_weights(module_policy, path, lambda: _own_params(module.scope))
         if at_boundary and (is_overridden or module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out)
         elif is_overridden and not is_function and caller is None:
@@ -211,8 +214,7 @@ class PolicyInterceptor:
         return carry(out)
 
     def _suspect(self, module: Any, path: Path, method: str) -> None:
-        own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
-        elements = matrix_elements(jax.tree.leaves(own))
+        elements = matrix_elements(_own_params(module.scope))
         if elements:
             cls = author_class(module)
             self.suspects[path] = Suspect("/".join(path), cls.__name__, elements, method)
@@ -353,6 +355,12 @@ class PolicyInterceptor:
 
 def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
+
+
+def _own_params(scope: Scope) -> list[Any]:
+    """Returns the parameters of a module without those of its submodules."""
+    own = [leaf for leaf in _params(scope).values() if not isinstance(leaf, Mapping)]
+    return jax.tree.leaves(own)
 
 
 def nested(variables: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_outputs, resolve_module
+from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_init import add_policy_state, check_required_rules
 from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, make_root
@@ -73,6 +74,8 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> ty
         "_jaxmp_origin": origin,
         # Modules that appear to ignore their policy, after a call with many; () when reported.
         "_jaxmp_suspects": None,
+        # Decisions on the layers of a call of the whole model, until `apply` reports them.
+        "_jaxmp_fp8": (),
     }
     return type(cls.__name__, (cls,), members)
 
@@ -100,7 +103,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(self):
+        with _entered(self, is_whole=name == "__call__"):
             # Users may assign another method to the class later.
             return getattr(cls, name)(self, *args, **kwargs)
 
@@ -108,7 +111,7 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _entered(module: Any) -> Iterator[None]:
+def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
     """Runs a block under the policies of `module`, unless they, or plain `init`, are active."""
     if module.scope is None or isinstance(current_context().policies, Plain):
         yield
@@ -119,11 +122,13 @@ def _entered(module: Any) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
-    interceptor = PolicyInterceptor(root, module.scope)
-    with nn.intercept_methods(interceptor), context(policies=root):
+    interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
+    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin.path)
+    with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
         yield
-    if type(module)._jaxmp_suspects is None:
-        type(module)._jaxmp_suspects = interceptor.many_suspects() or None
+    cls._jaxmp_fp8 = rows if is_whole else ()
+    if cls._jaxmp_suspects is None:
+        cls._jaxmp_suspects = interceptor.many_suspects() or None
 
 
 def _root_of(module: Any) -> Root:
@@ -141,13 +146,14 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
         **kwargs: PyTree,
     ) -> PyTree:
         variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
-        out = cls.apply(self, variables, *args, method=_method_of_apply(self, method), **kwargs)
+        call = functools.partial(cls.apply, self, method=_method_of_apply(self, method))
+        out = call(variables, *args, **kwargs)
         wrapped: Any = type(self)
-        suspects = wrapped._jaxmp_suspects
+        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
         if suspects:
             wrapped._jaxmp_suspects = ()
-            call = functools.partial(cls.apply, self, method=_method_of_apply(self, method))
             warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
+        warn_of_model((cls, wrapped._jaxmp_policies), rows, 2, call, variables, *args, **kwargs)
         return out
 
     return apply
@@ -201,7 +207,7 @@ _FLAX_NAMES = frozenset(
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
         *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path", "_jaxmp_above"),
-        "_jaxmp_suspects",
+        *("_jaxmp_suspects", "_jaxmp_fp8"),
     }
 )
 

@@ -33,6 +33,7 @@ from jaxmp._flax._casts import (
     split_carry,
     widen_outputs,
 )
+from jaxmp._flax._fp8_use import fp8_decisions, note_weights, warn_of_model
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
@@ -63,6 +64,7 @@ class _Frames(threading.local):
 
 
 _frames = _Frames()
+_WITHIN = contextlib.nullcontext(())
 
 # Modules, and the parts into which they are split, are pytrees that must not be cast.
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
@@ -119,13 +121,20 @@ def call_method(
     elif at_boundary and wide is not None and name == "attend" and _is_flax_embedding(bound, name):
         call = _wide_attend(module, wide)
     is_forward = is_inside or at_boundary
-    with _entered(bound, name, as_author, is_forward), noted(boundary):
+    is_whole = not _frames.stack and name == "__call__"
+    fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
+    with fp8 as rows, _entered(bound, name, as_author, is_forward), noted(boundary):
         try:
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
             arguments = named_arguments(call, args, kwargs), _is_param, "" if is_forward else name
             explain_mismatch(error, module_policy, bound.path, bound.cls, *arguments)
             raise
+        if at_boundary:
+            note_weights(module_policy, bound.path, lambda: _own_params(module))
+    if rows:
+        again = lambda module, args, kwargs: module(*args, **kwargs)
+        warn_of_model((bound.cls, bound.policies), rows, 3, again, module, *incoming)
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     expects_16bit = is_overridden and ignores_dtype(module_policy)
     if expects_16bit and not is_inside and returns_float32(out):
@@ -143,9 +152,14 @@ def call_method(
 _counted: set[tuple[type, PolicyMap]] = set()
 
 
-def _suspect(bound: Bound, module: nnx.Module, method: str) -> None:
+def _own_params(module: nnx.Module) -> Iterator[Any]:
+    """Yields the parameters of a module without those of its submodules."""
     own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-    elements = matrix_elements(value.get_raw_value() for value in own)
+    return (value.get_raw_value() for value in own)
+
+
+def _suspect(bound: Bound, module: nnx.Module, method: str) -> None:
+    elements = matrix_elements(_own_params(module))
     if elements:
         path = "/".join(bound.path)
         _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements, method)

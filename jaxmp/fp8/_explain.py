@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -14,7 +16,7 @@ from jaxmp._core import _compat
 from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
 
@@ -62,9 +64,40 @@ class Fp8Explanation(Explanation[LayerDecision]):
         return f"{count} of {len(self.rows)} layers with matmul = 'fp8' run in FP8."
 
 
-_record: contextvars.ContextVar[list[LayerDecision] | None] = contextvars.ContextVar(
+class Record(NamedTuple):
+    """Decisions of the functions that a block traces."""
+
+    rows: list[LayerDecision]
+    # The scalings of the layers in FP8.
+    scalings: dict[Scaling, None]
+    # False if it suffices to record one call of a function that is called several times.
+    is_full: bool
+
+
+_record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
     "jaxmp_fp8_record", default=None
 )
+
+
+@contextlib.contextmanager
+def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
+    """Yields the decisions of a block, unless it is not examined or an outer block records them."""
+    if not is_examined or is_recording():
+        yield []
+        return
+    with recorded() as record:
+        yield record.rows
+
+
+@contextlib.contextmanager
+def recorded(*, is_full: bool = False) -> Iterator[Record]:
+    """Records the decisions of a block."""
+    record = Record([], {}, is_full)
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
 
 
 def explain(
@@ -84,7 +117,8 @@ def explain(
 
     Returns:
       The decisions: `rows` has one `LayerDecision` per layer, in the order of the calls. Under
-      `autocast`, it has one per traced matmul, identified by its name scopes.
+      `autocast`, it has one per traced matmul, identified by its name scopes. `notes` describe how
+      the results depend on the rest of the batch, if a scale covers a whole tensor.
 
     Raises:
       CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
@@ -95,9 +129,7 @@ def explain(
       >>> explain(model.apply, variables, jnp.ones((2, 32))).rows[0].exclusion_reason
       'N = 10 is not a multiple of 16'
     """
-    rows: list[LayerDecision] = []
-    token = _record.set(rows)
-    try:
+    with recorded(is_full=True) as record:
         # A new function object for each call, because JAX caches traces by function identity.
         fresh = lambda *args, **kwargs: fn(*args, **kwargs)
         if target is None:
@@ -105,14 +137,52 @@ def explain(
         else:
             with _compat.context(target=target):
                 jax.eval_shape(fresh, *args, **kwargs)
-    finally:
-        _record.reset(token)
-    return Fp8Explanation(rows=tuple(rows))
+    notes = tuple(filter(None, (scaling.batch_note for scaling in record.scalings)))
+    return Fp8Explanation(rows=tuple(record.rows), notes=notes)
 
 
 def is_recording() -> bool:
-    """Returns True while `explain` traces a function."""
+    """Returns True in a function whose decisions are recorded."""
     return _record.get() is not None
+
+
+def is_explained() -> bool:
+    """Returns True while `explain` traces a function."""
+    record = _record.get()
+    return record is not None and record.is_full
+
+
+def note_unsupported(path: str, why: str) -> None:
+    """Records an operation that FP8 does not support, unless `explain` traces the function."""
+    record = _record.get()
+    if record is not None and not record.is_full:
+        record.rows.append(LayerDecision(path, 0, 0, why))
+
+
+UNKNOWN_DOT = "has no dot that jaxmp replaces"
+_REGISTER = (
+    " Register classes of linear layers (jaxmp.linen.register_layer, jaxmp.nnx.register_layer), or "
+    "apply the recipe to operations: loss_fn = jaxmp.autocast(loss_fn, 'fp8')."
+)
+_WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
+
+
+def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
+    """Warns if the decisions on a model or function, if any, exclude all matmuls from FP8."""
+    if not rows or not all(row.exclusion_reason for row in rows):
+        return
+    # A path may have several matmuls.
+    reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
+    listed = [f"{path!r}: {why}" for path, why in list(reasons.items())[:3]]
+    text = "; ".join(listed) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    fix = _REGISTER if UNKNOWN_DOT in text else ""
+    fix += _WIDEN if "narrow" in text or "min_width" in text else ""
+    warnings.warn(
+        f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in FP8 "
+        f"({text}).{fix} The recipe 'bf16' computes the same as now.",
+        RecipeWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
@@ -136,17 +206,18 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
     why = why or explain_exclusion(
         max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target
     )
-    rows = _record.get()
-    if rows is not None:
-        rows.append(LayerDecision(path, k, n, why))
+    record = _record.get()
+    if record is not None:
+        record.rows.append(LayerDecision(path, k, n, why))
+        record.scalings.update({} if why else {scaling: None})
     return not why
 
 
 def note_kernels(reason: str) -> None:
     """Records why the layer of the last decision does not use the Pallas kernel; "" if it does."""
-    rows = _record.get()
-    if rows:
-        rows[-1] = dataclasses.replace(rows[-1], kernels_reason=reason)
+    record = _record.get()
+    if record and record.rows:
+        record.rows[-1] = dataclasses.replace(record.rows[-1], kernels_reason=reason)
 
 
 def decide_product(

@@ -47,7 +47,7 @@ class Scaling:
     dgrad: Any = ("e5m2", "e4m3fn")
     wgrad: Any = ("e4m3fn", "e5m2")
     margin: int = 0
-    power_of_two: bool = False
+    power_of_two: bool = True
     fast_accumulation: tuple[str, ...] = ("fprop",)
     min_width: int | str = "auto"
     emulate: bool = False
@@ -74,6 +74,19 @@ class Scaling:
     def uses_pallas(self) -> bool:
         """True if a Pallas kernel quantizes the operands where it applies."""
         return False
+
+    @property
+    def batch_note(self) -> str:
+        """How results depend on the rest of the batch; "" if each row has scales of its own."""
+        if self.kind not in ("current", "delayed"):
+            return ""
+        small = f"elements below about 2**{self.margin - 14} times the largest one"
+        rounded = small if self.power_of_two else "all elements"
+        return (
+            f"{type(self).__name__} has one scale for a tensor, so that results can depend on the "
+            "other examples of the batch and on later tokens: the largest element of a tensor "
+            f"determines the rounding of {rounded}. RowwiseScaling() has one scale for each row."
+        )
 
     def formats(self, gemm: str) -> tuple[Any, Any] | None:
         """Returns the FP8 dtypes of the operands of a dot.
@@ -154,13 +167,19 @@ def _gemm_names(scaling: Scaling, name: str) -> tuple[str, ...]:
 class CurrentScaling(Scaling):
     """Per-tensor scaling: each scale comes from the tensor that it quantizes.
 
+    The tensor contains all examples of a batch, so that results can depend on the other examples,
+    and on later tokens; `power_of_two` limits this to the smallest elements.
+
     Args:
       fprop: formats of input and kernel in the forward dot: a pair of "e4m3fn" and "e5m2", one name
         for both, or "high" for a dot in the dtype of the operands.
       dgrad: formats of output gradient and kernel in the dot that computes the input's gradient.
       wgrad: formats of input and output gradient in the dot that computes the kernel's gradient.
       margin: scales are divided by `2**margin`.
-      power_of_two: round scales down to powers of two, so that scaling is exact.
+      power_of_two: round scales down to powers of two, so that scaling is exact. If a large element
+        of the tensor changes the scale, the other elements then keep their values, except those
+        that are subnormal numbers in FP8. With False, a scale is `limit / amax`, and the values of
+        all elements depend on the largest one.
       fast_accumulation: dots that may accumulate with the reduced precision of the Tensor Cores;
         the others accumulate in FP32. Default: the forward dot only, as in Transformer Engine
         (`use_split_accumulator`) and torchao.
@@ -298,7 +317,6 @@ class RowwiseScaling(Scaling):
 
     dgrad: Any = _E4M3
     wgrad: Any = _E4M3
-    power_of_two: bool = True
 
 
 @jax.tree_util.register_static
@@ -334,7 +352,6 @@ class MXScaling(Scaling):
 
     dgrad: Any = _E4M3
     wgrad: Any = _E4M3
-    power_of_two: bool = True
     rounding: str = "up"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,75 @@
+"""Warns of a model under `matmul = "fp8"` of which no layer computes in FP8."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxmp._audit._share import matmul_modules, matrix_elements
+from jaxmp._core._typing import PyTree
+from jaxmp._flax._casts import ModulePolicy
+from jaxmp._flax._fp8_layers import (
+    UNKNOWN_DOT,
+    decisions,
+    is_recording,
+    note_unsupported,
+    warn_if_unused,
+)
+from jaxmp._flax._layer_table import CONV
+from jaxmp._policies._resolve import PolicyMap
+
+# Classes of models that were reported, and their policies.
+_reported: set[tuple[type, PolicyMap]] = set()
+
+
+def fp8_decisions(
+    cls: type, policies: PolicyMap, path: tuple[str, ...]
+) -> contextlib.AbstractContextManager[list[Any]]:
+    """Collects the decisions on the layers that a call of a model of class `cls` runs.
+
+    A part of a model, whose `path` is not empty, is not examined.
+    """
+    is_fp8 = policies.default.matmul == "fp8"
+    return decisions(is_fp8 and not path and (cls, policies) not in _reported)
+
+
+def note_weights(
+    module_policy: ModulePolicy, path: tuple[str, ...], own: Callable[[], Iterable[Any]]
+) -> None:
+    """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
+    traits, cls = module_policy.traits, module_policy.cls
+    if not is_recording() or module_policy.resolved.scaling is None:
+        return
+    has_fp8 = traits.fp8_call is not None or getattr(traits.dot, "fp8", None) is not None
+    # A layer of Flax that is wrapped alone is a part of a model.
+    is_part = not path and cls.__module__.startswith("flax.")
+    if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and matrix_elements(own()):
+        is_conv = traits.dot is CONV
+        why = "FP8 has no convolutions" if is_conv else f"{cls.__name__} {UNKNOWN_DOT}"
+        note_unsupported("/".join(path), why)
+
+
+def warn_of_model(
+    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, fn: Any, *args: PyTree, **kw: Any
+) -> None:
+    """Warns once of a model that has matmuls, but none in FP8.
+
+    Args:
+      key: its class and policies.
+      rows: the decisions of a call of the whole model.
+      stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
+      fn, *args, **kw: the call. It is traced again if the model has no layers with FP8 dots.
+    """
+    if not rows or not all(row.exclusion_reason for row in rows):
+        return
+    _reported.add(key)
+    if not any(row.k for row in rows):
+        # Weights may have no matmuls, such as embeddings of positions. The weights of submodules
+        # may be multiplied by the module that calls them, such as the cell of an LSTM.
+        names: set[str] = set()
+        with contextlib.suppress(Exception):
+            names = matmul_modules(fn, *args, **kw)
+        rows = [row for row in rows if names.intersection(row.path.split("/")[-2:])]
+    rows = [row for row in rows if row.path or not row.k]
+    warn_if_unused(key[0].__name__, rows, stacklevel + 1)
