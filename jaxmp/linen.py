@@ -19,7 +19,7 @@ from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
-from jaxmp._flax._linen_attention import AttentionFunction
+from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._policies._explanation import PolicyExplanation

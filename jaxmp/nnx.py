@@ -20,7 +20,7 @@ from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
-from jaxmp._flax._nnx_attention import AttentionFunction
+from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
@@ -209,7 +209,8 @@ def attention_fn(
       (1, 4, 8)
     """
     implementation = check_implementation(implementation)
-    return AttentionFunction(MaskHints(implementation, is_causal, local_window_size, padding_mask))
+    hints = MaskHints(implementation, is_causal, local_window_size, padding_mask)
+    return AttentionFunction(hints, nnx.Intermediate)
 
 
 def register_layer(

@@ -347,8 +347,8 @@ MUTATIONS = [
     Mutation(
         "the call of a module by its own loss is not cast",
         "jaxmp/_flax/_nnx_calls.py",
-        "    is_inside = calls_itself and caller.is_forward\n",
-        "    is_inside = calls_itself\n",
+        "    is_inside = caller is not None and caller.is_forward\n",
+        "    is_inside = caller is not None\n",
         (
             "test_methods.py::"
             "test_results_of_other_methods_are_widened_unless_the_caller_has_passed_such_arrays",

@@ -11,8 +11,7 @@ import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import AttentionError, audit, load_recipe
 from jaxmp._core._static_values import Known, walk
-from jaxmp._flax._attention import attention_function
-from jaxmp._flax._linen_attention import AttentionFunction
+from jaxmp._flax._attention import AttentionFunction, attention_function
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.

@@ -17,7 +17,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import attention_function
+from jaxmp._flax._attention import AttentionFunction, attention_function
 from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
 from jaxmp._flax._fp8_layers import (
     LayerDot,
@@ -26,7 +26,6 @@ from jaxmp._flax._fp8_layers import (
     promote_around_kernel,
     quantizes_float32_kernels,
 )
-from jaxmp._flax._linen_attention import AttentionFunction
 
 _UNSET = object()
 

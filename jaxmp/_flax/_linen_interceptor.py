@@ -206,7 +206,7 @@ class PolicyInterceptor:
         if expects_16bit and not is_inside and returns_float32(out):
             self._suspect(module, path, "" if at_boundary else method)
         if at_boundary:
-            note_weights(module_policy, path, lambda: _own_params(module.scope))
+            note_weights(module_policy, path, lambda: _own_params(module))
         if at_boundary and (is_overridden or module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out)
         elif is_overridden and not is_function and caller is None:
@@ -214,7 +214,7 @@ class PolicyInterceptor:
         return carry(out)
 
     def _suspect(self, module: Any, path: Path, method: str) -> None:
-        elements = matrix_elements(_own_params(module.scope))
+        elements = matrix_elements(_own_params(module))
         if elements:
             cls = author_class(module)
             self.suspects[path] = Suspect("/".join(path), cls.__name__, elements, method)
@@ -357,9 +357,9 @@ def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
 
 
-def _own_params(scope: Scope) -> list[Any]:
+def _own_params(module: Any) -> list[Any]:
     """Returns the parameters of a module without those of its submodules."""
-    own = [leaf for leaf in _params(scope).values() if not isinstance(leaf, Mapping)]
+    own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
     return jax.tree.leaves(own)
 
 

@@ -15,11 +15,10 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import attention_function
+from jaxmp._flax._attention import AttentionFunction, attention_function
 from jaxmp._flax._casts import ModulePolicy, wide_operator
 from jaxmp._flax._fp8_layers import promote_around_kernel, quantizes_float32_kernels
 from jaxmp._flax._layer_table import EINSUM_OP, PREFERRED, DotAttribute, LayerTraits
-from jaxmp._flax._nnx_attention import AttentionFunction
 from jaxmp._flax._nnx_bound import ATTRIBUTE, AUTHOR_KEPT, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import cast_on_read
 from jaxmp._flax._nnx_fp8 import set_fp8_state
@@ -96,7 +95,8 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     if traits.attention_fn in attributes:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
-        function = attention_function(current, default, AttentionFunction, policy, path)
+        make = functools.partial(AttentionFunction, intermediates=nnx.Intermediate)
+        function = attention_function(current, default, make, policy, path)
         changes[traits.attention_fn] = function
     return changes | _dot_changes(attributes, module_policy)
 

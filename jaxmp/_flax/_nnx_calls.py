@@ -97,11 +97,11 @@ def call_method(
     """
     module_policy = bound.module_policy
     caller = _frames.stack[-1] if _frames.stack else None
-    calls_itself = caller is not None and caller.bound == bound
-    is_inside = calls_itself and caller.is_forward
+    caller = caller if caller and caller.bound == bound else None
+    is_inside = caller is not None and caller.is_forward
     at_boundary = not is_inside and module_policy.is_forward(name)
     incoming = args, kwargs
-    if not calls_itself:
+    if caller is None:
         _check_containers(bound, module)
     as_author = at_boundary and _keeps_dtype(module, module_policy, incoming)
     is_overridden = bound.is_overridden and not as_author
@@ -143,7 +143,7 @@ def call_method(
         _report_suspects(bound, module, name, *incoming)
     if at_boundary and (is_overridden or module_policy.resolved.casts_output):
         out = cast_outputs(module_policy, out, _is_opaque)
-    elif is_overridden and not calls_itself:
+    elif is_overridden and caller is None:
         out = widen_outputs(module_policy, out, incoming, _is_opaque)
     return carry(out)
 
