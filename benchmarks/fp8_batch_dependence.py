@@ -5,10 +5,11 @@
 
 One scale covers a tensor, so that its largest element affects the rounding of the others. The
 script changes the last token of all examples and compares the positions before it; it multiplies
-the activations of one example in front of all linear layers by 1.3 and by 4, and compares the other
-examples; and it computes each example alone. It prints the share of the log-probabilities that
-change, the largest change, the share of the inputs of linear layers that are subnormal or zero in
-FP8 after the change, and the error against FP32. `by amax` are scales without rounding to powers of
+the embeddings of one example by 1.3 and by 4, or its activations in front of all linear layers,
+which norms do not undo, and compares the other examples; and it computes each example alone. It
+prints the share of the log-probabilities that change, the largest change, the number of runs with a
+change, the share of the inputs of linear layers that are subnormal or zero in FP8 after the change,
+and the error against FP32. `by amax` are scales without rounding to powers of
 two. In the rows "delayed, next step", the change is in the batch of the step before.
 
 The models are causal language models with random parameters. On a CPU, operands are rounded to FP8
@@ -21,7 +22,7 @@ import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax
 import flax.linen as nn
@@ -37,7 +38,7 @@ VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH, HEADS = 256, 32, 32, 3, 128, 4
 KINDS: dict[str, Any] = {"current": fp8.CurrentScaling, "delayed": fp8.DelayedScaling}
 
 # ---------------------------------------------------------------------------
-# Models: the inputs of linear layers are multiplied by a gain for each example
+# Models. Each example has a gain of its embeddings and one of the inputs of all linear layers.
 # ---------------------------------------------------------------------------
 
 
@@ -60,13 +61,14 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, gain: jax.Array) -> jax.Array:
-        x, gain = nn.Embed(VOCABULARY, WIDTH)(tokens), gain[:, None, None]
+        x, gain = nn.Embed(VOCABULARY, WIDTH)(tokens), gain[..., None, None]
+        x, gain = x * gain[0].astype(x.dtype), gain[1]
         if self.is_scanned:
             scan = nn.scan(
                 lambda block, x, gain: (block(x, gain), None),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,
+                in_axes=cast("Any", nn.broadcast),
                 length=LAYERS,
             )
             x, _ = scan(Block(), x, gain)
@@ -103,9 +105,10 @@ class NnxModel(nnx.Module):
         self.lm_head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, gain: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
+        x, gain = self.embed(tokens), gain[..., None, None]
+        x = x * gain[0].astype(x.dtype)
         for block in self.blocks:
-            x = block(x, gain[:, None, None])
+            x = block(x, gain[1])
         return nnx.log_softmax(self.lm_head(self.norm(x)).astype(jnp.float32))
 
 
@@ -120,7 +123,7 @@ class Run(NamedTuple):
     """A model: `init(seed)` returns its variables, `log_probabilities(variables, tokens, gain)`."""
 
     init: Callable[[int], Any]
-    log_probabilities: Callable[..., jax.Array]
+    log_probabilities: Callable[..., Any]
 
 
 def linen_run(recipe: Any, *, is_scanned: bool = False) -> Run:
@@ -170,7 +173,7 @@ def reference(make: Callable[..., Run], seed: int) -> np.ndarray:
 def example(batch: int) -> Batch:
     """Returns tokens and gains of 1."""
     tokens = jax.random.randint(jax.random.key(0), (batch, LENGTH), 0, VOCABULARY)
-    return tokens, jnp.ones(batch)
+    return tokens, jnp.ones((2, batch))
 
 
 # ---------------------------------------------------------------------------
@@ -183,9 +186,9 @@ def other_rows(values: jax.Array, row: int) -> jax.Array:
     return jnp.delete(values, row, axis=0)
 
 
-def multiplied(factor: float) -> tuple[Callable[..., Batch], Callable[..., jax.Array]]:
+def multiplied(kind: int, factor: float) -> tuple[Callable[..., Batch], Callable[..., jax.Array]]:
     """Returns the change of one example, and the values that should not depend on it."""
-    return (lambda tokens, gain, row: (tokens, gain.at[row].multiply(factor))), other_rows
+    return (lambda tokens, gain, row: (tokens, gain.at[kind, row].multiply(factor))), other_rows
 
 
 CHANGES: dict[str, tuple[Callable[..., Batch], Callable[..., jax.Array]]] = {
@@ -196,8 +199,10 @@ CHANGES: dict[str, tuple[Callable[..., Batch], Callable[..., jax.Array]]] = {
         ),
         lambda values, row: values[:, :-1],
     ),
-    "row x 1.3": multiplied(1.3),
-    "row x 4": multiplied(4.0),
+    "row x 1.3": multiplied(0, 1.3),
+    "row x 4": multiplied(0, 4.0),
+    "layers x 1.3": multiplied(1, 1.3),
+    "layers x 4": multiplied(1, 4.0),
 }
 
 
@@ -242,13 +247,15 @@ def measure(variant: str, power_of_two: bool, seeds: int = 3) -> dict[str, Any]:
                 after, stats = fn(variables, *changed)
                 difference = jnp.abs(others(after, row) - others(before, row))
             share, largest = float(jnp.mean(difference > 0)), float(difference.max())
-            changes[change].append([share, largest, below_normal(stats)])
+            changes[change].append([share, largest, below_normal(stats), share > 0])
     fields = ("share of log-probabilities", "largest change", "subnormal or zero inputs")
+    runs = {change: int(sum(row[-1] for row in rows)) for change, rows in changes.items()}
     return {
         "variant": variant,
         "power_of_two": power_of_two,
         "changes": {
-            change: dict(zip(fields, np.max(rows, axis=0).tolist(), strict=True))
+            change: dict(zip(fields, np.max(rows, axis=0).tolist(), strict=False))
+            | {"runs with a change": runs[change]}
             for change, rows in changes.items()
         },
         "error": float(np.mean(errors)),
@@ -259,7 +266,7 @@ def alone(recipe: Any) -> float:
     """Returns the largest difference between an example alone and the same one in a batch."""
     run, (tokens, gain) = linen_run(recipe), example(BATCH)
     fn, variables = jax.jit(run.log_probabilities), run.init(0)
-    each = [fn(variables, tokens[i : i + 1], gain[i : i + 1]) for i in range(BATCH)]
+    each = [fn(variables, tokens[i : i + 1], gain[:, i : i + 1]) for i in range(BATCH)]
     return float(jnp.abs(jnp.concatenate(each) - fn(variables, tokens, gain)).max())
 
 
@@ -289,9 +296,9 @@ def main() -> None:
             rows.append(row)
             print(f"{variant}, {'power of two' if power_of_two else 'by amax'}:")
             for change, values in row["changes"].items():
-                share, largest, small = values.values()
-                print(f"    {change:12} {share:8.2%} change by up to {largest:.1e},", end=" ")
-                print(f"{small:.3%} subnormal or zero", flush=True)
+                share, largest, small, runs = values.values()
+                print(f"    {change:12} {share:8.2%} change by up to {largest:.1e}", end=" ")
+                print(f"in {runs} runs, {small:.3%} subnormal or zero", flush=True)
         ratio = rows[-2]["error"] / rows[-1]["error"]
         print(f"    error {rows[-2]['error']:.4f}, {ratio:.3f} times that of scales by amax")
     fp8_recipe = jaxmp.load_recipe("fp8")
