@@ -23,6 +23,7 @@ from jaxmp.checkpoint._arguments import (
     as_json,
     as_metrics,
     as_step,
+    check_directory,
     check_recipe,
     initial_scale,
     is_same_recipe,
@@ -393,6 +394,7 @@ class Checkpointer:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
+            check_directory(self._directory)
             registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handler = StateHandler()
             registry.add(ITEM, SaveState, handler)
