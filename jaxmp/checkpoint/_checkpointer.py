@@ -78,7 +78,7 @@ class Checkpointer:
       best_mode: "min" if small values of the metric are better, "max" if large values are.
 
     Raises:
-      CheckpointError: for an argument that is not allowed.
+      CheckpointError: for an argument that is not allowed, or if `directory` is a file.
 
     Example:
       >>> params = {"w": jnp.ones(3)}
@@ -110,6 +110,11 @@ class Checkpointer:
             raise CheckpointError(f"best_mode={best_mode!r}. Allowed: 'min' and 'max'.")
         path = epath.Path(directory).expanduser()
         path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is a file. Name the directory of a run, which has a subdirectory "
+                "for each step."
+            )
         self._directory = path
         self._steps = Steps(path, keep, best_metric, best_mode)
         self._manager: ocp.CheckpointManager | None = None

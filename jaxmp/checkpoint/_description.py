@@ -266,8 +266,8 @@ def _dtype_name(path: str, value: object) -> str:
         kind = type(value).__name__
         if kind == "int" and not -(2**63) <= value < 2**63:  # pyright: ignore[reportOperatorIssue]
             raise CheckpointError(
-                f"Leaf {path!r} of the state is {value}, which is not a 64-bit integer. Store it as "
-                f"text in extra: save(step, state, extra={{{path!r}: str(value)}}, ...)."
+                f"Leaf {path!r} of the state is {value}, which is not a 64-bit integer. Store it "
+                f"as text in extra: save(step, state, extra={{{path!r}: str(value)}}, ...)."
             )
         if f"Python {kind}" in PYTHON_NUMBERS:
             return f"Python {kind}"
