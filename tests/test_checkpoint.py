@@ -349,6 +349,19 @@ def test_a_manifest_of_a_newer_version_is_refused(tmp_path):
         Checkpointer(tmp_path).describe()
 
 
+def test_a_manifest_with_other_fields_is_refused(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, recipe="fp32")
+    file = tmp_path / "1" / "state" / "jaxmp_manifest.json"
+    body = json.loads(json.loads(file.read_text())["manifest"])
+    for fields in ({**body, "future": 1}, {k: v for k, v in body.items() if k != "files"}):
+        text = json.dumps(fields)
+        crc = f"{zlib.crc32(text.encode()):08x}"
+        file.write_text(json.dumps({"format": 1, "crc32": crc, "manifest": text}))
+        with pytest.raises(jaxmp.CheckpointError, match="other fields than this version"):
+            Checkpointer(tmp_path).restore({"w": jnp.zeros(2)}, recipe="fp32")
+
+
 def test_the_step_before_a_damaged_one_is_named(tmp_path):
     save(tmp_path, make_state(), step=0)
     checkpointer = save(tmp_path, make_state())
@@ -592,6 +605,11 @@ def test_the_latest_and_the_best_step_are_kept(tmp_path):
         (lambda c, s: Checkpointer("x", keep=0), "keep=0 is not"),
         (lambda c, s: Checkpointer("x", best_mode="low"), "Allowed: 'min' and 'max'"),
         (lambda c, s: c.save(-1, s, recipe="fp32"), "step=-1"),
+        (lambda c, s: c.save(1.5, s, recipe="fp32"), "step=1.5"),
+        (
+            lambda c, s: c.save(1, s, recipe="fp32", extra={"a": {3: 1}}),
+            "the key 3 is not a string",
+        ),
         (
             lambda c, s: c.save(1, s, recipe="fp32", metrics={"loss": "low"}),
             "must map names to numbers",
@@ -610,12 +628,76 @@ def test_wrong_arguments_are_refused(call, message, tmp_path):
     assert not list(tmp_path.glob("[0-9]*"))
 
 
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a*b", "a?b", "[x", "a**b"])
+def test_directories_that_orbax_reads_as_patterns_are_refused(name, tmp_path):
+    with pytest.raises(jaxmp.CheckpointError, match="reads as a pattern") as error:
+        Checkpointer(tmp_path / name).save(1, {"w": jnp.ones(2)}, recipe="fp32")
+    assert not (tmp_path / name).exists()
+    fixed = re.search(r"Checkpointer\('(.*)'\)", str(error.value))[1]
+    with Checkpointer(fixed) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, recipe="fp32")
+    assert Checkpointer(fixed).all_steps() == [1]
+
+
+@pytest.mark.parametrize("name", ["lr=]", "$HOME", "a{1}b", "a:b", "-x", "a#b", "ü", "a b", "100"])
+def test_other_odd_directories_are_restored(name, tmp_path):
+    with Checkpointer(tmp_path / name) as checkpointer:
+        checkpointer.save(1, {"w": jnp.arange(3)}, recipe="fp32")
+    restored = Checkpointer(tmp_path / name).restore({"w": jnp.zeros(3, int)}, recipe="fp32")
+    np.testing.assert_array_equal(restored["w"], np.arange(3))
+
+
+def test_a_step_whose_arrays_are_not_on_disk_replaces_no_other(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, recipe="fp32")
+    base = ocp.PyTreeCheckpointHandler
+    monkeypatch.setattr(base, "finalize", lambda self, directory: None)  # merges nothing
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(2, {"w": jnp.ones(2)}, recipe="fp32")
+    with pytest.raises(jaxmp.CheckpointError, match="did not write all arrays"):
+        checkpointer.wait()
+    monkeypatch.undo()
+    assert Checkpointer(tmp_path).all_steps() == [1]
+    Checkpointer(tmp_path).restore({"w": jnp.zeros(2)}, recipe="fp32")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63 - 1, -(2**63), 1 + 2j, np.array([1 + 2j, 3e300j]), np.arange(4, dtype=">f4")],
+    ids=str,
+)
+def test_unusual_numbers_are_exact(value, tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"v": value}, recipe="fp32")
+    like = np.zeros_like(value) if isinstance(value, np.ndarray) else type(value)()
+    restored = Checkpointer(tmp_path).restore({"v": like}, recipe="fp32")["v"]
+    np.testing.assert_array_equal(restored, value)
+    assert type(restored) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**63,
+        2**80,
+        np.array(["a"]),
+        np.array(["2020-01-01"], "datetime64[D]"),
+        jnp.ones(2, "uint4"),
+    ],
+    ids=str,
+)
+def test_leaves_that_orbax_cannot_write_are_refused_by_name(value, tmp_path):
+    with pytest.raises(jaxmp.CheckpointError, match=r"Leaf 'train/v' of the state is .*extra="):
+        Checkpointer(tmp_path / "run").save(1, {"train": {"v": value}}, recipe="fp32")
+    assert not (tmp_path / "run").exists()
+
+
 def test_orbax_is_optional():
     absent = "import sys; sys.modules['orbax'] = None\nimport jaxmp\n"
     attempt = "try: jaxmp.checkpoint\nexcept jaxmp.MissingDependencyError as error: print(error)"
     message = run_python(absent + attempt)
     assert "orbax is not installed; jaxmp requires it for checkpoints" in message
-    assert 'pip install "jaxmp[checkpoint]"' in message
+    assert 'pip install --editable ".[checkpoint]"' in message
 
 
 # ---------------------------------------------------------------------------
@@ -644,6 +726,40 @@ def test_safetensors_of_others_are_read(tmp_path):
         tmp_path / "x.safetensors", {"a": {"b": arrays["a.b"]}, "c": arrays["c"]}
     )
     assert loaded["a"]["b"].dtype == jnp.bfloat16
+
+
+def test_safetensors_of_64_bits_are_not_narrowed(tmp_path):
+    path = tmp_path / "x.safetensors"
+    arrays = {"v": np.array([2**62 + 1, 2**33]), "w": np.array([1e-300, np.pi]), "s": np.array(0.1)}
+    save_safetensors(path, arrays)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+    for loaded in (load_safetensors(path, like) for like in (None, arrays, shapes)):
+        for name, array in arrays.items():
+            assert loaded[name].dtype == array.dtype
+            np.testing.assert_array_equal(loaded[name], array)
+            loaded[name][...] = 0  # a copy, not the file
+    np.testing.assert_array_equal(load_safetensors(path)["v"], arrays["v"])
+
+
+def test_safetensors_in_several_files_are_read_by_their_index(tmp_path):
+    parts = {
+        "one.safetensors": {"a.w": np.arange(3.0)},
+        "two.safetensors": {"b.w": np.ones((2, 2))},
+    }
+    for file, arrays in parts.items():
+        save_safetensors(tmp_path / file, {k: v.astype(np.float32) for k, v in arrays.items()})
+    index = tmp_path / "model.safetensors.index.json"
+    weights = {name: file for file, arrays in parts.items() for name in arrays}
+    index.write_text(json.dumps({"metadata": {"total_size": 28}, "weight_map": weights}))
+    loaded = load_safetensors(index)
+    np.testing.assert_array_equal(loaded["a"]["w"], np.arange(3))
+    assert loaded["b"]["w"].shape == (2, 2)
+    index.write_text(json.dumps({"weight_map": {**weights, "c.w": "two.safetensors"}}))
+    with pytest.raises(jaxmp.CheckpointError, match=r"'c.w' in two.safetensors"):
+        load_safetensors(index)
+    index.write_text("{}")
+    with pytest.raises(jaxmp.CheckpointError, match="weight_map"):
+        load_safetensors(index)
 
 
 def test_safetensors_are_never_cast(tmp_path):

@@ -1,9 +1,11 @@
 """The command line: output, and one message and exit code for each mistake."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -413,7 +415,7 @@ def test_a_missing_package_is_named_with_its_extra(missing):
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode != 0
     assert "MissingDependencyError" in done.stderr and missing in done.stderr
-    assert 'pip install "jaxmp[cli]"' in done.stderr
+    assert 'pip install --editable ".[cli]"' in done.stderr
 
 
 @EXPENSIVE
@@ -426,8 +428,8 @@ def test_without_the_extra_it_says_what_to_install(package):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr == (
-        f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
-        'with:\n    pip install "jaxmp[cli]"\n'
+        f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it, "
+        'in a checkout of jaxmp, with:\n    pip install --editable ".[cli]"\n'
     )
 
 
@@ -437,3 +439,74 @@ def test_the_command_and_the_module_are_one():
     command = [sys.executable, "-m", "jaxmp", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "show" in done.stdout
+
+
+# ---------------------------------------------------------------------------
+# Files that are written, and arguments that are wrong
+# ---------------------------------------------------------------------------
+
+
+def test_links_are_followed_and_devices_are_not_replaced(run, folder):
+    (folder / "real.json").write_text("old")
+    (folder / "link.json").symlink_to("real.json")
+    assert run("show", "bf16", "--json", "link.json")[0] == 0
+    assert (folder / "link.json").is_symlink()
+    assert json.loads((folder / "real.json").read_text())["name"] == "bf16"
+    assert run("show", "bf16", "--json", "/dev/null")[0] == 0
+    assert Path("/dev/null").is_char_device()
+    code, _, error = run("show", "bf16", "--json", "/dev/full")
+    assert code == 2 and "'/dev/full' cannot be written: No space left on device." in error
+    assert Path("/dev/full").is_char_device()
+    assert sorted(path.name for path in folder.iterdir() if "partial" in path.name) == []
+
+
+def test_a_fifo_is_written_if_a_process_reads_it(run, folder):
+    os.mkfifo(folder / "fifo")
+    code, _, error = run("show", "bf16", "--json", "fifo")
+    assert code == 2 and "'fifo' cannot be written" in error
+    reader = subprocess.Popen(["cat", "fifo"], cwd=folder, stdout=subprocess.PIPE)
+    while run("show", "bf16", "--json", "fifo")[0] != 0:
+        time.sleep(0.05)
+    assert json.loads(reader.communicate()[0])["name"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "."], "'.' cannot be written: it is a directory"),
+        (["--json", "no/x.json"], "the directory .*no' does not exist"),
+        (["--json", ""], "it is empty"),
+        (["--html", "."], "it is a directory"),
+        (["--fail-on", "fp32"], "fail_on='fp32' is not a check"),
+        (["--baseline", "absent.json"], "absent.json' cannot be read"),
+        (["--baseline", "binary.json"], "binary.json' cannot be read"),
+        (["--max-seconds", "nan"], "not a positive number of seconds"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_are_checked_before_the_work_starts(run, folder, options, message):
+    (folder / "binary.json").write_bytes(bytes(range(256)))
+    (folder / "work.py").write_text("def make_step(recipe):\n    open('started', 'w')\n")
+    code, _, error = run("audit", "work.py:make_step", "--recipe", "bf16", *options)
+    assert code == 2 and re.search(message, error)
+    assert not (folder / "started").exists()
+    if options[0] != "--max-seconds" and options[0] != "--fail-on":
+        (folder / "work.py").write_text("def make_run(recipe, seed):\n    open('started', 'w')\n")
+        code, _, error = run("validate", "work.py:make_run", *options)
+        assert code == 2 and error.startswith("Error: ") and not (folder / "started").exists()
+
+
+def test_the_function_of_an_audit_receives_the_recipe(run, folder):
+    check = (
+        "    assert isinstance(recipe, jaxmp.Recipe)\n    return jnp.dot, jnp.ones(2), jnp.ones(2)"
+    )
+    (folder / "typed.py").write_text(
+        f"import jax.numpy as jnp, jaxmp\ndef make_step(recipe):\n{check}\n"
+    )
+    assert run("audit", "typed.py:make_step", "--recipe", "fp32")[0] == 0
+
+
+def test_a_file_is_not_a_checkpoint(run, folder):
+    for command in (["show"], ["verify"]):
+        code, _, error = run("checkpoint", *command, "my_model.py")
+        assert code == 2 and "my_model.py' is a file. Name the directory of a run" in error

@@ -31,7 +31,7 @@ from jaxmp._core._compat import (
 )
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp.errors import AttentionError
+from jaxmp.errors import AttentionError, install_command
 
 _log = logging.getLogger("jaxmp.attention")
 _logged: set[tuple[str, str]] = set()
@@ -200,7 +200,8 @@ def _device_blockers() -> list[Blocker]:
             )
         ]
     if cudnn_version() is None:
-        change = 'Install it: pip install "jaxmp[cuda12]" or "jaxmp[cuda13]".'
+        commands = " or ".join(map(install_command, ("cuda12", "cuda13")))
+        change = f"Install it, in a checkout of jaxmp: {commands}."
         return [Blocker("device", "JAX finds no cuDNN", change)]
     gpu = unsupported_gpu(FUSED_ATTENTION)
     if gpu:

@@ -68,7 +68,7 @@ def audit(
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
       target: "a100", "h100", "h200" or "b200" to compile the program for that GPU, too, which does
-        not have to be present (`pip install "jaxmp[aot]"`). The report then has `.gemms`,
+        not have to be present (the extra `aot` of jaxmp). The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are.

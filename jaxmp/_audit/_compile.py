@@ -25,7 +25,7 @@ from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, is_literal, with_parameters
 from jaxmp._core._locations import Lines
-from jaxmp.errors import AuditError, did_you_mean, missing_dependency
+from jaxmp.errors import AuditError, did_you_mean, install_command, missing_dependency
 
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
@@ -167,8 +167,8 @@ def _described(target: str, count: int) -> list[Any]:
         return described_gpus(GPUS[target].description, count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
-            f"XLA's GPU compiler does not start ({error}). Install packages of the same version:\n"
-            '    pip install --upgrade "jaxmp[aot]"'
+            f"XLA's GPU compiler does not start ({error}). Install packages of the same version, "
+            f"in a checkout of jaxmp:\n    {install_command('aot')} --upgrade"
         ) from error
 
 

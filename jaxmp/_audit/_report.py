@@ -167,7 +167,7 @@ class AuditReport:
         Example:
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
         """
-        checks = _known_kinds(fail_on)
+        checks = known_checks(fail_on)
         failed = [f for f in self.findings if _fails(f, checks)]
         if baseline is not None:
             before = _counted(as_report(baseline).findings, checks)
@@ -313,15 +313,20 @@ def as_report(baseline: AuditReport | str | os.PathLike[str]) -> AuditReport:
         return AuditReport.from_json(baseline)
     try:
         text = Path(baseline).read_text(encoding="utf-8")
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise AuditError(
-            f"The audit {baseline!r} cannot be read ({error}). Write one with:\n"
+            f"The audit {str(baseline)!r} cannot be read ({error}). Write one with:\n"
             "    jaxmp audit my_package.train:make_step --json audit.json"
         ) from None
     return AuditReport.from_json(text)
 
 
-def _known_kinds(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
+def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
+    """Returns the checks as a set; None for all errors.
+
+    Raises:
+      AuditError: naming a check that does not exist.
+    """
     if fail_on is None:
         return None
     checks = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)

@@ -219,9 +219,10 @@ def read_report(source: ValidationReport | str | os.PathLike[str]) -> Validation
     if isinstance(source, str) and not source.endswith(".json"):
         return ValidationReport.from_json(source)
     try:
-        return ValidationReport.from_json(Path(source).read_text(encoding="utf-8"))
-    except OSError as error:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ValidationError(
             f"The baseline {str(source)!r} cannot be read ({error}). Write it with:\n"
             f"    jaxmp validate run.py:make_run --baseline {source} --write-baseline"
         ) from None
+    return ValidationReport.from_json(text)

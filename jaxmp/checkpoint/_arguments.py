@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,28 @@ from jaxmp.checkpoint._manifest import parse_recipe
 from jaxmp.errors import CheckpointError
 
 
+def check_directory(directory: object) -> None:
+    """Refuses to write below a name that orbax reads as a pattern, such as `lr=[0.1]`.
+
+    Orbax collects the files of a step with glob. In a directory with such a name it finds none, or
+    those of another directory, and reports success.
+
+    Raises:
+      CheckpointError: if the path contains `*`, `?` or `[`.
+    """
+    name = str(directory)
+    plain = re.sub(r"[*?\[\]]", "_", name)
+    if plain != name.replace("]", "_"):
+        raise CheckpointError(
+            f"{name!r} contains '*', '?' or '[', which orbax reads as a pattern, so the files of a "
+            f"step would be lost. Save into another directory: Checkpointer({plain!r})."
+        )
+
+
 def as_step(step: ArrayLike) -> int:
     """Converts the number of a step to an integer."""
-    number = step if isinstance(step, int) else int(np.asarray(step))
-    if isinstance(step, bool) or number < 0:
+    number = step if isinstance(step, int) else np.asarray(step).item()
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
     return number
 
@@ -38,14 +57,26 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def as_json(extra: object) -> Any:
-    """Returns a copy of JSON data."""
+    """Returns a copy of JSON data; refuses keys that JSON would convert to strings."""
     try:
-        return json.loads(json.dumps(extra))
+        copy = json.loads(json.dumps(extra))
+        _check_keys(extra)
+        return copy
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"extra cannot be written as JSON: {error}. Put arrays into the state: "
             "save(step, {'train': state, 'data': arrays}, ...)."
         ) from error
+
+
+def _check_keys(extra: object) -> None:
+    if isinstance(extra, dict):
+        for key in extra:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a string, and would become {str(key)!r}")
+    if isinstance(extra, (dict, list, tuple)):
+        for value in extra.values() if isinstance(extra, dict) else extra:
+            _check_keys(value)
 
 
 def check_recipe(description: Description, recipe: Recipe, name: str) -> None:

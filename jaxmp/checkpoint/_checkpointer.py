@@ -23,6 +23,7 @@ from jaxmp.checkpoint._arguments import (
     as_json,
     as_metrics,
     as_step,
+    check_directory,
     check_recipe,
     initial_scale,
     is_same_recipe,
@@ -77,7 +78,7 @@ class Checkpointer:
       best_mode: "min" if small values of the metric are better, "max" if large values are.
 
     Raises:
-      CheckpointError: for an argument that is not allowed.
+      CheckpointError: for an argument that is not allowed, or if `directory` is a file.
 
     Example:
       >>> params = {"w": jnp.ones(3)}
@@ -109,6 +110,11 @@ class Checkpointer:
             raise CheckpointError(f"best_mode={best_mode!r}. Allowed: 'min' and 'max'.")
         path = epath.Path(directory).expanduser()
         path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is a file. Name the directory of a run, which has a subdirectory "
+                "for each step."
+            )
         self._directory = path
         self._steps = Steps(path, keep, best_metric, best_mode)
         self._manager: ocp.CheckpointManager | None = None
@@ -393,6 +399,7 @@ class Checkpointer:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
+            check_directory(self._directory)
             registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handler = StateHandler()
             registry.add(ITEM, SaveState, handler)

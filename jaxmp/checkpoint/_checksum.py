@@ -124,7 +124,8 @@ def _sum_words(hashed_words: list[Any], index: Array | np.ndarray, numpy: Module
     """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
     first, second = [], []
     for position, word in enumerate(hashed_words):
-        place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + np.uint32(position * 0x85EBCA77)
+        offset = np.uint32(position * 0x85EBCA77 % _UINT32)
+        place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + offset
         mixed = word * np.uint32(0x9E3779B1) + place
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
         mixed = mixed ^ (mixed >> np.uint32(12))

@@ -36,14 +36,16 @@ Reader = Callable[[dict[Path, jax.ShapeDtypeStruct]], dict[Path, Any]]
 def to_stored(leaf: Leaf, value: Any) -> Any:
     """Converts a leaf to the array that is written: keys to uint32, numbers to NumPy's.
 
-    NumPy arrays are copied, because a save goes on while the caller changes them.
+    NumPy arrays are copied in the byte order of this machine, because a save goes on while the
+    caller changes them.
     """
     if leaf.is_key:
         _key_impl(leaf)
         return jax.random.key_data(value)
     if isinstance(value, jax.Array):
         return value
-    return np.array(value)
+    array = np.array(value)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def stored_shape(leaf: Leaf) -> jax.ShapeDtypeStruct:

@@ -26,6 +26,11 @@ from jaxmp.errors import CheckpointError
 from jaxmp.optim._master import MasterParamsState
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
+# Dtypes of numbers that orbax does not write.
+_NOT_WRITTEN = frozenset(
+    {"uint2", "uint4", np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name}
+)
+
 # Roles of leaves.
 PARAMETER, MASTER, REMAINDER = "parameter", "master", "remainder"
 LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
@@ -259,6 +264,11 @@ def _dtype_name(path: str, value: object) -> str:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         kind = type(value).__name__
+        if kind == "int" and not -(2**63) <= value < 2**63:  # pyright: ignore[reportOperatorIssue]
+            raise CheckpointError(
+                f"Leaf {path!r} of the state is {value}, which is not a 64-bit integer. Store it "
+                f"as text in extra: save(step, state, extra={{{path!r}: str(value)}}, ...)."
+            )
         if f"Python {kind}" in PYTHON_NUMBERS:
             return f"Python {kind}"
         raise CheckpointError(
@@ -267,7 +277,14 @@ def _dtype_name(path: str, value: object) -> str:
         )
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return str(dtype)
-    return np.dtype(dtype).name
+    name = np.dtype(dtype).name
+    is_number = jax.numpy.issubdtype(dtype, np.number) or name == "bool"
+    if not is_number or name in _NOT_WRITTEN:
+        raise CheckpointError(
+            f"Leaf {path!r} of the state is an array of {name}, which orbax does not write. "
+            "Convert it to another dtype, or pass it as text or numbers in extra={...}."
+        )
+    return name
 
 
 def _describe_masters(

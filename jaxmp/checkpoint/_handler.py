@@ -13,6 +13,7 @@ from etils import epath
 from jaxmp._core._trees import Path
 from jaxmp.checkpoint._checksum import finish_checksums
 from jaxmp.checkpoint._manifest import Manifest, write_manifest
+from jaxmp.errors import CheckpointError
 
 ITEM = "state"
 
@@ -38,6 +39,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().finalize(directory)
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            self._check_written(directory, pending.leaves)
             checksums = pending.checksums or finish_checksums(list(pending.sums.values()))
             write_manifest(
                 directory,
@@ -45,6 +47,29 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
                     pending.manifest, checksums=dict(zip(pending.sums, checksums, strict=True))
                 ),
             )
+
+    def _check_written(self, directory: epath.Path, leaves: dict[Path, Any]) -> None:
+        """Compares the arrays on disk with those to write, before an older step is deleted.
+
+        Raises:
+          CheckpointError: naming the first array that is missing, or has another shape or dtype.
+        """
+        try:
+            written = self.metadata(directory).tree
+        except (ValueError, OSError) as error:
+            reason = str(error).partition(" [")[0]
+            raise CheckpointError(
+                f"Orbax did not write all arrays to {directory}, so the step stays incomplete: "
+                f"{reason}."
+            ) from error
+        for path, leaf in leaves.items():
+            stored = _lookup(written, path)
+            if tuple(stored.shape) != leaf.shape or np.dtype(stored.dtype) != leaf.dtype:
+                raise CheckpointError(
+                    f"Orbax wrote {'/'.join(path)!r} to {directory} as "
+                    f"{stored.dtype}{list(stored.shape)}, and the state has "
+                    f"{leaf.dtype}{list(leaf.shape)}. The step stays incomplete."
+                )
 
     def restore(self, directory: epath.Path, args: RestoreState) -> dict[Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the leaves that are named in `args`, by their paths."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxmp import __version__
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp.checkpoint._checksum import file_checksums
 from jaxmp.checkpoint._description import Description
@@ -109,21 +110,28 @@ def read_manifest(directory: epath.Path) -> Manifest:
         envelope = json.loads(path.read_text())
         version, body = envelope["format"], envelope["manifest"]
         intact = envelope["crc32"] == _crc(body)
+        is_newer = version > FORMAT
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The manifest {path} is damaged: {error}.") from error
-    if version > FORMAT:
+    if is_newer:
         raise CheckpointError(
             f"The manifest {path} has format {version}, which a newer version of jaxmp wrote; this "
-            f"one reads formats up to {FORMAT}. Update jaxmp: pip install --upgrade jaxmp"
+            f"one reads formats up to {FORMAT}. Update jaxmp."
         )
     if not intact:
         raise CheckpointError(
             f"The manifest {path} was edited or damaged: its checksum does not match its text."
         )
-    data = json.loads(body)
-    data["description"] = Description.from_json(data["description"])
-    data["files"] = {name: tuple(row) for name, row in data["files"].items()}
-    return Manifest(**data)
+    try:
+        data = json.loads(body)
+        data["description"] = Description.from_json(data["description"])
+        data["files"] = {name: tuple(row) for name, row in data["files"].items()}
+        return Manifest(**data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"The manifest {path} has other fields than this version of jaxmp ({__version__}) "
+            f"writes: {error}. Read it with the version that wrote it."
+        ) from error
 
 
 def check_files(

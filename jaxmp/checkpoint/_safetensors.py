@@ -106,12 +106,14 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     """Reads parameters from a file in the safetensors format.
 
     Args:
-      path: the file.
+      path: the file; or the index of several, such as `model.safetensors.index.json`, whose
+        parameters are read one after the other.
       like: a pytree of arrays or shapes with the same names, or an NNX module, which is updated in
         place. Arrays are placed as its leaves are. None: nested dicts, by the dots in the names.
 
     Returns:
-      A tree like `like`, with the dtypes of the file.
+      A tree like `like`, with the dtypes of the file. Leaves that are NumPy arrays in `like`, and
+      arrays of 64 bits if JAX's 64-bit mode is off, are NumPy arrays.
 
     Raises:
       CheckpointError: for a damaged file; and naming the first parameter that is missing, or has
@@ -119,7 +121,7 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     """
     arrays = _read(Path(path))
     if like is None:
-        return nest({tuple(name.split(".")): jnp.asarray(x) for name, x in arrays.items()})
+        return nest({tuple(name.split(".")): _placed(x, None) for name, x in arrays.items()})
     placed = []
     for name, value in _named_leaves(like):
         array = arrays.get(name)
@@ -131,7 +133,7 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
                 f"{np.dtype(value.dtype).name}{list(np.shape(value))} in `like`. Nothing is cast: "
                 "load it without `like`, and cast it with recipe.cast_params(params)."
             )
-        placed.append(jax.device_put(array, placement(value)))
+        placed.append(_placed(array, value))
     more = set(arrays) - {name for name, _ in _named_leaves(like)}
     if more:
         raise CheckpointError(
@@ -143,6 +145,16 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     return jax.tree.structure(like).unflatten(placed)
 
 
+def _placed(array: np.ndarray, value: object) -> Any:
+    """Returns a JAX array; a NumPy array if `value` is one, or if JAX would convert to 32 bits."""
+    is_narrowed = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+    # The array is a part of the mapped file, which may change.
+    array = array.copy()
+    if is_narrowed or isinstance(value, (np.ndarray, np.generic)):
+        return array
+    return jax.device_put(array, placement(value))
+
+
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     tree = _nnx_nodes.pure_state(tree) if _nnx_nodes.is_node(tree) else tree
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -150,20 +162,40 @@ def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file, or of all files that an index lists, mapped into memory."""
+    if path.suffix != ".json":
+        return _read_file(path)
+    try:
+        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not an index of safetensors files, with a `weight_map` from the name of "
+            f"each parameter to its file: {error!r}."
+        ) from error
+    contents = {name: _read_file(path.parent / name) for name in dict.fromkeys(files.values())}
+    for name, file in files.items():
+        if name not in contents[file]:
+            raise CheckpointError(f"{path} lists {name!r} in {file}, which does not contain it.")
+    return {name: contents[file][name] for name, file in files.items()}
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _LARGEST_HEADER:
                 raise ValueError(f"its header would have {length:,} bytes")
             header = json.loads(file.read(length))
-            data = file.read()
+            # Pages of a mapped file are read when a parameter is used, and can be dropped again.
+            is_empty = file.tell() == path.stat().st_size
+            data = b"" if is_empty else np.memmap(file, np.uint8, "r", offset=file.tell())
         header.pop("__metadata__", None)
         return {name: _array(name, row, data) for name, row in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an intact safetensors file: {error}.") from error
 
 
-def _array(name: str, row: dict[str, Any], data: bytes) -> np.ndarray:
+def _array(name: str, row: dict[str, Any], data: bytes | np.ndarray) -> np.ndarray:
     start, end = row["data_offsets"]
     dtype = jnp.dtype(_DTYPES[row["dtype"]])
     count = int(np.prod(row["shape"], dtype=np.int64))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import jaxmp
+from jaxmp.cli._output import check_output
 from jaxmp.errors import JaxmpError, did_you_mean
 
 T = TypeVar("T")
@@ -25,8 +26,15 @@ RecipeArgument = Annotated[
 JsonOption = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write the result as JSON; - prints it instead of the text."
+        "--json",
+        metavar="FILE",
+        callback=check_output,
+        help="Write the result as JSON; - prints it instead of the text.",
     ),
+]
+HtmlOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
 ]
 # How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
 FUNCTION_HELP = "package.module:function, or file.py:function."

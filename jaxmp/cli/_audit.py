@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +14,12 @@ import typer
 import jaxmp
 from jaxmp._audit import AuditReport
 from jaxmp._audit._compile import check_target
+from jaxmp._audit._report import as_report, known_checks
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._audit._units import counted, flops_text
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
-from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
+from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, write_file, write_json
 from jaxmp.errors import JaxmpError
 
@@ -70,12 +73,17 @@ def audit(
         bool,
         typer.Option("--full", help="Print warnings, modules, casts, alignment and rules too."),
     ] = False,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
-    ] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
     arguments = function or []
+    wanted = (
+        None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
+    )
+    checks = known_checks(wanted)
+    before = None if baseline is None else as_report(Path(baseline))
+    if not 0 < max_seconds < math.inf:
+        raise JaxmpError(f"--max-seconds {max_seconds} is not a positive number of seconds.")
     if script is None:
         if listing or name is not None:
             raise JaxmpError("--list and --function require --script, such as --script train.py.")
@@ -104,10 +112,7 @@ def audit(
         write_file(html, report.to_html(full=full))
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
-    checks = (
-        None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
-    )
-    report.check(checks, baseline=baseline)
+    report.check(checks, baseline=before)
 
 
 def _only_argument(arguments: list[str]) -> str:
@@ -141,8 +146,10 @@ def _make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
     """Calls the user's function, with the recipe if it takes one, and returns its result."""
     example = "jaxmp audit my_package.train:make_step --recipe bf16"
     make = load_function(name, example, "train_step, state, batch")
-    arguments = (recipe,) if inspect.signature(make).parameters and recipe is not None else ()
-    result = call(f"{name}({', '.join(map(repr, arguments))})", lambda: make(*arguments))
+    takes_recipe = inspect.signature(make).parameters and recipe is not None
+    arguments = (load_recipe(recipe),) if takes_recipe else ()
+    shown = repr(recipe) if takes_recipe else ""
+    result = call(f"{name}({shown})", lambda: make(*arguments))
     if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
         raise JaxmpError(
             f"{name} returned {type(result).__name__}, not a function and its arguments. Return "

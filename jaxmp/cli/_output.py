@@ -73,16 +73,53 @@ def write_json(file: str | None, value: object) -> bool:
     return False
 
 
+def check_output(file: str | None) -> str | None:
+    """Checks that a file of an option can be written, before the work starts.
+
+    Args:
+      file: None, "-" for standard output, or a path.
+
+    Raises:
+      JaxmpError: if it is a directory, or its directory does not exist or is not writable.
+    """
+    if file in (None, "-"):
+        return file
+    folder = os.path.dirname(os.path.realpath(file))
+    if not file:
+        problem = "it is empty. Name a file"
+    elif os.path.isdir(file):
+        problem = "it is a directory. Name a file"
+    elif not os.path.isdir(folder):
+        problem = f"the directory {folder!r} does not exist. Create it, or name another file"
+    elif not os.access(file if os.path.exists(file) else folder, os.W_OK):
+        problem = "this user may not write to it. Name another file"
+    else:
+        return file
+    raise JaxmpError(f"{file!r} cannot be written: {problem}.")
+
+
 def write_file(file: str, text: str) -> None:
-    """Replaces a file atomically.
+    """Writes a file; a regular one is replaced atomically, through symbolic links.
 
     Raises:
       JaxmpError: if it cannot be written; an old file is then unchanged.
     """
-    partial = f"{file}.partial"
     try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            _write_special(file, text)
+            return
+        path = os.path.realpath(file)
+        partial = f"{path}.partial-{os.getpid()}"
         with open(partial, "w", encoding="utf-8") as stream:
             stream.write(text)
-        os.replace(partial, file)
+        os.replace(partial, path)
     except OSError as error:
-        raise JaxmpError(f"{file!r} cannot be written: {error}") from None
+        raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None
+
+
+def _write_special(file: str, text: str) -> None:
+    """Writes to a device or a FIFO; a FIFO that no process reads is an error."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)

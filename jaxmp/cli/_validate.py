@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import jaxmp
-from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
-from jaxmp.cli._output import console, write_file, write_json
+from jaxmp._validate._report import read_report
+from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
+from jaxmp.cli._output import check_output, console, write_file, write_json
 from jaxmp.errors import JaxmpError
 
 _EXAMPLE = "jaxmp validate run.py:make_run --candidates bf16,fp16 --steps 500"
@@ -53,9 +54,7 @@ def validate(
     ] = None,
     json: JsonOption = None,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
-    ] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Train candidate precisions and the reference, and print which are good enough."""
     if write_baseline and baseline is None:
@@ -65,6 +64,11 @@ def validate(
             f"The baseline {str(baseline)!r} does not exist. Write it with:\n"
             f"    jaxmp validate {function} --baseline {baseline} --write-baseline"
         )
+    before = None
+    if write_baseline:
+        check_output(str(baseline))
+    elif baseline is not None:
+        before = read_report(baseline)
     make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",
@@ -85,7 +89,6 @@ def validate(
         write_file(html, report.to_html())
     if write_baseline:
         write_file(str(baseline), report.to_json())
-        baseline = None
-    if baseline is None:
+    if before is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report begins with the verdicts
-    report.check(baseline=str(baseline))
+    report.check(baseline=before)
