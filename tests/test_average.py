@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._validate._pure import as_pure
 from jaxmp.optim import fp32_copy, incremental_update
 
 RECIPES = ["fp32", "bf16", "fp16", "bf16_params", "fp16_params", "packed"]
@@ -214,3 +215,40 @@ def test_nnx_averages_of_a_part_and_of_everything():
         assert len(leaves) == count and {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
     with pytest.raises(jaxmp.JaxmpError, match=r"decay=2 is not between 0 and 1"):
         jaxmp.nnx.EMA(model, 2)
+
+
+# ---------------------------------------------------------------------------
+# Validation
+# ---------------------------------------------------------------------------
+
+
+def run_of(state, step):
+    return jaxmp.TrainingRun(state=state, step=step, batches=[0.0] * 3, evaluate=lambda *_: 0.0)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_a_validation_reads_the_parameters_beside_an_average(form):
+    train = make_state("bf16_params")
+    average = {name: jnp.zeros_like(leaf) for name, leaf in fp32_copy(train).items()}
+    state = (average, train) if form == "tuple" else {"average": average, "train": train}
+    pure = as_pure(run_of(state, lambda state, batch: (state, {"loss": batch})), "make_run", 2)
+    full = pure.params(pure.arrays)
+    np.testing.assert_array_equal(full["w"], jaxmp.get_master_params(train)["w"])
+    ones = jax.tree.map(jnp.ones_like, full)
+    changed = jax.tree.structure(state).unflatten(pure.with_params(pure.arrays, ones))
+    of_average, of_train = changed if form == "tuple" else (changed["average"], changed["train"])
+    assert of_train.params["w"].dtype == jnp.bfloat16 and bool(jnp.all(of_train.params["w"] == 1))
+    assert not of_average["w"].any()
+    arrays, result = pure.step(pure.arrays, jnp.float32(2))
+    assert len(arrays) == len(pure.arrays) and result.loss == 2
+
+
+def test_a_validation_reads_the_model_of_the_optimizer():
+    recipe = recipe_of("bf16_params")
+    target, model = (recipe.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(seed))) for seed in (0, 1))
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(1e-3)))
+    ema = jaxmp.nnx.EMA(model, 0.9)
+    run = run_of((target, ema, model, optimizer), lambda *nodes: {"loss": nodes[-1]})
+    pure = as_pure(run, "make_run", 2)
+    expected = nnx.Linear(4, 4, rngs=nnx.Rngs(1)).kernel[...]
+    np.testing.assert_array_equal(pure.params(pure.arrays)["kernel"], expected)
