@@ -21,6 +21,8 @@ from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
 from jaxmp._flax._attention import AttentionFunction
+from jaxmp._flax._nnx_attention import AttentionFunction
+from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
@@ -34,6 +36,7 @@ from jaxmp._recipe_files._load import RecipeLike, as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 
 __all__ = [
+    "EMA",
     "CompiledStep",
     "Optimizer",
     "OverwriteWithGradient",

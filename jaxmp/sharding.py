@@ -115,10 +115,14 @@ def _parameter_shapes(
 
     Of all arrays with the path of a parameter, the parameter is the least deep one: optimizer
     states are deeper. Of those at one depth, such as averages of the parameters, it is in "params".
+    The `params` beside an `opt_state` precede both, because averages may be beside a train state.
     """
+    paths = [names for names, _ in leaves_with_path(state)]
+    owners = {names[: names.index("opt_state")] for names in paths if "opt_state" in names}
 
-    def rank(names: Path) -> tuple[int, int]:
-        return len(names), -names.count("params")
+    def rank(names: Path) -> tuple[bool, int, int]:
+        is_beside = any(name == "params" and names[:i] in owners for i, name in enumerate(names))
+        return not is_beside, len(names), -names.count("params")
 
     shapes: dict[Path, tuple[Path, tuple[int, ...]]] = {}
     for names, leaf in leaves_with_path(state):

@@ -317,6 +317,42 @@ def test_an_average_of_parameters(step):
     assert counts(step, W, W, X) == {}
 
 
+def average_of_the_last_step(state, ema, x):
+    """Averages the parameters before the update, which are rounded masters."""
+    grads = state.value_and_grad(lambda p, x: loss(p["w"], x))(x)[1]
+    return state.apply_gradients(grads=grads), optax.incremental_update(state.params, ema, 0.005)
+
+
+@pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema"])
+def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
+    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+    params = {"w": jnp.ones((64, 64))}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    step, ema = average_of_the_last_step, state.params
+    if form == "dict":
+        step = lambda s, x: average_of_the_last_step(s["train"], s["ema"], x)
+    if form == "optax.ema":
+        averaging = relaxed(optax.ema(0.995))
+        ema = averaging.init(state.params)
+        step = lambda state, ema, x: (
+            average_of_the_last_step(state, state.params, x)[0],
+            averaging.update(state.params, ema)[1],
+        )
+    args = ({"train": state, "ema": ema}, X) if form == "dict" else (state, ema, X)
+    (finding,) = audit(step, *args).errors
+    id = "optimizer_state_16bit" if form == "optax.ema" else "accumulator_16bit"
+    assert finding.check == id and "ema = " in finding.fix
+    scope = {"jaxmp": jaxmp, "params": state, "step_size": 0.005}
+    exec(code_of(finding), scope)
+    assert scope["ema"]["w"].dtype == F32
+
+    def fixed(state, ema, x):
+        state, _ = average_of_the_last_step(state, state.params, x)
+        return state, jaxmp.optim.incremental_update(state, ema, 0.005)
+
+    assert audit(fixed, state, scope["ema"], X).ok
+
+
 def test_moments_by_hand():
     def step(moment, w, x):
         moment = (0.9 * moment + jax.grad(loss)(w, x).astype(moment.dtype)).astype(moment.dtype)

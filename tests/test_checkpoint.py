@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as orbax_v1
 
 import checkpoint_matrix as matrix
 import jaxmp
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from jaxmp.checkpoint._checksum import checksums
@@ -242,6 +242,119 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
     like = {"params": jax.tree.map(jnp.zeros_like, masters)}
     restored = checkpointer.restore(like, migrate="lossy")
     assert same(restored["params"], masters)
+
+
+# Every recipe as source, and every layout of masters as target; the script runs all pairs.
+AVERAGES = pairwise(
+    matrix.RECIPES,
+    ["fp32", "bf16_params", "packed", "fp16_params"],
+    matrix.KINDS,
+    matrix.NAMES,
+    matrix.STORED,
+)
+_FAST = [
+    ("bf16_params", "fp32", "dict", "average", "as_parameters"),
+    ("bf16_params", "fp32", "nnx", "average", "as_parameters"),
+    ("packed", "fp32", "dict", "target", "as_parameters"),
+    ("fp32", "bf16_params", "dict", "average", "fp32"),
+    ("fp32", "packed", "nnx", "target", "fp32"),
+    ("fp16_params", "packed", "train_state", "average", "fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind", "name", "stored"),
+    [*_FAST, *(pytest.param(*case, marks=EXPENSIVE) for case in AVERAGES if case not in _FAST)],
+)
+def test_averages_are_migrated_exactly_or_refused(source, target, kind, name, stored, tmp_path):
+    outcome = matrix.check_average(source, target, kind, name, stored, str(tmp_path))
+    if (source, kind, stored) == ("packed", "dict", "as_parameters") and target != "packed":
+        assert outcome == "refused"
+
+
+def tied_state(name, seed=0):
+    """A state at step 0: the target network is a copy of the parameters."""
+    state = make_state(name, seed=seed)
+    copy = jax.tree.map(jnp.copy, state.params)
+    return {"model": state.params, "target": copy, "opt": state.opt_state}
+
+
+def test_a_tie_does_not_fail_a_save_and_a_migration_names_both_candidates(tmp_path, capsys):
+    state = tied_state("bf16_params")
+    checkpointer = save(tmp_path / "tie", state)
+    assert same(checkpointer.restore(tied_state("bf16_params", 1), recipe=BF16_PARAMS), state)
+    for migrate in (True, "lossy"):
+        with pytest.raises(jaxmp.CheckpointError) as error:
+            checkpointer.restore(tied_state("fp32", 1), recipe=FP32, migrate=migrate)
+        assert "'model' and 'target'" in str(error.value) and "lossy" not in str(error.value)
+    with pytest.raises(jaxmp.CheckpointError, match="'model' and 'target'"):
+        checkpointer.migrate(tmp_path / "out", FP32)
+    fixes = re.findall(r"params=(\{.*?\}|'\w+')", str(error.value))
+    for params in map(eval, fixes):
+        like = tied_state("fp32", 1)
+        restored = checkpointer.restore(like, recipe=FP32, migrate=True, params=params)
+        assert same(restored["model"], tied_state("fp32")["model"])
+        assert same(
+            restored["target"], jax.tree.map(lambda x: x.astype(jnp.float32), state["target"])
+        )
+    assert len(fixes) == 2
+    checkpointer.migrate(tmp_path / "out", FP32, params="model")
+    declared = save(tmp_path / "declared", state, params={"opt": "model"})
+    restored = declared.restore(tied_state("fp32", 1), recipe=FP32, migrate=True)
+    assert same(restored["model"], tied_state("fp32")["model"])
+
+
+def test_wrong_declarations_are_refused(tmp_path):
+    state = tied_state("bf16_params") | {"target": make_state(seed=1).params}
+    with pytest.raises(
+        jaxmp.CheckpointError, match=r"leaves at 'target' are not .* at 'model' are"
+    ):
+        save(tmp_path, state, params="target")
+    with pytest.raises(jaxmp.CheckpointError, match=r"no optimizer of jaxmp at 'tx'.*'opt/inner"):
+        save(tmp_path, state, params={"tx": "model"})
+
+
+def test_a_guess_in_an_old_manifest_is_not_used(tmp_path):
+    """Format 1 recorded one set of leaves, chosen by the order of names."""
+    state = tied_state("bf16_params") | {"target": make_state(seed=1).params}
+    save(tmp_path, {"state": make_state(), "tied": state})
+    file = tmp_path / "1" / "state" / "jaxmp_manifest.json"
+    body = json.loads(json.loads(file.read_text())["manifest"])
+    for row in body["description"]["masters"]:
+        del row["candidates"]
+        for parameter in row["parameters"]:
+            parameter["leaf"] = parameter["leaf"].replace("model", "target")
+    text = json.dumps(body)
+    crc = f"{zlib.crc32(text.encode()):08x}"
+    file.write_text(json.dumps({"format": 1, "crc32": crc, "manifest": text}))
+    checkpointer = Checkpointer(tmp_path)
+    like = {"state": make_state("fp32"), "tied": tied_state("fp32", 1)}
+    with pytest.raises(jaxmp.CheckpointError, match="'tied/model' and 'tied/target'"):
+        checkpointer.restore(like, recipe=FP32, migrate=True)
+    params = {"tied/opt": "tied/model"}
+    restored = checkpointer.restore(like, recipe=FP32, migrate=True, params=params)
+    expected = tied_state("fp32")["model"]
+    assert same(restored["tied"]["model"], expected) and same(restored["state"].params, expected)
+
+
+def test_an_optimizer_inside_of_a_module_is_migrated(tmp_path):
+    class Agent(nnx.Module):
+        def __init__(self, name, seed):
+            self.critic, self.critic_optimizer = matrix.Nnx.make(name, seed)
+            self.average = nnx.clone(self.critic)
+
+    agent = Agent("packed", 0)
+    checkpointer = save(tmp_path, agent, PACKED)
+    restored = checkpointer.restore(Agent("fp32", 1), recipe=FP32, migrate=True)
+    masters = matrix.Nnx.masters((restored.critic, restored.critic_optimizer))
+    assert same(masters, matrix.Nnx.masters((agent.critic, agent.critic_optimizer)))
+
+
+def test_lossy_is_not_advised_where_masters_would_be_lost(tmp_path):
+    checkpointer = save(tmp_path, {"first": make_state(), "second": make_state(seed=1)})
+    with pytest.raises(jaxmp.CheckpointError, match=r"masters would be lost.*tx.init") as error:
+        checkpointer.restore({"first": make_state("fp32")}, recipe=FP32, migrate=True)
+    assert "lossy" not in str(error.value)
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path):

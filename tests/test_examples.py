@@ -613,7 +613,7 @@ def test_readme_before_and_after_both_train():
     assert isinstance(optimizer, jaxmp.nnx.Optimizer)
 
 
-PAGES = ["recipes", "how-it-works", "nnx", "audit", "checkpoints"]
+PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
 SLOW_PAGES = ["index", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
 
 

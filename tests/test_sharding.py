@@ -276,6 +276,29 @@ def test_averages_beside_the_parameters_are_split_like_moments():
     assert shardings["averages"]["w"].memory_kind == "pinned_host"
 
 
+@pytest.mark.parametrize("form", ["tuple", "dict", "nnx"])
+def test_averages_beside_a_train_state_are_split_like_moments(form):
+    recipe = jaxmp.load_recipe("bf16_params")
+    params = {"w": jnp.ones((8, 4))}
+    tx = recipe.optimizer(optax.adam(1e-3))
+    train = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    average = jaxmp.optim.fp32_copy(train)
+    whole = {"w": NamedSharding(mesh_of(), P())}
+    state = {"average": average, "train": train} if form == "dict" else (average, train)
+    if form == "nnx":
+        model = nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = jaxmp.nnx.Optimizer(model, tx)
+        state = nnx.state((jaxmp.nnx.EMA(model, 0.9), model, optimizer))
+        whole = {"kernel": whole["w"]}
+    shardings = state_shardings(state, whole, optimizer="data")
+    if form == "nnx":
+        of_average, of_train = shardings[0]["params"]["kernel"], shardings[1]["kernel"]
+    else:
+        of_average, of_train = shardings.values() if form == "dict" else shardings
+        of_average, of_train = of_average["w"], of_train.params["w"]
+    assert of_average.spec == P("data", None) and of_train.spec == P()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -60,6 +60,14 @@ _FIX_OPTAX_STATE = (
     "Remove mu_dtype, accumulator_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
     "    tx = recipe.optimizer(tx)"
 )
+_FIX_AVERAGE = (
+    "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
+    "    ema = jaxmp.optim.fp32_copy(params)\n"
+    "Update it in FP32, in NNX with jaxmp.nnx.EMA:\n"
+    "    ema = jaxmp.optim.incremental_update(params, ema, step_size)"
+)
+# An average of optax in the key path of a state.
+_OPTAX_AVERAGE = re.compile(r"\.ema\b")
 # Limits of each dtype, for messages.
 _TEXTS = {
     "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
@@ -140,7 +148,7 @@ def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: 
         file=file,
         line=line,
         message=message,
-        fix=_FIX_OPTAX_STATE,
+        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _FIX_OPTAX_STATE,
         count=len(leaves),
     )
 
@@ -166,7 +174,8 @@ class _Step:
                     argument = traced.variables[label.number].aval
                     if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
                         self.updates.setdefault(label.number, []).append(label)
-        self.dtypes = {n: traced.variables[n].aval.dtype for n in self.updates}
+        self.avals = {n: var.aval for n, var in traced.variables.items()}
+        self.dtypes = {n: self.avals[n].dtype for n in self.updates}
 
     @property
     def is_training(self) -> bool:
@@ -187,7 +196,15 @@ class _Step:
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
         masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
-        trained = masters | (self.flow.differentiated & self.updates.keys())
+        # A parameter of the last step, which a master in the state replaces.
+        packed = (n for n, text in enumerate(self.locations) if ".packed_masters" in text)
+        shapes = {self.avals[n].shape for n in (*masters, *packed)}
+        stored = {
+            n
+            for n in self.flow.differentiated
+            if is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
+        }
+        trained = masters | stored | (self.flow.differentiated & self.updates.keys())
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
         return not is_parameter and bool(update.others & trained)
@@ -274,12 +291,8 @@ def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     text = "accumulate gradients: a sum of ones stops at {limit}"
     yield from step.findings(ACCUMULATOR_16BIT, sums, text, FIX_ACCUMULATOR)
     averages = {n: update for n, update in updates.items() if step.is_average(update)}
-    fix = (
-        "Store the average in FP32:\n"
-        "    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)"
-    )
     text = "average parameters: changes below {least} of a value are rounded away"
-    yield from step.findings(ACCUMULATOR_16BIT, averages, text, fix)
+    yield from step.findings(ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
 def _check_moments(step: _Step) -> Iterator[Finding]:

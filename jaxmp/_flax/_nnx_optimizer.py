@@ -28,8 +28,16 @@ from jaxmp.optim._composition import check_composition
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
 # They are not a field, because the tree structure of the optimizer must not change in between.
 _pending: weakref.WeakKeyDictionary[Optimizer, list[Write]] = weakref.WeakKeyDictionary()
+# The model with which each optimizer was created.
+_models: weakref.WeakKeyDictionary[Optimizer, weakref.ref[nnx.Module]] = weakref.WeakKeyDictionary()
 # All optimizers, including those inside compiled functions.
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def trained_model(optimizer: object) -> nnx.Module | None:
+    """Returns the model with which an optimizer was created; None if it is not known."""
+    reference = _models.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return None if reference is None else reference()
 
 
 class Optimizer(nnx.Optimizer):
@@ -67,6 +75,7 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))
+        _models[self] = weakref.ref(model)
 
     if not TYPE_CHECKING:
         # Flax creates the copies of an optimizer inside compiled functions by setting attributes,

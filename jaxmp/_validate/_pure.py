@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._flax._nnx_optimizer import trained_model
 from jaxmp._loss_scale import NoLossScale
 from jaxmp._validate._check_run import check_run, check_state
 from jaxmp._validate._run import TrainingRun
@@ -169,8 +170,8 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
     if _stored(state) is None:
         raise ValidationError(
             f"The state of type {type(state).__name__} has no parameters that validate can read. "
-            "Use jaxmp.TrainState, a dict with the key 'params', or a dataclass or NamedTuple "
-            "with a field 'params'."
+            "Use jaxmp.TrainState, a dict with the key 'params', a dataclass or NamedTuple with a "
+            "field 'params', or a tuple or dict with one train state, such as (state, ema)."
         )
 
     # The structure contains functions, such as `tx`, which differ between seeds.
@@ -211,11 +212,25 @@ def _strong(leaf: PyTree) -> PyTree:
     return lax.convert_element_type(array, array.dtype) if array.weak_type else array
 
 
+def _is_train_state(node: object) -> bool:
+    return hasattr(node, "params") and hasattr(node, "opt_state")
+
+
+def _owner(state: PyTree) -> PyTree:
+    """Returns the only train state in a tuple or dict, such as one with averages beside it."""
+    if isinstance(state, Mapping) and _trees.PARAMS in state:
+        return state
+    nodes = jax.tree.leaves(state, is_leaf=_is_train_state)
+    owners = [node for node in nodes if _is_train_state(node)]
+    return owners[0] if len(owners) == 1 else state
+
+
 def _stored(state: PyTree) -> PyTree | None:
     """Returns the tree of parameters of a state; None if there is none."""
-    if isinstance(state, Mapping):
-        return state.get(_trees.PARAMS)
-    return getattr(state, _trees.PARAMS, None)
+    owner = _owner(state)
+    if isinstance(owner, Mapping):
+        return owner.get(_trees.PARAMS)
+    return getattr(owner, _trees.PARAMS, None)
 
 
 def _inner(tree: PyTree) -> PyTree:
@@ -225,19 +240,25 @@ def _inner(tree: PyTree) -> PyTree:
 
 def _statistics(state: PyTree) -> PyTree:
     """Returns the field `batch_stats` of a state; an empty tree without one."""
-    if isinstance(state, Mapping):
-        return state.get("batch_stats", {})
-    return getattr(state, "batch_stats", {})
+    owner = _owner(state)
+    if isinstance(owner, Mapping):
+        return owner.get("batch_stats", {})
+    return getattr(owner, "batch_stats", {})
 
 
 def _full_params(state: PyTree) -> PyTree:
-    if hasattr(state, "opt_state") and hasattr(state, "params"):
+    owner = _owner(state)
+    if _is_train_state(owner):
         with contextlib.suppress(JaxmpError):
-            return _inner(_find.get_master_params(state))
+            return _inner(_find.get_master_params(owner))
     return _inner(_stored(state))
 
 
 def _replace_params(state: PyTree, params: PyTree) -> PyTree:
+    owner = _owner(state)
+    if owner is not state:
+        replace = lambda node: _replace_params(node, params) if node is owner else node
+        return jax.tree.map(replace, state, is_leaf=_is_train_state)
     stored = _stored(state)
     new = _cast_like(params, _inner(stored))
     if _trees.has_collections(stored):
@@ -266,6 +287,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
     nodes: tuple[Any, ...] = run.state
     graphdef, state = nnx.split(nodes)
     arrays = _trees.owned(nnx.as_pure(state))
+    number = _number_of_model(nodes)
 
     def objects(arrays: PyTree) -> tuple[Any, ...]:
         return nnx.merge(graphdef, arrays)
@@ -286,14 +308,14 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
 
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         live = objects(arrays)
-        model = _model(live)
+        model = live[number]
         like = nnx.as_pure(nnx.state(model, nnx.Param))
         nnx.update(model, _cast_like(params, like))
         return nnx.as_pure(nnx.split(live)[1])
 
     def params(arrays: PyTree) -> PyTree:
         live = objects(arrays)
-        stored = nnx.as_pure(nnx.state(_model(live), nnx.Param))
+        stored = nnx.as_pure(nnx.state(live[number], nnx.Param))
         optimizers = [node for node in live if hasattr(node, "opt_state")]
         if not optimizers:
             return stored
@@ -307,16 +329,18 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
         with_params=with_params,
         scale=lambda arrays: _scale_of(_opt_states(objects(arrays))),
         skipped=lambda arrays: _skipped_of(_opt_states(objects(arrays))),
-        statistics=lambda arrays: nnx.as_pure(nnx.state(_model(objects(arrays)), nnx.BatchStat)),
+        statistics=lambda arrays: nnx.as_pure(nnx.state(objects(arrays)[number], nnx.BatchStat)),
         first=as_arrays(first),
         batches=batches,
         audited=(run.step, nodes),
     )
 
 
-def _model(nodes: tuple[Any, ...]) -> nnx.Module:
-    """Returns the first module that is not an optimizer."""
-    return next(n for n in nodes if isinstance(n, nnx.Module) and not hasattr(n, "opt_state"))
+def _number_of_model(nodes: tuple[Any, ...]) -> int:
+    """Returns the index of the model of an optimizer; otherwise of the first module."""
+    modules = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
+    trained = [trained_model(node) for node in nodes]
+    return next((i for i in modules if any(nodes[i] is m for m in trained)), modules[0])
 
 
 def _opt_states(nodes: tuple[Any, ...]) -> PyTree:

@@ -48,6 +48,7 @@ from jaxmp.checkpoint._manifest import (
 )
 from jaxmp.checkpoint._migrate import abstract_state, describe_under
 from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration
+from jaxmp.checkpoint._settle import Declared, declare
 from jaxmp.checkpoint._steps import Steps
 from jaxmp.errors import CheckpointError
 
@@ -140,6 +141,7 @@ class Checkpointer:
         recipe: RecipeLike,
         metrics: Mapping[str, float] | None = None,
         extra: Any = None,
+        params: Declared = None,
     ) -> None:
         """Writes a state; returns as soon as its arrays are copied, and writes in the background.
 
@@ -152,18 +154,24 @@ class Checkpointer:
           recipe: the recipe under which it was trained, as in `jaxmp.load_recipe`.
           metrics: names and numbers, such as `{"loss": 2.5}`.
           extra: any other data that JSON can represent, such as the position in the data.
+          params: path of the parameters in the state, such as "model"; with several optimizers, a
+            dict from the path of each to that of its parameters. None: those of a train state or
+            of the model of a `jaxmp.nnx.Optimizer`, or the leaves to which the masters round. If
+            an average fits as well, the state is saved, but cannot be migrated without `params`.
 
         Raises:
           CheckpointError: if the step exists, the state was not made with this recipe, or an
             argument cannot be written.
         """
         recipe = load_recipe(recipe)
-        flat = flatten_state(state)
-        check_recipe(flat.description, recipe, "The state")
-        if any(isinstance(value, jax.ShapeDtypeStruct) for value in flat.values):
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             raise CheckpointError(
                 "save received an abstract state, whose leaves have shapes but no values."
             )
+        flat = flatten_state(state, by_values=True)
+        check_recipe(flat.description, recipe, "The state")
+        if params is not None:
+            flat = dataclasses.replace(flat, description=declare(flat.description, params))
         self._save(as_step(step), flat, recipe, as_metrics(metrics), as_json(extra))
 
     def _save(
@@ -229,6 +237,7 @@ class Checkpointer:
         recipe: RecipeLike | None = None,
         migrate: Migrate = False,
         verify: bool = True,
+        params: Declared = None,
     ) -> PyTree:
         """Reads a state.
 
@@ -243,6 +252,8 @@ class Checkpointer:
             and print the plan first. "lossy": also if that loses information, such as masters.
           verify: compare the checksums of all data files, and of all leaves that are read. False
             reads faster, but does not detect damage.
+          params: as in `save`, for the migration of a state in which averages or copies have the
+            paths and dtypes of the parameters.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
@@ -263,11 +274,11 @@ class Checkpointer:
         step = self._steps.find(step)
         directory = self._steps.path(step) / ITEM if step is not None else self._directory
         if step is None or not has_manifest(directory):
-            return self._restore_foreign(flat, step, wanted, migrate)
+            return self._restore_foreign(flat, step, wanted, migrate, params)
         manifest = read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest, step)
-        plan = self._plan(flat.description, manifest, wanted, migrate)
+        plan = self._plan(flat.description, manifest, wanted, migrate, params)
         values = run_plan(
             plan,
             manifest.description.by_path,
@@ -315,6 +326,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         lossy: bool = False,
+        params: Declared = None,
     ) -> CheckpointInfo:
         """Writes a checkpoint as it would be under another recipe, and prints the plan first.
 
@@ -323,6 +335,7 @@ class Checkpointer:
           recipe: the recipe.
           step: the step; None: the latest.
           lossy: also if that loses information.
+          params: as in `restore`.
 
         Returns:
           Description of the new checkpoint.
@@ -333,6 +346,9 @@ class Checkpointer:
         wanted = load_recipe(recipe)
         directory, manifest = self._manifest(step)
         check_files(directory, manifest)
+        if params is not None:
+            source = declare(manifest.description, params)
+            manifest = dataclasses.replace(manifest, description=source)
         target = abstract_state(describe_under(wanted, manifest.description))
         plan = self._plan(target.description, manifest, wanted, "lossy" if lossy else True)
         values = run_plan(
@@ -444,7 +460,12 @@ class Checkpointer:
                 raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
     def _plan(
-        self, target: Description, manifest: Manifest, wanted: Recipe | None, migrate: Migrate
+        self,
+        target: Description,
+        manifest: Manifest,
+        wanted: Recipe | None,
+        migrate: Migrate,
+        params: Declared = None,
     ) -> Plan:
         """Returns the plan of a restore, and prints the plan of a migration."""
         source = manifest.description
@@ -464,12 +485,17 @@ class Checkpointer:
                 f"{head}, and the state to restore has {tail}.{listed}\n"
                 "Convert it deliberately: restore(state, recipe=recipe, migrate=True)."
             )
-        plan = plan_migration(source, target, initial_scale(wanted))
+        plan = plan_migration(source, target, initial_scale(wanted), params)
         _announce(f"{head}; migration to {tail}:", plan, migrate)
         return plan
 
     def _restore_foreign(
-        self, flat: FlatState, step: int | None, wanted: Recipe | None, migrate: Migrate
+        self,
+        flat: FlatState,
+        step: int | None,
+        wanted: Recipe | None,
+        migrate: Migrate,
+        params: Declared,
     ) -> PyTree:
         location = _foreign.find(self._directory, step)
         if location is None:
@@ -483,18 +509,19 @@ class Checkpointer:
                 "checksums are unknown. Check the plan of a migration: "
                 "restore(state, migrate=True)."
             )
-        stored = _foreign.read(location, flat.description)
-        plan = plan_migration(stored.description, flat.description, initial_scale(wanted))
+        target = flat.description if params is None else declare(flat.description, params)
+        stored = _foreign.read(location, target)
+        plan = plan_migration(stored.description, target, initial_scale(wanted))
         _announce(
             f"{location.path} was written by {location.writer}, without checksums; migration to "
-            f"the given state (master layout: {flat.description.layout}):",
+            f"the given state (master layout: {target.layout}):",
             plan,
             migrate,
         )
         values = run_plan(
             plan,
             stored.description.by_path,
-            flat.description.by_path,
+            target.by_path,
             flat.values,
             stored.read,
             None,
@@ -520,7 +547,16 @@ def _announce(head: str, plan: Plan, migrate: Migrate) -> None:
     if jax.process_index() == 0:
         print(f"{head}\n{plan}", flush=True)
     if plan.losses and migrate != "lossy":
+        advice = (
+            "If that is intended: restore(state, recipe=recipe, migrate='lossy'), or --lossy on "
+            "the command line."
+        )
+        if plan.drops_masters:
+            advice = (
+                "FP32 masters would be lost, because the state to restore has no optimizer or "
+                "parameters that they belong to. Build it as in the run that wrote the checkpoint, "
+                "such as state = {'params': params, 'opt_state': tx.init(params)}."
+            )
         raise CheckpointError(
-            f"This migration loses information: {'; '.join(plan.losses)}. If that is intended: "
-            "restore(state, recipe=recipe, migrate='lossy'), or --lossy on the command line."
+            f"This migration loses information: {'; '.join(plan.losses)}. {advice}"
         )

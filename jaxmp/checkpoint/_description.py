@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -81,6 +81,8 @@ class Masters:
     # "fp32", "packed" or "no": the name under which the masters appear in paths.
     layout: str
     parameters: tuple[Parameter, ...]
+    # Paths below which the parameters are stored; several if it is not known which of them.
+    candidates: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +116,33 @@ class Description:
         return "mixed" if len(layouts) > 1 else next(iter(layouts), "none")
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Description:
-        """Undoes `dataclasses.asdict`."""
-        return cls(
+    def from_json(cls, data: dict[str, Any], version: int) -> Description:
+        """Undoes `dataclasses.asdict`.
+
+        Args:
+          data: the fields.
+          version: format of the manifest. Format 1 has one guess instead of all candidates.
+        """
+        result = cls(
             tuple(Leaf(**{**row, "shape": tuple(row["shape"])}) for row in data["leaves"]),
             tuple(
-                Masters(**{**row, "parameters": tuple(Parameter(**p) for p in row["parameters"])})
+                Masters(
+                    **{
+                        **row,
+                        "parameters": tuple(Parameter(**p) for p in row["parameters"]),
+                        "candidates": tuple(row.get("candidates", ())),
+                    }
+                )
                 for row in data["masters"]
             ),
             tuple(Scale(**row) for row in data["scales"]),
             tuple(data["optimizers"]),
         )
+        if version > 1:
+            return result
+        outside = outside_of(result)
+        masters = tuple(find_parameters(row, outside) for row in result.masters)
+        return dataclasses.replace(result, masters=masters)
 
 
 def join(names: Path) -> str:
@@ -157,12 +175,13 @@ class FlatState:
     rebuild: Callable[[list[Any]], PyTree]
 
 
-def flatten_state(state: PyTree) -> FlatState:
+def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     """Flattens and describes a state.
 
     Args:
       state: a pytree of arrays, PRNG keys and Python numbers, or of their shapes
         (`jax.ShapeDtypeStruct`). NNX modules and optimizers may be anywhere in it.
+      by_values: distinguish parameters from their averages by the values of the masters.
 
     Raises:
       CheckpointError: for a leaf that is none of these, and for two leaves with one path.
@@ -172,6 +191,7 @@ def flatten_state(state: PyTree) -> FlatState:
     typed: list[PyTree] = []  # the state with the classes of jaxmp's optimizer states
     overwritten: set[Path] = set()
     parts: list[tuple[Any, Any, int]] = []
+    nodes: list[tuple[Path, Any]] = []
     for key_path, value in outer:
         names = _trees.path_names(key_path)
         if not _nnx_nodes.is_node(value):
@@ -181,7 +201,8 @@ def flatten_state(state: PyTree) -> FlatState:
             continue
         flat, treedef = jax.tree_util.tree_flatten_with_path(_nnx_nodes.pure_state(value))
         rows += [(names + _trees.path_names(inner), leaf) for inner, leaf in flat]
-        typed.append(_nnx_nodes.optimizer_state(value))
+        typed.append(_nnx_nodes.optimizer_states(value))
+        nodes.append((names, value))
         overwritten |= {names + path for path in _nnx_nodes.overwritten_paths(value)}
         parts.append((value, treedef, len(flat)))
 
@@ -196,22 +217,34 @@ def flatten_state(state: PyTree) -> FlatState:
             )
         return outer_def.unflatten(result)
 
-    description = _describe(rows, outer_def.unflatten(typed), overwritten)
+    values = {join(names): value for names, value in rows} if by_values else {}
+    models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
+    description = _describe(rows, outer_def.unflatten(typed), overwritten, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
 
 
-def _describe(rows: list[tuple[Path, Any]], typed: PyTree, overwritten: set[Path]) -> Description:
+def _describe(
+    rows: list[tuple[Path, Any]],
+    typed: PyTree,
+    overwritten: set[Path],
+    values: Mapping[str, Any],
+    models: Mapping[str, str],
+) -> Description:
     paths = [join(names) for names, _ in rows]
     _check_unique(paths)
     dtypes = [_dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)]
     guards = _nodes(typed, (SkipNonfiniteState, MasterParamsState))
     outside = [
-        (names, dtype)
+        (join(names), dtype)
         for (names, _), dtype in zip(rows, dtypes, strict=True)
         if not any(names[: len(guard)] == guard for guard, _ in guards)
     ]
+    model_of = lambda names: next(
+        (root for path, root in models.items() if is_below(join(names), path)), None
+    )
     masters = tuple(
-        _describe_masters(names, node, outside) for names, node in _nodes(typed, MasterParamsState)
+        _describe_masters(names, node, outside, values, model_of(names))
+        for names, node in _nodes(typed, MasterParamsState)
     )
     scales = _nodes(typed, LossScale)
     roles: dict[str, str] = {}
@@ -229,7 +262,7 @@ def _describe(rows: list[tuple[Path, Any]], typed: PyTree, overwritten: set[Path
     roles |= {path: COUNTER for path in paths for prefix in counters if is_below(path, prefix)}
     for row in masters:
         role = REMAINDER if row.layout == "packed" else MASTER
-        roles |= {p.leaf: PARAMETER for p in row.parameters}
+        roles |= {p.leaf: PARAMETER for p in row.parameters if p.leaf}
         roles |= {p.master: role for p in row.parameters if p.master}
     return Description(
         tuple(
@@ -288,10 +321,13 @@ def _dtype_name(path: str, value: object) -> str:
 
 
 def _describe_masters(
-    names: Path, node: MasterParamsState, outside: list[tuple[Path, str]]
+    names: Path,
+    node: MasterParamsState,
+    outside: list[tuple[str, str]],
+    values: Mapping[str, Any],
+    model: str | None,
 ) -> Masters:
     layout = node.layout
-    root = _find_parameters(names, layout.storage, outside)
     collections_ = _trees.has_collections(node.masters)
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
@@ -301,53 +337,126 @@ def _describe_masters(
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside
         inside_of[_trees.parameter_path(stripped)] = inside
-    return Masters(
-        join(names),
-        layout.key.removesuffix("_masters"),
-        tuple(
-            Parameter(
-                path,
-                root.get(path, ""),
-                storage,
-                join(inside_of[path]),
-                join((*names, layout.key, *inside_of[path])) if layout.has_master(i) else "",
-            )
-            for i, (path, storage) in enumerate(layout.storage)
-            if storage
+    parameters = tuple(
+        Parameter(
+            path,
+            "",
+            storage,
+            join(inside_of[path]),
+            join((*names, layout.key, *inside_of[path])) if layout.has_master(i) else "",
+        )
+        for i, (path, storage) in enumerate(layout.storage)
+        if storage
+    )
+    masters = Masters(join(names), layout.key.removesuffix("_masters"), parameters)
+    tests: list[Callable[[str, dict[str, str]], bool]] = []
+    if values:
+        tests.append(lambda _, leaves: _rounds_to(node, leaves, values))
+    if model is not None:
+        tests.append(lambda root, _: root == model)
+    return find_parameters(masters, outside, *tests)
+
+
+def _rounds_to(
+    node: MasterParamsState, leaves: Mapping[str, str], values: Mapping[str, Any]
+) -> bool:
+    """Returns False if FP32 masters do not round to these leaves, which are thus not theirs.
+
+    A packed remainder fits any parameter.
+    """
+    if node.layout.master != "fp32":
+        return True
+    pairs = [(master, values[leaves[path]]) for _, path, master in node.values()]
+    try:
+        moved = [(jax.device_put(m, getattr(p, "sharding", None)), p) for m, p in pairs]
+        return all(bool(_is_rounded(master, param)) for master, param in moved)
+    except ValueError:  # arrays in memories that no operation combines
+        return True
+
+
+@jax.jit
+def _is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
+    return jax.numpy.array_equal(master.astype(param.dtype), param, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------
+# Parameters of an optimizer
+# ---------------------------------------------------------------------------
+
+
+def find_parameters(
+    masters: Masters,
+    outside: list[tuple[str, str]],
+    *tests: Callable[[str, dict[str, str]], bool],
+) -> Masters:
+    """Finds the leaves that store the parameters of an optimizer, which does not refer to them.
+
+    Below one path they have the further names and the storage dtypes of the parameters. If an
+    average fits too, the tests decide in their order, and then the names of a train state: its
+    optimizer state is `opt_state`, and its parameters are `params`.
+
+    Args:
+      masters: the masters, without the leaves of the parameters.
+      outside: path and dtype of each leaf outside of optimizer states.
+      *tests: functions of a path and the leaves below it, by parameter; one that excludes all
+        candidates is ignored.
+
+    Returns:
+      The masters with the leaves of the parameters, or with several candidates.
+    """
+    candidates = _candidates(masters, outside)
+    for test in (*tests, lambda root, _: _is_beside(root, masters.path)):
+        if len(candidates) > 1:
+            fitting = {root: row for root, row in candidates.items() if test(root, row)}
+            candidates = fitting or candidates
+    return _with_candidates(masters, candidates)
+
+
+def choose_parameters(masters: Masters, root: str, description: Description) -> Masters:
+    """Returns masters whose parameters are those below one of the candidates."""
+    row = _candidates(masters, outside_of(description))[root]
+    return _with_candidates(masters, {root: row})
+
+
+def outside_of(description: Description) -> list[tuple[str, str]]:
+    """Returns path and dtype of each leaf outside of the states of optimizers."""
+    return [
+        (leaf.path, leaf.dtype)
+        for leaf in description.leaves
+        if not any(is_below(leaf.path, path) for path in description.optimizers)
+    ]
+
+
+def _with_candidates(masters: Masters, candidates: dict[str, dict[str, str]]) -> Masters:
+    leaves = next(iter(candidates.values())) if len(candidates) == 1 else {}
+    return dataclasses.replace(
+        masters,
+        parameters=tuple(
+            dataclasses.replace(p, leaf=leaves.get(p.path, "")) for p in masters.parameters
         ),
+        candidates=tuple(candidates),
     )
 
 
-def _find_parameters(
-    node: Path, storage: tuple[tuple[str, str], ...], outside: list[tuple[Path, str]]
-) -> dict[str, str]:
-    """Finds the leaves that store the parameters of an optimizer.
-
-    The optimizer state does not refer to them. They are the leaves below one path whose further
-    names are those of the parameters, with their storage dtypes; of several such paths, the one
-    that is nearest to the optimizer, or is called "params".
-
-    Returns:
-      Path of the parameter -> path of the leaf; empty if no path has all of them.
-    """
-    wanted = {path: canonical_dtype(dtype).name for path, dtype in storage if dtype}
-    candidates: dict[Path, dict[str, str]] = collections.defaultdict(dict)
-    for names, dtype in outside:
-        for start, path in _suffixes(names):
-            if wanted.get(path) == dtype:
-                candidates[names[:start]][path] = join(names)
-    complete = [root for root, leaves in candidates.items() if len(leaves) == len(wanted)]
-    if not complete:
-        return {}
-    return candidates[max(complete, key=lambda root: (_shared(root, node), "params" in root[-2:]))]
+def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns path -> path of the parameter -> path of the leaf, where all parameters fit."""
+    wanted = {
+        p.path.replace(":", "/").lstrip("/"): (p.path, canonical_dtype(p.storage).name)
+        for p in masters.parameters
+    }
+    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for leaf, dtype in outside:
+        names = tuple(leaf.split("/"))
+        for start in range(len(names) + 1):
+            path, storage = wanted.get(join(names[start:]), ("", ""))
+            if storage == dtype:
+                found[join(names[:start])][path] = leaf
+    return {root: leaves for root, leaves in found.items() if len(leaves) == len(wanted)}
 
 
-def _suffixes(names: Path) -> Iterator[tuple[int, str]]:
-    for start in range(len(names)):
-        yield start, _trees.parameter_path(names[start:])
-
-
-def _shared(first: Path, second: Path) -> int:
-    """Returns the number of names that two paths share at their start."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+def _is_beside(root: str, optimizer: str) -> bool:
+    """Returns True for `params` beside the `opt_state` that contains the optimizer."""
+    names = optimizer.split("/")
+    ends = [i for i, name in enumerate(names) if name == "opt_state"]
+    nodes = [join((*names[:end], "params")) for end in ends]
+    return any(root in (node, f"{node}/params") for node in nodes)

@@ -19,7 +19,8 @@ from jaxmp.checkpoint._description import Description
 from jaxmp.errors import CheckpointError, JaxmpError
 
 FILE_NAME = "jaxmp_manifest.json"
-FORMAT = 1
+# 2: the description lists all leaves that fit the parameters of an optimizer.
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = Description.from_json(data["description"])
+        data["description"] = Description.from_json(data["description"], version)
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
         return Manifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -27,6 +27,7 @@ from jaxmp.checkpoint._description import (
     Parameter,
     Scale,
 )
+from jaxmp.checkpoint._settle import refuse
 from jaxmp.errors import CheckpointError
 
 
@@ -50,6 +51,9 @@ def describe_under(recipe: Recipe, source: Description) -> Description:
             "that recipe: restore(state, recipe=recipe, migrate=True)."
         )
     masters = tuple(_masters_under(recipe, row) for row in source.masters)
+    for row, new in zip(source.masters, masters, strict=True):
+        if len(row.candidates) > 1 and new.parameters != row.parameters:
+            refuse(row)
     dtypes = {
         parameter.leaf: canonical_dtype(parameter.storage).name
         for row in masters
@@ -79,7 +83,7 @@ def _masters_under(recipe: Recipe, row: Masters) -> Masters:
         path = f"{row.path}/{form}_masters/{parameter.inside}".lstrip("/") if has_master else ""
         parameters.append(dataclasses.replace(parameter, storage=short_name(dtype), master=path))
     layout = form if any(parameter.master for parameter in parameters) else "no"
-    return Masters(row.path, layout, tuple(parameters))
+    return Masters(row.path, layout, tuple(parameters), row.candidates)
 
 
 def _master_leaves(row: Masters, shapes: dict[str, tuple[int, ...]]) -> Iterator[Leaf]:

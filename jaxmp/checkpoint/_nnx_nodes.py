@@ -33,11 +33,50 @@ def update(node: nnx.Pytree, arrays: PyTree) -> nnx.Pytree:
     return node
 
 
-def optimizer_state(node: nnx.Pytree) -> PyTree:
-    """Returns the optimizer state of an NNX object as optax made it; None for other objects."""
+def optimizer_states(node: nnx.Pytree) -> PyTree:
+    """Returns the states of the optimizers in an NNX object as optax made them, in nested dicts."""
     nnx = sys.modules["flax.nnx"]
-    opt_state = getattr(node, "opt_state", None)
-    return None if opt_state is None else {"opt_state": nnx.as_pure(opt_state)}
+    tree: dict[str, Any] = {}
+    for path, optimizer in _optimizers(node):
+        inside = tree
+        for name in path:
+            inside = inside.setdefault(name, {})
+        inside["opt_state"] = nnx.as_pure(optimizer.opt_state)
+    return tree
+
+
+def trained_models(nodes: list[tuple[Path, nnx.Pytree]]) -> list[tuple[Path, Path]]:
+    """Returns the path of each optimizer whose model is in the state, and the path of the model.
+
+    Args:
+      nodes: the NNX objects of a state with their paths.
+    """
+    adapter = sys.modules.get("jaxmp._flax._nnx_optimizer")
+    if adapter is None:
+        return []
+    optimizers = [
+        ((*names, *path), adapter.trained_model(optimizer))
+        for names, node in nodes
+        for path, optimizer in _optimizers(node)
+    ]
+    objects = [((*names, *path), part) for names, node in nodes for path, part in _parts(node)]
+    return [
+        (path, names)
+        for path, model in optimizers
+        for names, part in objects
+        if model is not None and part is model
+    ]
+
+
+def _optimizers(node: nnx.Pytree) -> list[tuple[Path, Any]]:
+    return [(path, part) for path, part in _parts(node) if hasattr(part, "opt_state")]
+
+
+def _parts(node: nnx.Pytree) -> list[tuple[Path, Any]]:
+    """Returns the NNX objects in an object, with their paths."""
+    nnx = sys.modules["flax.nnx"]
+    parts = [(tuple(map(str, path)), part) for path, part in nnx.iter_graph(node)]
+    return [(path, part) for path, part in parts if isinstance(part, nnx.Pytree)]
 
 
 def overwritten_paths(node: nnx.Pytree) -> set[Path]:

@@ -24,6 +24,7 @@ from jaxmp.checkpoint._description import (
     Parameter,
     is_below,
 )
+from jaxmp.checkpoint._settle import Declared, declare, settle
 from jaxmp.errors import CheckpointError
 
 # First values of new counters; all others start at 0.
@@ -60,11 +61,13 @@ class Plan:
       actions: an action for each leaf.
       lines: the plan as it is printed, without the leaves that are copied.
       losses: the lines about changes that lose information.
+      drops_masters: masters are dropped with which nothing in the state is made.
     """
 
     actions: tuple[Action, ...]
     lines: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    drops_masters: bool = False
 
     def __str__(self) -> str:
         copied = sum(action.operation == "copy" for action in self.actions)
@@ -97,7 +100,10 @@ def differences(source: Description, target: Description) -> list[str]:
 
 
 def plan_migration(
-    source: Description, target: Description, first_scale: Mapping[str, Any] | None
+    source: Description,
+    target: Description,
+    first_scale: Mapping[str, Any] | None,
+    params: Declared = None,
 ) -> Plan:
     """Plans a migration.
 
@@ -106,11 +112,15 @@ def plan_migration(
       target: description of the state to make.
       first_scale: initial values of the loss scale of the new recipe, by their names; None: those
         of the given state.
+      params: declared paths of parameters, as in `declare`.
 
     Raises:
       CheckpointError: if a leaf of the new state cannot be made from the checkpoint.
     """
-    return _Migration(source, target, first_scale).plan()
+    if params is not None:
+        source = declare(source, params) if source.masters else source
+        target = declare(target, params) if target.masters else target
+    return _Migration(*settle(source, target), first_scale).plan()
 
 
 # Master layout and parameter of a checkpoint.
@@ -128,10 +138,11 @@ class _Migration:
         self._index: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
         for leaf in source.leaves:
             self._index[self._canonical(leaf.path, source)].append(leaf.path)
-        self._parameters = _parameters(source)
-        self._with_masters = {
-            entry[1].leaf: entry for entry in self._parameters.values() if entry[1].master
-        }
+        rows = [(row.layout, p) for row in source.masters for p in row.parameters if p.leaf]
+        self._parameters: dict[str, _Entry] = {entry[1].leaf: entry for entry in rows}
+        self._by_name: dict[str, list[_Entry]] = collections.defaultdict(list)
+        for entry in rows:
+            self._by_name[entry[1].path].append(entry)
         self._used: set[str] = set()
         self._lines: collections.Counter[str] = collections.Counter()
         self._losses: set[str] = set()
@@ -158,7 +169,11 @@ class _Migration:
             for line in self._lines
             if line in self._losses
         ]
-        return Plan(tuple(actions), tuple(lines), tuple(losses))
+        drops = any(
+            leaf.role in (MASTER, REMAINDER) and leaf.path not in self._used
+            for leaf in self._source.leaves
+        )
+        return Plan(tuple(actions), tuple(lines), tuple(losses), drops)
 
     def _note(self, line: str, *, loses: bool = False) -> None:
         self._lines[line] += 1
@@ -171,8 +186,7 @@ class _Migration:
         self, leaf: Leaf, masters: Masters, parameter: Parameter, entry: _Entry | None = None
     ) -> Action:
         """Makes a parameter or its master from the FP32 value in the checkpoint."""
-        entry = entry or self._parameters.get(parameter.path)
-        layout, stored = entry or self._foreign_parameter(leaf, parameter)
+        layout, stored = entry or self._parameter_entry(leaf, parameter)
         before = self._stored[stored.leaf]
         if before.shape != leaf.shape:
             raise self._refusal(leaf, f"the checkpoint has {before} at {stored.leaf!r}")
@@ -216,10 +230,14 @@ class _Migration:
         else:
             self._note(f"{change}: FP32 value preserved bit for bit")
 
-    def _foreign_parameter(self, leaf: Leaf, parameter: Parameter) -> _Entry:
-        """Finds a parameter in a checkpoint that does not list parameters."""
+    def _parameter_entry(self, leaf: Leaf, parameter: Parameter) -> _Entry:
+        """Finds a parameter in the checkpoint by its path; by its name if the path is another."""
         path = self._find(parameter.leaf) if parameter.leaf else None
+        if path in self._parameters:
+            return self._parameters[path]
         if path is None:
+            if len(self._by_name[parameter.path]) == 1:
+                return self._by_name[parameter.path][0]
             raise self._refusal(leaf, f"the checkpoint has no parameter {parameter.path!r}")
         return "no", dataclasses.replace(parameter, leaf=path, master="")
 
@@ -247,10 +265,11 @@ class _Migration:
         self._use(path)
         if before.dtype == leaf.dtype:
             return Action(leaf.path, "copy", (path,))
-        if path in self._with_masters and _kind(_numpy_dtype(leaf.dtype)) == "float":
+        entry = self._parameters.get(path)
+        if entry and entry[1].master and _kind(_numpy_dtype(leaf.dtype)) == "float":
             # The new state lacks an optimizer, but its parameters are still read from the masters.
             parameter = Parameter(leaf.path, leaf.path, leaf.dtype, leaf.path)
-            return self._from_fp32(leaf, Masters("", "no", ()), parameter, self._with_masters[path])
+            return self._from_fp32(leaf, Masters("", "no", ()), parameter, entry)
         exact = _is_exact_cast(before.dtype, leaf.dtype)
         if exact is None:
             raise self._refusal(leaf, f"the checkpoint has {before} at {path!r}")
@@ -334,15 +353,6 @@ class _Migration:
             f"{reason}. A migration converts between precisions; build the state with the model "
             "and the optimizer of the run that wrote the checkpoint."
         )
-
-
-def _parameters(source: Description) -> dict[str, _Entry]:
-    return {
-        parameter.path: (masters.layout, parameter)
-        for masters in source.masters
-        for parameter in masters.parameters
-        if parameter.leaf
-    }
 
 
 def _scales(side: Description) -> dict[str, tuple[str, ...]]:

@@ -1,5 +1,7 @@
-"""Optax transformations: masters, loss scale, skipped steps, stochastic rounding."""
+"""Optax transformations (masters, loss scale, skipped steps, rounding), and averages."""
 
+from jaxmp.optim._average import fp32_copy as fp32_copy
+from jaxmp.optim._average import incremental_update as incremental_update
 from jaxmp.optim._gradient_dtypes import GradientDtypesState as GradientDtypesState
 from jaxmp.optim._gradient_dtypes import gradient_dtypes as gradient_dtypes
 from jaxmp.optim._master import MasterParamsState as MasterParamsState

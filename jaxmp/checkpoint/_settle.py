@@ -1,0 +1,114 @@
+"""Decides which leaves are the parameters of an optimizer where averages of them fit as well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxmp.checkpoint._description import (
+    Description,
+    Masters,
+    choose_parameters,
+    is_below,
+)
+from jaxmp.errors import CheckpointError
+
+# Path of the parameters; or path of each optimizer -> path of its parameters; None: not declared.
+Declared = str | Mapping[str, str] | None
+
+
+def declare(description: Description, params: Declared) -> Description:
+    """Returns a description with declared parameters.
+
+    Raises:
+      CheckpointError: if the leaves at a declared path do not fit the optimizer, or if there is no
+        such optimizer.
+    """
+    by_optimizer = {"": params} if isinstance(params, str) else dict(params or {})
+    unused = set(by_optimizer)
+    rows = []
+    for row in description.masters:
+        key = next((path for path in by_optimizer if is_below(row.path, path)), None)
+        if key is not None:
+            unused.discard(key)
+            root = by_optimizer[key]
+            if root not in row.candidates:
+                raise CheckpointError(
+                    f"params={params!r}: the leaves at {root!r} are not the parameters of the "
+                    f"optimizer at {row.path!r}, by their paths, dtypes or values. Those at "
+                    f"{_listed(row.candidates)} are."
+                )
+            row = choose_parameters(row, root, description)
+        rows.append(row)
+    if unused:
+        raise CheckpointError(
+            f"params={params!r}: there is no optimizer of jaxmp at {unused.pop()!r}. There are "
+            f"optimizers at {_listed([row.path for row in description.masters])}."
+        )
+    return dataclasses.replace(description, masters=tuple(rows))
+
+
+def settle(source: Description, target: Description) -> tuple[Description, Description]:
+    """Decides ties on one side by the other side, where the same optimizer has the same path.
+
+    Raises:
+      CheckpointError: naming the candidates of an optimizer with masters, if several fit both.
+    """
+    before, after = list(source.masters), list(target.masters)
+    paired = set()
+    for number, row in enumerate(after):
+        other = _partner(row, before, len(after))
+        if other is None:
+            check_decided(row)
+            continue
+        paired.add(other)
+        if len(row.candidates) < 2 and len(before[other].candidates) < 2:
+            continue
+        common = [root for root in row.candidates if root in before[other].candidates]
+        if len(common) == 1:
+            after[number] = choose_parameters(row, common[0], target)
+            before[other] = choose_parameters(before[other], common[0], source)
+        elif row.layout != "no" or before[other].layout != "no":
+            refuse(row if len(row.candidates) > 1 else before[other])
+    for number, row in enumerate(before):
+        if number not in paired:
+            check_decided(row)
+    return (
+        dataclasses.replace(source, masters=tuple(before)),
+        dataclasses.replace(target, masters=tuple(after)),
+    )
+
+
+def check_decided(row: Masters) -> None:
+    """Refuses masters of which it is not known to which parameters they belong."""
+    if row.layout != "no" and len(row.candidates) > 1:
+        refuse(row)
+
+
+def refuse(row: Masters) -> None:
+    """Raises the error for masters with several candidates."""
+    raise CheckpointError(
+        "The checkpoint cannot be migrated: it is not known which of the leaves at "
+        f"{_listed(row.candidates)} are the parameters of the optimizer at {row.path!r}, because "
+        "their paths and dtypes are the same. The others are averages or copies of them. Declare "
+        f"the parameters, such as params={row.candidates[0]!r}, or if there are several "
+        f"optimizers params={{{row.path!r}: {row.candidates[0]!r}}}, as an argument of restore, "
+        "migrate or, for the next checkpoints, save."
+    )
+
+
+def _partner(row: Masters, others: list[Masters], count: int) -> int | None:
+    """Returns the index of the masters of the same optimizer in the other description."""
+    same = [i for i, other in enumerate(others) if _location(other) == _location(row)]
+    if not same and count == len(others) == 1:
+        return 0
+    return same[0] if len(same) == 1 else None
+
+
+def _location(row: Masters) -> tuple[str, ...]:
+    """Returns the path of an optimizer without the wrappers of jaxmp."""
+    return tuple(name for name in row.path.split("/") if name != "inner_state")
+
+
+def _listed(paths: list[str] | tuple[str, ...]) -> str:
+    return " and ".join(repr(path) for path in paths) or "no path"
