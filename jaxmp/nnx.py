@@ -21,7 +21,6 @@ from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
 from jaxmp._flax._attention import AttentionFunction
-from jaxmp._flax._nnx_attention import AttentionFunction
 from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
