@@ -196,13 +196,13 @@ class PolicyInterceptor:
         if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
             self._suspect(module, path)
         if at_boundary:
-            note_weights(module_policy, path, lambda: _own_params(module.scope))
+            note_weights(module_policy, path, lambda: _own_params(module))
         if at_boundary and (is_overridden or module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out)
         return carry(out)
 
     def _suspect(self, module: Any, path: Path) -> None:
-        elements = matrix_elements(_own_params(module.scope))
+        elements = matrix_elements(_own_params(module))
         if elements:
             cls = author_class(module)
             self.suspects[path] = Suspect("/".join(path), cls.__name__, elements)
@@ -351,9 +351,9 @@ def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
 
 
-def _own_params(scope: Scope) -> list[Any]:
+def _own_params(module: Any) -> list[Any]:
     """Returns the parameters of a module without those of its submodules."""
-    own = [leaf for leaf in _params(scope).values() if not isinstance(leaf, Mapping)]
+    own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
     return jax.tree.leaves(own)
 
 
