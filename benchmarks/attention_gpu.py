@@ -5,7 +5,7 @@ NaN.
     python benchmarks/attention_gpu.py --longest 8192 --rounds 5
     python benchmarks/attention_gpu.py --toy     # small run on any machine, writes nothing
 
-Requires pip install "jaxmp[examples,cuda13]" (or cuda12). Writes each row to
+Requires pip install -e ".[examples,cuda13]" (or cuda12). Writes each row to
 benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured; a later run with --out adds
 the rows that the file does not contain or that failed.
 
@@ -92,7 +92,7 @@ def main(
     if hardware["platform"] != "gpu" and not toy:
         sys.exit(
             f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
-            '    pip install "jaxmp[examples,cuda13]"\n'
+            '    pip install -e ".[examples,cuda13]"\n'
             "For a small run without one, run\n"
             "    python benchmarks/attention_gpu.py --toy"
         )

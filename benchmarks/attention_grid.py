@@ -5,7 +5,7 @@
     python benchmarks/attention_grid.py --run --toy  # the same at small lengths, on any machine
 
 Requires no GPU: the compute capability and the cuDNN version are those of the target. Without XLA's
-GPU compiler (pip install "jaxmp[aot]") programs are lowered only. The grid is written to
+GPU compiler (pip install -e ".[aot]") programs are lowered only. The grid is written to
 benchmarks/results/attention_grid_jax_VERSION_h200.json, or to --out.
 
 A case fails if its gradient raises in `jaxmp.dot_product_attention` or in its lowering, and plain

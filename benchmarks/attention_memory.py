@@ -15,7 +15,7 @@ There are two layouts. In `fixed`, the number of tokens is constant, so only mem
 faster than T increases. In `single`, there is one sequence, so memory that is linear in T grows
 linearly. The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and
 results, without the workspace of cuDNN. Nothing is run. The H200 requires XLA's GPU compiler: pip
-install "jaxmp[aot]".
+install -e ".[aot]".
 """
 
 import argparse

@@ -10,7 +10,7 @@ Each row is a claim, the reading under which it can be checked, and the measured
 numerics are run on this machine. Rows about memory are counted from shapes, or from the recorded
 results of other benchmarks, which compile for a GPU. Rows about speed require a GPU; until their
 benchmark has been run on one, they state its command and no figure. Requires pip install
-"jaxmp[examples]".
+-e ".[examples]".
 """
 
 import argparse

@@ -6,7 +6,7 @@
 
 CHECKOUTS is a folder of checkouts named nanodo, flax, tunix, ... Their steps are imported from
 there, unedited, and audited with the shapes of their arguments: nothing is computed and no GPU is
-needed (`pip install "jaxmp[aot]"` has the compiler). Each step is audited in a process of its own.
+needed (`pip install -e ".[aot]"` has the compiler). Each step is audited in a process of its own.
 Steps whose checkout is missing are left out. The projects need some small packages:
 
     pip install ml_collections einops

@@ -5,7 +5,7 @@
     python benchmarks/fp8_linear.py --time                 # timed on the GPU of this machine
     python benchmarks/fp8_linear.py --time --toy           # small, on any machine
 
-Compiling requires XLA's GPU compiler: pip install "jaxmp[aot]". The benchmark counts the bytes that
+Compiling requires XLA's GPU compiler: pip install -e ".[aot]". The benchmark counts the bytes that
 kernels other than matmuls read and write, without the effect of caches, and includes the FP8 op of
 Flax.
 """

@@ -8,7 +8,7 @@
 
 The workload is the forward and backward pass, without an optimizer, of three residual blocks
 `x + down(gelu(up(x)))` of widths 2048 and 8192 with 4,096 tokens, as Flax Linen modules under a
-recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]".
+recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
 The exit status is 1 if a row exceeds its limit. With --microbatches k, the program is that of
 `jaxmp.value_and_grad(loss, microbatches=k)` with 4,096 tokens per microbatch, without limits. With
 --optimizer, it is that of a training step with `jaxmp.TrainState` and AdamW, also without limits.

@@ -4,7 +4,7 @@
     python benchmarks/fp8_step.py --workload w2      # one of the two models
     python benchmarks/fp8_step.py --toy              # small run on any machine, writes nothing
 
-Writes benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. Requires pip install "jaxmp[cuda13]" (or
+Writes benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. Requires pip install -e ".[cuda13]" (or
 cuda12) and Flax. All programs use the same random tokens and run in turn. Each round starts with
 another program and new states, and ratios are computed within a round. A step consists of the
 forward and backward pass, clipping by global norm and AdamW with FP32 parameters. Attention uses

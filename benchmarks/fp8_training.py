@@ -4,7 +4,7 @@
     python benchmarks/fp8_training.py --steps 100 --out fp8_training.json
     python benchmarks/fp8_training.py --steps 200 --only delayed    # and BF16
 
-Requires pip install "jaxmp[examples]". On a CPU, the matmuls are emulated: operands are rounded to
+Requires pip install -e ".[examples]". On a CPU, the matmuls are emulated: operands are rounded to
 FP8 and multiplied in FP32. The losses are meaningful, and the times are not. All runs use the same
 initial weights and batches.
 """

@@ -5,7 +5,7 @@
     python benchmarks/gpt_programs.py --layers 4 --recipes bf16
 
 The step is that of examples/gpt.py under each recipe, in Flax Linen and in Flax NNX, with donated
-state. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]".
+state. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
 Columns:
 
     state      parameters, optimizer state and loss scale, in bytes

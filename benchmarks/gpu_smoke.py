@@ -4,7 +4,7 @@
     python benchmarks/gpu_smoke.py --recipes bf16,fp16 --steps 20
     python benchmarks/gpu_smoke.py --toy         # small run on any machine, writes nothing
 
-Requires pip install "jaxmp[examples,cuda13]" (or cuda12). All recipes use the same initial weights
+Requires pip install -e ".[examples,cuda13]" (or cuda12). All recipes use the same initial weights
 and batches. Each runs in a separate process, because the peak memory of a device is counted from
 the start of the process. A recipe that fails does not stop the others; the exit status is then 1. A
 later run with --out adds the recipes that the file does not contain.
@@ -103,7 +103,7 @@ def main(
     if hardware["platform"] != "gpu" and not toy:
         sys.exit(
             f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
-            '    pip install "jaxmp[examples,cuda13]"\n'
+            '    pip install -e ".[examples,cuda13]"\n'
             "For a small run without one, run\n"
             "    python benchmarks/gpu_smoke.py --toy"
         )

@@ -12,7 +12,7 @@ kernel), with matmul operands in the dtype of the hidden states:
     linear_cross_entropy   no stored logits: `jaxmp.losses`, a chunk of rows at a time
 
 The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and results.
-Nothing is run. The H200 requires XLA's GPU compiler: pip install "jaxmp[aot]".
+Nothing is run. The H200 requires XLA's GPU compiler: pip install -e ".[aot]".
 """
 
 import argparse

@@ -12,7 +12,7 @@ loss and gradients in bfloat16, in three variants:
 
 Prints the bytes of the operands and results of all kernels, the temporary memory that XLA reports,
 and the attention kernels. Nothing is run. Compiling for an H200 requires XLA's GPU compiler: pip
-install "jaxmp[aot]".
+install -e ".[aot]".
 """
 
 import argparse

@@ -11,7 +11,7 @@ evaluates four microbatches. It is compiled in three ways:
     explicit     under `jit`, on explicit mesh axes: gradients are summed after the loop
     shard_map    in `jax.shard_map` with `axis_name`: gradients are summed after the loop
 
-Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". For each
+Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". For each
 program the script prints the all-reduces of arrays above 4 kB that a step executes, their megabytes
 per device (10^6 bytes), whether any is in the loop, and the temporary memory.
 """

@@ -4,7 +4,7 @@
     python benchmarks/program.py --out benchmarks/results/program_h200.json
     python benchmarks/program.py --only gpt llama       # some of the sections
 
-Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". Sections:
+Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". Sections:
 
     gpt, llama   the bf16 step of examples/gpt.py (124M) and of examples/llama.py (1B widths, 4
                  layers), with a loop over the layers and without: kernels and bytes over those of

@@ -3,7 +3,7 @@
     python benchmarks/remat_memory.py --out remat_memory.json
 
 The model is that of `sharded_programs.py`, with four and with eight `nn.remat` blocks in a Python
-loop. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". Each
+loop. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". Each
 row has:
 
     step           "bf16" for jaxmp, or "plain JAX", which casts the parameters and sums in bfloat16

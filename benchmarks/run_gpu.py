@@ -201,7 +201,7 @@ def describe(toy: bool) -> dict[str, Any]:
         if facts["platform"] != "gpu":
             sys.exit(
                 f"JAX sees no NVIDIA GPU here, only {facts['device']}. Install its plugin:\n"
-                '    pip install "jaxmp[examples,cuda13]"\n'
+                '    pip install -e ".[examples,cuda13]"\n'
                 "For a rehearsal without a GPU, run\n"
                 "    python benchmarks/run_gpu.py --toy --out DIRECTORY"
             )
@@ -367,7 +367,7 @@ def main() -> int:
     if absent := missing(REQUIRED):
         sys.exit(
             f"Not installed: {', '.join(absent)}. Install the packages of the examples first:\n"
-            '    pip install "jaxmp[examples,cuda13]"'
+            '    pip install -e ".[examples,cuda13]"'
         )
     archive = options.out / ARCHIVE
     earlier = archive if archive.exists() else options.continue_from

@@ -7,7 +7,7 @@ Each function computes the weight of a matmul from parameters in another way: wi
 have their own derivative, control flow, `jax.checkpoint`, or data. Its gradient comes from
 `jaxmp.value_and_grad`, for replicated parameters ("data parallel") and for split ones ("FSDP").
 
-Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". Each row
+Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". Each row
 has the bytes of all-reduce and reduce-scatter operations in the backward pass, of arrays from 4 kB:
 
     sums_16_bit, sums_fp32     by dtype

@@ -21,7 +21,7 @@ have the same model in bfloat16 with `jax.value_and_grad`: "plain JAX" casts the
 loss; "Flax dtype=bf16" sets the `dtype` of each layer; "MaxText's way" also constrains each
 parameter to its sharding and casts the gradients to FP32 (its `dtype` and `grad_dtype`).
 
-Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install "jaxmp[aot]". Bytes are
+Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". Bytes are
 per device and step, of arrays above 4 kB:
 
     sums_16_bit, sums_fp32      all-reduce and reduce-scatter of weight gradients

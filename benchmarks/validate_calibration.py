@@ -14,7 +14,7 @@ A byte-level GPT is trained from many seeds in FP32 and with each candidate:
 The seeds are divided into groups, and each group is judged by the test of `jaxmp.validate`, with
 its budget of 0.5 %. Groups of two and three seeds are compared, after different numbers of steps.
 The gradients, which `validate` compares for one seed, are not part of these verdicts.
-All seeds of a recipe train in one vmapped program. Requires pip install "jaxmp[examples]".
+All seeds of a recipe train in one vmapped program. Requires pip install -e ".[examples]".
 """
 
 import argparse

@@ -17,7 +17,7 @@ Experiments:
     clipping_large the same with 85.5 million parameters; about 75 CPU minutes
 
 Each experiment writes OUT/validation_NAME_cpu.json: verdicts, comparisons and errors of gradients,
-without the curves, which are in the HTML pages. Requires pip install "jaxmp[examples]".
+without the curves, which are in the HTML pages. Requires pip install -e ".[examples]".
 """
 
 import argparse

@@ -8,7 +8,7 @@ The run saves a checkpoint after every step, so that most kills (SIGKILL) occur 
 written. After each kill the same command resumes from the latest complete step; its position in the
 data is in the checkpoint. At the end, parameters, masters and moments must equal those of an
 uninterrupted run bit for bit. With two processes, each has one device and half of each batch.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 """
 
 import hashlib

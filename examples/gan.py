@@ -6,7 +6,7 @@
 
 The models are written in Flax NNX. Each has a loss scale and skips steps independently: an overflow
 in one model does not affect the other. Writes OUT/digits_gan.png: one column of images for each
-requested digit, the losses and the loss scales. Install first: pip install "jaxmp[examples]".
+requested digit, the losses and the loss scales. Install first: pip install -e ".[examples]".
 
 Shape suffixes: B batch, Z noise, H and W pixels, a last axis of one channel.
 """

@@ -22,7 +22,7 @@ The default size trains in less than a minute on a CPU. The table of tokens has 
 vocabulary of 50,257; the parameters above do not include the padding. Tokens are the bytes of
 Python's standard library, or those of the file --tokens: 16-bit integers without a header, as
 nanoGPT writes them.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 
 Shape suffixes: B batch, T position, S position and one more, D width, F three widths, N head, V row
 of the token table.

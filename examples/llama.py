@@ -24,7 +24,7 @@ Sizes are those of the published models (Dubey et al. 2024, arXiv:2407.21783), w
 frequencies of Llama 3.2; llama-1.3b has the perceptron of TinyLlama. The default size trains in
 about a minute on a CPU. Tokens are those of examples/gpt.py; a file of 16-bit tokens fits
 vocabularies of up to 65,536.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 
 --remat decides what the backward pass computes again instead of reading it:
 

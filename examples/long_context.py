@@ -10,7 +10,7 @@ a GPU, which chooses cuDNN's kernel, and "blockwise" on other devices. The secon
 stores the logits of all pairs. On a GPU a series ends at an out-of-memory error. On other devices
 it ends at --memory-limit: a step whose compiled program requires more is not run. Prints a line for
 each length and draws memory and time over the length in long_context_out/long_context.png.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 """
 
 import contextlib

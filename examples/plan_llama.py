@@ -12,7 +12,7 @@ the axis "data" (FSDP), and heads, hidden units and tokens of the vocabulary ove
 plan a cluster. Each group of "model" devices trains on --sequences sequences of 8,192 tokens.
 The program is not run, and only the compilation is timed.
 
-Install first: pip install "jaxmp[examples,aot]" (Python 3.12, about 3 GB). Columns, per device, in
+Install first: pip install -e ".[examples,aot]" (Python 3.12, about 3 GB). Columns, per device, in
 GB (10^9 bytes):
 
     state        parameters, and masters, moments and the rest of the optimizer state

@@ -10,7 +10,7 @@
 
 With --checkpoint-dir, the same command resumes a run that was stopped, and --migrate resumes it
 under another recipe.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 """
 
 import contextlib

@@ -26,7 +26,7 @@ the address of the first one, their number and their index. Each has a part of t
 Each process reads the rows of the batch that its devices train on. Process 0 prints. If a process
 dies, the others end within a minute; the same command resumes all of them from the last checkpoint.
 If a process receives SIGTERM, as before the eviction from a cluster, all save a checkpoint and end.
-Install first: pip install "jaxmp[examples]".
+Install first: pip install -e ".[examples]".
 
 Shape suffixes: B batch, S positions and one more, T positions, D width.
 """

@@ -103,7 +103,7 @@ def missing_dependency(package: str, purpose: str, extra: str) -> MissingDepende
 
 def install_command(extra: str) -> str:
     """Returns the command that installs an extra of jaxmp, to be run in a checkout of it."""
-    return f'pip install --editable ".[{extra}]"'
+    return f'pip install -e ".[{extra}]"'
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:

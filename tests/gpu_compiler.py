@@ -13,5 +13,5 @@ def has_compiler():
 
 
 needs_compiler = pytest.mark.skipif(
-    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install "jaxmp[aot]"'
+    not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install -e ".[aot]"'
 )

@@ -810,7 +810,7 @@ def test_orbax_is_optional():
     attempt = "try: jaxmp.checkpoint\nexcept jaxmp.MissingDependencyError as error: print(error)"
     message = run_python(absent + attempt)
     assert "orbax is not installed; jaxmp requires it for checkpoints" in message
-    assert 'pip install --editable ".[checkpoint]"' in message
+    assert 'pip install -e ".[checkpoint]"' in message
 
 
 # ---------------------------------------------------------------------------

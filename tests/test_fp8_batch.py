@@ -65,7 +65,8 @@ def row_changes(scaling, factor):
 def test_other_rows_of_a_matmul_and_of_its_input_gradient(factor):
     assert row_changes(fp8.CurrentScaling(), factor) == [0, 0]
     assert row_changes(fp8.RowwiseScaling(), factor) == [0, 0]
-    assert min(row_changes(fp8.CurrentScaling(power_of_two=False), factor)) > 0.5
+    # With a factor of 1.3, another row may still have the largest element of the input.
+    assert max(row_changes(fp8.CurrentScaling(power_of_two=False), factor)) > 0.5
 
 
 @pytest.mark.parametrize("variant", list(fp8_batch_dependence.VARIANTS))

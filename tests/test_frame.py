@@ -65,7 +65,7 @@ def test_a_missing_package_names_an_extra_that_exists():
     absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
     attempt = "try: jaxmp.TrainState\nexcept jaxmp.MissingDependencyError as error: print(error)"
     message = run_python(absent + attempt)
-    extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
+    extra = re.search(r'pip install -e "\.\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
 
 

@@ -69,7 +69,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
 # A note and not a warning, because there is nothing to correct.
 _ONE_SCALE = (
     "FP8 matmuls have one scale for a tensor, so that results can depend on the other examples of"
-    " the batch and on later tokens; with fp8.RowwiseScaling(), each row has a scale of its own"
+    " the batch and on later tokens; with fp8.RowwiseScaling(), each row has a separate scale"
 )
 
 

@@ -77,7 +77,7 @@ class Scaling:
 
     @property
     def batch_note(self) -> str:
-        """How results depend on the rest of the batch; "" if each row has scales of its own."""
+        """Dependence of results on the rest of the batch; "" if each row has a separate scale."""
         if self.kind not in ("current", "delayed"):
             return ""
         small = f"elements below about 2**{self.margin - 14} times the largest one"
