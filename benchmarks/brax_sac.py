@@ -7,8 +7,8 @@ Needs brax 0.14. Networks and losses are those of brax, and a step updates them 
 networks are smaller, and the transitions are those of a linear system, so that it takes minutes.
 All seeds train in one program under `jax.vmap`, and all forms with the same random numbers.
 For each form of the target network it prints the actor loss at the end (the mean of the last tenth
-of the steps), and the 95 % interval of its difference to FP32 training, paired by seed. The exit status is
-0 if the interval covers 0 or is within 10 % for the target network in FP32, and not in bfloat16.
+of the steps), and the 95 % interval of its difference to FP32 training, paired by seed. It exits
+with 0 if the interval covers 0 or is within 10 % for the FP32 target network, not the other.
 """
 
 import functools
