@@ -918,6 +918,43 @@ MUTATIONS = [
         "start = index % len(names) if names else 0",
         "start = 0",
         ("test_gpu_suite.py::test_each_round_begins_with_another_program",),
+    Mutation(
+        "an average is multiplied in the dtype of the parameters",
+        "jaxmp/optim/_average.py",
+        "(lax.convert_element_type(array, dtype) for array in (old, new))",
+        "(lax.convert_element_type(array, new.dtype) for array in (old, new))",
+        ("test_average.py::test_averages_of_rounded_arrays_converge_and_those_of_optax_do_not",),
+    ),
+    Mutation(
+        "an NNX average reads the rounded parameters",
+        "jaxmp/_flax/_nnx_average.py",
+        "        if optimizer is not None:\n",
+        "        if optimizer is None:\n",
+        ("test_average.py::test_nnx_averages_are_those_of_the_masters",),
+    ),
+    Mutation(
+        "parameters and averages are distinguished by the order of their names",
+        "jaxmp/checkpoint/_description.py",
+        "            candidates = fitting or candidates\n",
+        "            candidates = dict(list(candidates.items())[:1])\n",
+        (
+            "test_checkpoint.py::test_averages_are_migrated_exactly_or_refused",
+            "test_checkpoint.py::test_a_tie_does_not_fail_a_save_and_a_migration_names_both_candidates",
+        ),
+    ),
+    Mutation(
+        "an average beside a train state is placed as its parameters",
+        "jaxmp/sharding.py",
+        "        return not is_beside, len(names)",
+        "        return False, len(names)",
+        ("test_sharding.py::test_averages_beside_a_train_state_are_split_like_moments",),
+    ),
+    Mutation(
+        "the audit overlooks averages of the parameters before the update",
+        "jaxmp/_audit/_check_state.py",
+        "trained = masters | stored | (",
+        "trained = masters | (",
+        ("test_audit_steps.py::test_averages_beside_masters_are_reported_and_the_fix_is_clean",),
     ),
 ]
 

@@ -243,7 +243,6 @@ def test_a_linen_model_without_fp8_warns_once(name):
 @pytest.mark.parametrize(
     "model",
     [
-        HeadOnly(),
         Mixed(),
         Recurrent(nn.LSTMCell),
         nn.Dense(10),

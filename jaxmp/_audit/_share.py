@@ -78,12 +78,6 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     return report.low_precision_share if report.flops else None
 
 
-def matmul_modules(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> set[str]:
-    """Returns the last names of the modules with matmuls or convolutions; arguments as above."""
-    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
-    return {row.module.rpartition("/")[2] for row in audit(fn, *args, **kwargs).matmuls}
-
-
 def _shape_of(leaf: object) -> object:
     if not isinstance(leaf, jax.Array):
         return leaf

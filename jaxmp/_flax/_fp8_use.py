@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxmp._audit._share import matmul_modules, matrix_elements
-from jaxmp._core._typing import PyTree
+from jaxmp._audit._share import matrix_elements
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import (
     UNKNOWN_DOT,
@@ -50,26 +49,15 @@ def note_weights(
         note_unsupported("/".join(path), why)
 
 
-def warn_of_model(
-    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, fn: Any, *args: PyTree, **kw: Any
-) -> None:
-    """Warns once of a model that has matmuls, but none in FP8.
+def warn_of_model(key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int) -> None:
+    """Warns once of a model that has weights, none of which is multiplied in FP8.
 
     Args:
       key: its class and policies.
       rows: the decisions of a call of the whole model.
       stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
-      fn, *args, **kw: the call. It is traced again if the model has no layers with FP8 dots.
     """
-    if not rows or not all(row.exclusion_reason for row in rows):
-        return
-    _reported.add(key)
-    if not any(row.k for row in rows):
-        # Weights may have no matmuls, such as embeddings of positions. The weights of submodules
-        # may be multiplied by the module that calls them, such as the cell of an LSTM.
-        names: set[str] = set()
-        with contextlib.suppress(Exception):
-            names = matmul_modules(fn, *args, **kw)
-        rows = [row for row in rows if names.intersection(row.path.split("/")[-2:])]
-    rows = [row for row in rows if row.path or not row.k]
-    warn_if_unused(key[0].__name__, rows, stacklevel + 1)
+    if rows and all(row.exclusion_reason for row in rows):
+        _reported.add(key)
+        rows = [row for row in rows if row.path or not row.k]
+        warn_if_unused(key[0].__name__, rows, stacklevel + 1)

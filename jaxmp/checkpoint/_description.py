@@ -444,14 +444,14 @@ def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, d
         p.path.replace(":", "/").lstrip("/"): (p.path, canonical_dtype(p.storage).name)
         for p in masters.parameters
     }
-    candidates: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    fits: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for leaf, dtype in outside:
         names = tuple(leaf.split("/"))
         for start in range(len(names) + 1):
             path, storage = wanted.get(join(names[start:]), ("", ""))
             if storage == dtype:
-                candidates[join(names[:start])][path] = leaf
-    return {root: leaves for root, leaves in candidates.items() if len(leaves) == len(wanted)}
+                fits[join(names[:start])][path] = leaf
+    return {root: leaves for root, leaves in fits.items() if len(leaves) == len(wanted)}
 
 
 def _is_beside(root: str, optimizer: str) -> bool:
