@@ -918,6 +918,7 @@ MUTATIONS = [
         "start = index % len(names) if names else 0",
         "start = 0",
         ("test_gpu_suite.py::test_each_round_begins_with_another_program",),
+    ),
     Mutation(
         "an average is multiplied in the dtype of the parameters",
         "jaxmp/optim/_average.py",
