@@ -50,21 +50,23 @@ def make_model_runs(
     def make_run(recipe: Recipe, seed: int) -> TrainingRun:
         made = model if isinstance(model, nn.Module) else model(seed)
         stream = batches(seed) if callable(batches) else batches
-        make = _linen_run if isinstance(made, nn.Module) else _nnx_run
-        return make(recipe, seed, made, loss_fn, stream, optimizer, held_out)
+        tx = recipe.optimizer(optimizer)
+        if isinstance(made, nn.Module):
+            parts = _linen_run(recipe, seed, made, loss_fn, tx, held_out)
+        else:
+            parts = _nnx_run(recipe, made, loss_fn, tx, held_out)
+        return TrainingRun(batches=stream, **parts)
 
     return make_run
 
 
+# Fields of a TrainingRun.
+_Parts: TypeAlias = dict[str, Any]
+
+
 def _linen_run(
-    recipe: Recipe,
-    seed: int,
-    model: Any,
-    loss_fn: LossFn,
-    batches: Iterable[PyTree],
-    optimizer: optax.GradientTransformation,
-    held_out: Sequence[PyTree],
-) -> TrainingRun:
+    recipe: Recipe, seed: int, model: Any, loss_fn: LossFn, tx: Any, held_out: Sequence[PyTree]
+) -> _Parts:
     wrapped = recipe.wrap(model)
     # The wrapped model may have FP8 state in addition to the parameters.
     init = lambda module: nn.init(loss_fn, module)(jax.random.key(seed), held_out[0])
@@ -77,7 +79,6 @@ def _linen_run(
             "train. Pass a function make_run(recipe, seed) that returns a jaxmp.TrainingRun."
         )
     apply = nn.apply(loss_fn, wrapped)
-    tx = recipe.optimizer(optimizer)
     state = TrainState.create(apply_fn=wrapped.apply, params=variables, tx=tx)
 
     def call(variables: PyTree, batch: PyTree) -> jax.Array:
@@ -97,26 +98,19 @@ def _linen_run(
     def evaluate(state: TrainState) -> dict[str, PyTree]:
         return {"loss": _mean([call(state.params, batch) for batch in held_out])}
 
-    return TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)
+    return {"state": state, "step": step, "evaluate": evaluate}
 
 
 def _nnx_run(
-    recipe: Recipe,
-    seed: int,
-    model: Any,
-    loss_fn: LossFn,
-    batches: Iterable[PyTree],
-    optimizer: optax.GradientTransformation,
-    held_out: Sequence[PyTree],
-) -> TrainingRun:
-    del seed  # the model was made from it
+    recipe: Recipe, model: Any, loss_fn: LossFn, inner: Any, held_out: Sequence[PyTree]
+) -> _Parts:
     if not isinstance(model, nnx.Module):
         raise ValidationError(
             f"The model is a {type(model).__name__}, not a Flax module. Pass a Linen module, or a "
             "function: model=lambda seed: Net(rngs=nnx.Rngs(seed))."
         )
     wrapped = recipe.wrap(model)
-    tx = mp_nnx.Optimizer(wrapped, recipe.optimizer(optimizer))
+    tx = mp_nnx.Optimizer(wrapped, inner)
 
     def step(model: nnx.Module, tx: mp_nnx.Optimizer, batch: PyTree) -> dict[str, PyTree]:
         loss, grads = tx.value_and_grad(loss_fn)(model, batch)
@@ -131,7 +125,7 @@ def _nnx_run(
         )
         return {"loss": _mean([loss_fn(fixed, batch) for batch in held_out])}
 
-    return TrainingRun(state=(wrapped, tx), step=step, batches=batches, evaluate=evaluate)
+    return {"state": (wrapped, tx), "step": step, "evaluate": evaluate}
 
 
 def _mean(losses: list[Any]) -> jax.Array:
