@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,12 @@ import numpy as np
 
 from jaxmp._audit import AuditReport, audit
 from jaxmp._audit._section import abbreviate
+from jaxmp._audit._units import counted
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
-from jaxmp._validate._budget import Budget, choose_metric, format_of
+from jaxmp._validate._budget import Budget, choose_metrics, choose_training, format_of
 from jaxmp._validate._compare import (
     compare_figures,
     compare_metrics,
@@ -28,8 +30,19 @@ from jaxmp._validate._probe import Measurements, leaves_of, make_probe
 from jaxmp._validate._progress import OnRun, OnSteps
 from jaxmp._validate._pure import PureRun, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
-from jaxmp._validate._rows import FAIL, INCONCLUSIVE, CandidateResult, ProgramRow, TrainingRecord
+from jaxmp._validate._rows import (
+    DIFFERS,
+    FAIL,
+    INCONCLUSIVE,
+    CandidateResult,
+    Cause,
+    Comparison,
+    MetricChoice,
+    ProgramRow,
+    TrainingRecord,
+)
 from jaxmp._validate._run import MakeRun
+from jaxmp._validate._statistics import unseen_probability
 from jaxmp._validate._store import Store
 from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, train
 from jaxmp.errors import ValidationError
@@ -39,9 +52,15 @@ from jaxmp.errors import ValidationError
 _STATE_SHARE = 0.2
 _TEST = (
     "The test is a paired t test over the seeds: a candidate passes if the upper bound of the "
-    "one-sided 95 % interval of its mean difference is within the budget, and fails if the lower "
-    "bound is above."
+    "95 % interval of its mean difference is within the budget, and fails if the lower bound is "
+    "above. If the upper bound is below minus the budget, it differs. The interval assumes that "
+    "the differences are normal, or skewed as lognormal ones with sigma of at most 0.5."
 )
+_CORRECTED = (
+    " It is wider for {} candidates (Bonferroni): one of them passes wrongly with a probability of "
+    "at most 5 %."
+)
+_UNSEEN = " A failure in one of 10 seeds does not occur in {} with a probability of {:.0f} %."
 
 
 class Settings(NamedTuple):
@@ -50,6 +69,7 @@ class Settings(NamedTuple):
     reference: tuple[str, Recipe]
     candidates: Mapping[str, Recipe]
     budgets: Mapping[str, Budget]
+    directions: Mapping[str, str]
     seeds: tuple[int, ...]
     schedule: Schedule
     vectorize: bool | None
@@ -91,25 +111,38 @@ def run_validation(
         if name == settings.reference[0]:
             _check_finite(results[name].records)
     reference = results[settings.reference[0]]
-    metric = choose_metric(reference.records)
-    candidates = []
-    for name, recipe in settings.candidates.items():
+    for name in settings.candidates:
         _check_data(reference.records, results[name].records)
-        candidates.append(
-            judge(name, recipe.name, reference, results[name], metric, settings.budgets[name])
+    trained = [record for name in settings.candidates for record in results[name].records]
+    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
+    training = choose_training(reference.records, trained, budgets)
+    candidates = [
+        _compare(
+            (name, recipe.name),
+            (reference, results[name]),
+            (metrics, training),
+            settings.budgets[name],
+            count,
         )
+        for name, recipe in settings.candidates.items()
+    ]
+    others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
+    reason = " ".join(dict.fromkeys(filter(None, [metrics[0].reason, *others])))
+    test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.seeds)
+    test += _UNSEEN.format(counted(seeds, "run"), 100 * unseen_probability(10, seeds))
     return ValidationReport(
         reference=settings.reference[0],
         seeds=settings.seeds,
         steps=settings.schedule.steps,
         eval_steps=settings.schedule.eval_steps,
         compare_steps=settings.schedule.compare_steps,
-        metric=metric,
-        test=_TEST,
+        metric=dataclasses.replace(metrics[0], reason=reason),
+        test=test,
         candidates=tuple(candidates),
         runs=tuple(record for trained in results.values() for record in trained.records),
         program=reference.program,
-        notes=tuple(_notes(candidates)),
+        notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference.records[0])),
     )
 
 
@@ -132,8 +165,16 @@ def _check_finite(reference: Sequence[TrainingRecord]) -> None:
         )
 
 
-def _notes(candidates: Sequence[CandidateResult]) -> Iterator[str]:
+def _notes(
+    candidates: Sequence[CandidateResult], metrics: Sequence[str], record: TrainingRecord
+) -> Iterator[str]:
     """Yields the comparisons that were not made."""
+    others = [name for name in record.evaluations if name not in metrics]
+    if others:
+        yield (
+            f"No verdict uses {', '.join(others)} of the evaluation. Declare the direction: "
+            f'metrics={{{others[0]!r}: "max"}}, or "min", or "two-sided".'
+        )
     if not any(candidate.gradients for candidate in candidates):
         yield (
             "Gradients were not compared, because the step does not return them: "
@@ -151,20 +192,36 @@ def _notes(candidates: Sequence[CandidateResult]) -> Iterator[str]:
         )
 
 
-def judge(
-    name: str,
-    recipe: str,
-    reference: Trained,
-    candidate: Trained,
-    metric: Any,
+def _compare(
+    names: tuple[str, str],
+    results: tuple[Trained, Trained],
+    choices: tuple[Sequence[MetricChoice], MetricChoice],
     budget: Budget,
+    candidates: int,
 ) -> CandidateResult:
-    """Compares a candidate with the reference, and diagnoses a failure."""
-    checks, pairs, power = compare_metrics(reference.records, candidate.records, metric, budget)
-    training = compare_training(reference.records, candidate.records)
+    """Compares a candidate with the reference, and diagnoses a failure.
+
+    Args:
+      names: names of the candidate and of its recipe.
+      results: results of the reference and of the candidate.
+      choices: the metrics, and the scale of the training loss.
+      budget: the budget of the candidate.
+      candidates: number of candidates.
+    """
+    (name, recipe), (reference, candidate), (metrics, scale) = names, results, choices
+    checks, pairs, power = compare_metrics(
+        reference.records,
+        candidate.records,
+        metrics,
+        budget,
+        training=scale,
+        candidates=candidates,
+    )
+    training = compare_training(reference.records, candidate.records, scale)
     steps, seeds = len(reference.records[0].losses), len(reference.records)
     gradients = candidate.measurements.gradients
-    checks += compare_figures(gradients, training, budget, steps, seeds)
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    checks += compare_figures(gradients, training, budget, steps, seeds, unit)
     decisive = overall(checks)
     causes = ()
     if decisive.verdict == FAIL:
@@ -196,7 +253,7 @@ def judge(
     )
 
 
-def _headline(name: str, decisive: Any, causes: Sequence[Any]) -> str:
+def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
     budget = f"budget {_figure(decisive.budget, decisive.scale)}"
     margin = _figure(decisive.margin, decisive.scale)
     if decisive.verdict == FAIL:
@@ -204,6 +261,11 @@ def _headline(name: str, decisive: Any, causes: Sequence[Any]) -> str:
         excess = decisive.value - decisive.budget
         over = f", over it by {_figure(excess, decisive.scale)}" if np.isfinite(excess) else ""
         return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
+    if decisive.verdict == DIFFERS:
+        reason = "better than the reference by more than that"
+        if decisive.name == "loss_error":
+            reason = "so it computes another loss than the reference from the same parameters"
+        return f"{name} DIFFERS: {decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
         return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
     return f"{name} passes: {decisive.text}, {budget}, margin {margin}"

@@ -27,6 +27,8 @@ OnStep = Callable[[int], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Norm of a step that returns no gradients.
+_NO_NORM = -1.0
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
@@ -89,7 +91,7 @@ def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
     def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
         scale, before = run.scale(arrays), run.skipped(arrays)
         new, result = run.step(arrays, batch)
-        norm = jnp.float32(jnp.nan) if result.grads is None else global_norm(result.grads)
+        norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, scale, run.skipped(new) - before)
 
     return advance
@@ -261,7 +263,7 @@ def _record(
     pick = (lambda x: x) if index is None else (lambda x: x[..., index])
     floats = lambda values: tuple(float(value) for value in values)
     losses, gradients, scales, skipped = (pick(column) for column in columns)
-    has_gradients = not np.isnan(gradients).all()
+    has_gradients = not (gradients == _NO_NORM).all()
     return lambda initial, data, seconds: TrainingRecord(
         name=name,
         seed=seed,
