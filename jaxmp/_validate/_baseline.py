@@ -46,16 +46,13 @@ def find_regressions(report: ValidationReport, baseline: ValidationReport) -> li
                 f"The baseline was made with {name}={old!r}, and this report with {new!r}. Use "
                 f"the same arguments{_REMEDY}"
             )
-    deciding = [
-        (each.metric.name, each.metric.scale, each.metric.direction) for each in (report, baseline)
-    ]
-    if deciding[0] != deciding[1]:
-        (new, scale, direction), (old, old_scale, old_direction) = deciding
+    new, old = report.metric, baseline.metric
+    if (new.name, new.scale, new.direction) != (old.name, old.scale, old.direction):
         raise ValidationError(
-            f"In the baseline, the {old_scale} difference of {old!r} decides (direction "
-            f"{old_direction!r}), and in this report the {scale} difference of {new!r} (direction "
-            f"{direction!r}). Return the same metrics from evaluate, and declare the same "
-            f"metrics={{{old!r}: {old_direction!r}}}{_REMEDY}"
+            f"In the baseline, the {old.scale} difference of {old.name!r} decides "
+            f"({old.direction}), and in this report the {new.scale} difference of {new.name!r} "
+            f"({new.direction}). Return the same metrics from evaluate, and declare "
+            f"metrics={{{old.name!r}: {old.direction!r}}}{_REMEDY}"
         )
     earlier = {candidate.name: candidate for candidate in baseline.candidates}
     missing = [each.name for each in report.candidates if each.name not in earlier]

@@ -63,24 +63,18 @@ class Budget:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_table = field.default is dataclasses.MISSING
-            if is_table and not isinstance(value, Mapping):
+            numbers = value.values() if isinstance(value, Mapping) else [value]
+            is_positive = all(isinstance(x, (int, float)) and 0 < x <= math.inf for x in numbers)
+            if not is_positive or is_table != isinstance(value, Mapping):
                 raise ValidationError(
-                    f"Budget({field.name}={value!r}) is not a dict. Pass budgets by the name of "
-                    f'the metric: Budget({field.name}={{"reward": 0.01}}).'
+                    f"Budget({field.name}={value!r}): a budget is a positive number, such as "
+                    f"Budget({field.name}={dict(reward=0.01) if is_table else field.default})."
                 )
-            for number in value.values() if is_table else [value]:
-                if not isinstance(number, (int, float)) or not 0 < number <= math.inf:
-                    example = '{"reward": 0.01}' if is_table else field.default
-                    raise ValidationError(
-                        f"Budget({field.name}={value!r}): a budget is a positive number, such as "
-                        f"Budget({field.name}={example})."
-                    )
-        for name in self.relative:
-            if name in self.absolute:
-                raise ValidationError(
-                    f"Budget has a relative and an absolute budget of {name!r}. Pass one of them: "
-                    f"Budget(absolute={{{name!r}: {self.absolute[name]!r}}})."
-                )
+        for name in self.relative.keys() & self.absolute.keys():
+            raise ValidationError(
+                f"Budget has a relative and an absolute budget of {name!r}. Pass one of them: "
+                f"Budget(absolute={{{name!r}: {self.absolute[name]!r}}})."
+            )
 
 
 # By the narrowest format of the recipe's matmuls. Healthy gradients in 16 bits have errors of up to
@@ -151,7 +145,7 @@ def direction_of(metric: str) -> str:
 
 
 def is_accuracy(metric: str) -> bool:
-    """Returns True for shares of correct predictions, which have a budget of their own."""
+    """Returns True for shares of correct predictions, whose budget is `Budget.accuracy`."""
     return _plain(metric) in ACCURACIES
 
 
@@ -162,23 +156,19 @@ def _plain(metric: str) -> str:
     return _plain(rest) if rest and prefix in PREFIXES else name
 
 
-def check_directions(metrics: Mapping[str, str] | None) -> dict[str, str]:
+def check_directions(metrics: Mapping[str, str]) -> dict[str, str]:
     """Returns the declared directions of metrics.
 
     Raises:
       ValidationError: if a direction is not "min", "max" or "two-sided".
     """
-    if metrics is not None and not isinstance(metrics, Mapping):
+    allowed = (MIN, MAX, TWO_SIDED)
+    if not isinstance(metrics, Mapping) or not all(each in allowed for each in metrics.values()):
         raise ValidationError(
-            f'metrics={metrics!r} is not a dict. Pass directions: metrics={{"reward": "max"}}.'
+            f"metrics={metrics!r}: pass the direction of each metric, 'min' if smaller values are "
+            "better, 'max' or 'two-sided': metrics={'reward': 'max', 'loss': 'min'}."
         )
-    for name, direction in (metrics or {}).items():
-        if direction not in (MIN, MAX, TWO_SIDED):
-            raise ValidationError(
-                f"metrics[{name!r}]={direction!r} is not a direction. Use 'min' if smaller values "
-                f"are better, 'max' or 'two-sided': metrics={{{name!r}: 'min'}}."
-            )
-    return dict(metrics or {})
+    return dict(metrics)
 
 
 def choose_metrics(
@@ -212,9 +202,8 @@ def choose_metrics(
     tolerances = [name for each in budgets for name in (*each.relative, *each.absolute)]
     for name in (*directions, *tolerances):
         if name not in metrics and (name != TRAINING or name in directions):
-            source = "metrics" if name in directions else "a budget"
             raise ValidationError(
-                f"evaluate returns no metric {name!r}, which {source} names."
+                f"evaluate returns no metric {name!r}, which metrics or budgets name."
                 f"{did_you_mean(name, metrics)} It returns {', '.join(map(repr, metrics))}."
             )
     absolute = {name for each in budgets for name in each.absolute}
@@ -274,34 +263,27 @@ def _choose(
     """Adds the scale of a metric, its unit and the reason, from its curves in the reference."""
     values = np.concatenate(curves)
     if choice.name != TRAINING and is_accuracy(choice.name):
-        return dataclasses.replace(
-            choice, scale="absolute", unit=100.0 if values.max() > 1.5 else 1.0
-        )
+        unit = 100.0 if values.max() > 1.5 else 1.0
+        return dataclasses.replace(choice, scale="absolute", unit=unit)
     first, last = (float(np.mean([curve[index] for curve in curves])) for index in (0, -1))
     if min([*values, *(value for value in finals if math.isfinite(value))]) <= 0:
         low, high = np.quantile(values, (0.1, 0.9))
         unit = float(high - low) or float(np.max(np.abs(values))) or 1.0
-        reason = (
-            f"The {label} is not positive throughout, so absolute differences decide. Budgets are "
-            f"shares of {unit:.3g}, the distance between the quantiles of 10 % and 90 % of all its "
-            "values in the reference."
-        )
+        why = f"The {label} is not positive throughout"
+        origin = "the distance between the quantiles of 10 % and 90 % of its reference values"
     elif last < SMALL_LOSS * first:
-        unit = first
-        reason = (
+        unit, origin = first, "its initial value"
+        why = (
             f"Training reduces the {label} from {first:.3g} to {last:.3g}, which is so small that "
-            f"ratios are meaningless, so absolute differences decide. Budgets are shares of the "
-            f"initial value of {first:.3g}."
+            "ratios are meaningless"
         )
     elif is_absolute:
-        unit = last
-        reason = (
-            f"A budget of the {label} is absolute, so absolute differences decide. Other budgets "
-            f"are shares of its final value in the reference, {last:.3g}."
-        )
+        unit, origin = last, "its final value in the reference"
+        why = f"A budget of the {label} is absolute"
     else:
         noun = "held-out losses" if label == "held-out loss" else f"values of the {label}"
         return dataclasses.replace(choice, unit=last, reason=f"The ratio of the {noun} decides.")
+    reason = f"{why}, so absolute differences decide. Budgets are shares of {unit:.3g}, {origin}."
     return dataclasses.replace(choice, scale="absolute", unit=unit, reason=reason)
 
 

@@ -49,7 +49,6 @@ def compare_metrics(
     candidate: Records,
     metrics: Sequence[MetricChoice],
     budget: Budget,
-    *,
     training: MetricChoice | None = None,
     candidates: int = 1,
 ) -> tuple[list[Comparison], list[SeedPair], Power]:
@@ -166,11 +165,7 @@ def _shown(value: float, metric: MetricChoice) -> str:
 
 
 def _power(
-    pairs: list[SeedPair],
-    reference: Records,
-    metric: MetricChoice,
-    limit: float,
-    candidates: int,
+    pairs: list[SeedPair], reference: Records, metric: MetricChoice, limit: float, candidates: int
 ) -> Power:
     interval = paired_interval([pair.difference for pair in pairs], candidates)
     values = [pair.reference for pair in pairs]
@@ -182,7 +177,7 @@ def _power(
     power = Power(
         deviation=interval.deviation,
         unpaired_deviation=unpaired,
-        interval=interval.half_width,
+        interval=math.nan if interval.high is None else interval.high - interval.mean,
         detectable=excess,
         seeds_needed=needed,
     )
@@ -208,16 +203,11 @@ def _power_text(
 
 
 def compare_figures(
-    gradients: Sequence[GradientRow],
-    training: TrainingRow,
-    budget: Budget,
-    steps: int,
-    seeds: int,
-    unit: float = 0.0,
+    gradients: Sequence[GradientRow], training: TrainingRow, budget: Budget, steps: int, unit: float
 ) -> list[Comparison]:
     """Compares the errors of gradients and losses, and the skipped steps, with their budgets.
 
-    Errors of losses below `unit` are relative to it.
+    Errors of losses below `unit` are relative to it; `steps` are those of all seeds.
     """
     checks = []
     if gradients:
@@ -226,7 +216,7 @@ def compare_figures(
         errors = [row.loss_error * min(1.0, abs(row.loss) / (unit or 1e-30)) for row in gradients]
         error = float(np.median(errors))
         checks.append(_measured("loss_error", error, budget.loss_error, DIFFERS))
-    share = training.skipped_after_warmup / max(steps * seeds, 1)
+    share = training.skipped_after_warmup / max(steps, 1)
     checks.append(_measured("skipped_steps", share, budget.skipped))
     return checks
 
@@ -258,18 +248,15 @@ def overall(checks: Sequence[Comparison]) -> Comparison:
 # ---------------------------------------------------------------------------
 
 
-def compare_training(
-    reference: Records, candidate: Records, choice: MetricChoice | None = None
-) -> TrainingRow:
+def compare_training(reference: Records, candidate: Records, choice: MetricChoice) -> TrainingRow:
     """Compares curves, gradient norms, skipped steps, loss scales and parameter norms.
 
     Args:
       reference: records of the reference.
       candidate: records of the candidate.
-      choice: scale of the training loss; None: that of these records.
+      choice: scale of the training loss.
     """
     steps = len(reference[0].losses)
-    choice = choice or choose_training(reference, candidate)
     first, second = (np.array([smooth(r.losses) for r in rs]) for rs in (reference, candidate))
     low, high, mean = first.min(axis=0), first.max(axis=0), second.mean(axis=0)
     inside = np.mean((mean >= low) & (mean <= high)) if len(reference) > 1 else math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,9 +43,9 @@ from jaxmp._validate._rows import (
     TrainingRecord,
 )
 from jaxmp._validate._run import MakeRun
-from jaxmp._validate._statistics import unseen_probability
+from jaxmp._validate._sections import figure_text
 from jaxmp._validate._store import Store
-from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, train
+from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, stack, train
 from jaxmp.errors import ValidationError
 
 # Part of the device memory that the states of all seeds may occupy in one program: a step needs
@@ -60,7 +61,9 @@ _CORRECTED = (
     " It is wider for {} candidates (Bonferroni): one of them passes wrongly with a probability of "
     "at most 5 %."
 )
-_UNSEEN = " A failure in one of 10 seeds does not occur in {} with a probability of {:.0f} %."
+# Share of seeds, one in so many, of the rare failures that the report mentions.
+_RARE = 10
+_UNSEEN = " A failure in one of {} seeds does not occur in {} with a probability of {:.0f} %."
 
 
 class Settings(NamedTuple):
@@ -117,20 +120,13 @@ def run_validation(
     budgets, count = list(settings.budgets.values()), len(settings.candidates)
     metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
     training = choose_training(reference.records, trained, budgets)
-    candidates = [
-        _compare(
-            (name, recipe.name),
-            (reference, results[name]),
-            (metrics, training),
-            settings.budgets[name],
-            count,
-        )
-        for name, recipe in settings.candidates.items()
-    ]
+    shared = (settings, results, metrics, training)
+    candidates = [_compare(*shared, name) for name in settings.candidates]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
-    reason = " ".join(dict.fromkeys(filter(None, [metrics[0].reason, *others])))
+    reason = metrics[0].reason
+    reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
     test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.seeds)
-    test += _UNSEEN.format(counted(seeds, "run"), 100 * unseen_probability(10, seeds))
+    test += _UNSEEN.format(_RARE, counted(seeds, "run"), 100 * (1 - 1 / _RARE) ** seeds)
     return ValidationReport(
         reference=settings.reference[0],
         seeds=settings.seeds,
@@ -171,10 +167,7 @@ def _notes(
     """Yields the comparisons that were not made."""
     others = [name for name in record.evaluations if name not in metrics]
     if others:
-        yield (
-            f"No verdict uses {', '.join(others)} of the evaluation. Declare the direction: "
-            f'metrics={{{others[0]!r}: "max"}}, or "min", or "two-sided".'
-        )
+        yield f"No verdict uses {', '.join(others)}; declare metrics={{{others[0]!r}: 'max'}}."
     if not any(candidate.gradients for candidate in candidates):
         yield (
             "Gradients were not compared, because the step does not return them: "
@@ -193,35 +186,30 @@ def _notes(
 
 
 def _compare(
-    names: tuple[str, str],
-    results: tuple[Trained, Trained],
-    choices: tuple[Sequence[MetricChoice], MetricChoice],
-    budget: Budget,
-    candidates: int,
+    settings: Settings,
+    results: Mapping[str, Trained],
+    metrics: Sequence[MetricChoice],
+    scale: MetricChoice,
+    name: str,
 ) -> CandidateResult:
     """Compares a candidate with the reference, and diagnoses a failure.
 
     Args:
-      names: names of the candidate and of its recipe.
-      results: results of the reference and of the candidate.
-      choices: the metrics, and the scale of the training loss.
-      budget: the budget of the candidate.
-      candidates: number of candidates.
+      settings: the arguments of the validation.
+      results: results of all recipes by name.
+      metrics: the metrics, the deciding one first.
+      scale: scale of the training loss.
+      name: the candidate.
     """
-    (name, recipe), (reference, candidate), (metrics, scale) = names, results, choices
-    checks, pairs, power = compare_metrics(
-        reference.records,
-        candidate.records,
-        metrics,
-        budget,
-        training=scale,
-        candidates=candidates,
-    )
-    training = compare_training(reference.records, candidate.records, scale)
-    steps, seeds = len(reference.records[0].losses), len(reference.records)
+    reference, candidate = results[settings.reference[0]], results[name]
+    budget, records = settings.budgets[name], (reference.records, candidate.records)
+    count = len(settings.candidates)
+    checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
+    training = compare_training(*records, scale)
+    steps = settings.schedule.steps * len(settings.seeds)
     gradients = candidate.measurements.gradients
     unit = scale.unit if scale.scale == "absolute" else 0.0
-    checks += compare_figures(gradients, training, budget, steps, seeds, unit)
+    checks += compare_figures(gradients, training, budget, steps, unit)
     decisive = overall(checks)
     causes = ()
     if decisive.verdict == FAIL:
@@ -238,7 +226,7 @@ def _compare(
         )
     return CandidateResult(
         name=name,
-        recipe=recipe,
+        recipe=settings.candidates[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, decisive, causes),
         causes=causes,
@@ -254,25 +242,20 @@ def _compare(
 
 
 def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
-    budget = f"budget {_figure(decisive.budget, decisive.scale)}"
-    margin = _figure(decisive.margin, decisive.scale)
+    figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
+    budget = f"budget {figure(decisive.budget)}"
     if decisive.verdict == FAIL:
         cause = f"{causes[0].summary}; " if causes else ""
         excess = decisive.value - decisive.budget
-        over = f", over it by {_figure(excess, decisive.scale)}" if np.isfinite(excess) else ""
+        over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
         return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
     if decisive.verdict == DIFFERS:
-        reason = "better than the reference by more than that"
-        if decisive.name == "loss_error":
-            reason = "so it computes another loss than the reference from the same parameters"
+        is_other = decisive.name == "loss_error"
+        reason = "another loss on the same parameters" if is_other else "better by more than that"
         return f"{name} DIFFERS: {decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
         return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
-    return f"{name} passes: {decisive.text}, {budget}, margin {margin}"
-
-
-def _figure(value: float, scale: str) -> str:
-    return f"{100 * value:.3g} %" if scale == "relative" else f"{value:.3g}"
+    return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
 
 
 def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
@@ -356,10 +339,7 @@ def _train_recipe(
     if len(missing) > 1 and same and in_one_program:
         on_run(name)
         each = [runs[seed] for seed in missing]
-        states, batches = (
-            _stack([r.arrays for r in each]),
-            _stack([r.first for r in each]),
-        )
+        states, batches = stack([r.arrays for r in each]), stack([r.first for r in each])
         stacked = make_program(first, states, batches, len(missing))
         compared = on_compare if missing[0] == seeds[0] else _ignore
         save(train(name, missing, each, stacked, schedule, on_compare=compared, on_step=on_steps))
@@ -379,7 +359,7 @@ def _train_recipe(
         save(train_one(seed))
     measurements = store.measurements(name) or Measurements()
     return Trained(
-        records=[_present(done[seed]) for seed in seeds],
+        records=[record for seed in seeds if (record := done[seed]) is not None],
         measurements=measurements,
         audit=report,
         program=size,
@@ -387,17 +367,8 @@ def _train_recipe(
     )
 
 
-def _present(record: TrainingRecord | None) -> TrainingRecord:
-    assert record is not None
-    return record
-
-
 def _ignore(index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
     """Compares nothing: only the first seed is compared."""
-
-
-def _stack(trees: list[PyTree]) -> PyTree:
-    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
 
 
 def _has_steps(store: Store, schedule: Schedule) -> bool:

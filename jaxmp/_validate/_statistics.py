@@ -64,11 +64,6 @@ class Interval(NamedTuple):
     deviation: float
     outlier: float = 0.0
 
-    @property
-    def half_width(self) -> float:
-        """Distance of the upper bound from the mean; NaN with a single seed."""
-        return math.nan if self.high is None else self.high - self.mean
-
 
 def paired_interval(differences: Sequence[float], candidates: int = 1) -> Interval:
     """Returns the mean of the differences and the bounds of its 95 % interval.
@@ -101,9 +96,7 @@ def _widths(rows: np.ndarray, candidates: int) -> tuple[np.ndarray, np.ndarray]:
     centred = rows - rows.mean(-1, keepdims=True)
     error = rows.std(-1, ddof=1) / math.sqrt(count)
     half = quantile_t(count, candidates) * error
-    if count < 3:
-        return half, half
-    third = (centred**3).sum(-1) * count / ((count - 1) * (count - 2))
+    third = (centred**3).sum(-1) * count / ((count - 1) * max(count - 2, 1))
     skewness = third / np.where(error > 0, error * math.sqrt(count), 1.0) ** 3
     shift = _SKEWNESS * skewness / math.sqrt(count) * error
     return half + np.maximum(-shift, 0), half + np.maximum(shift, 0)
@@ -165,16 +158,6 @@ def judge_interval(interval: Interval, budget: float, direction: str = "min") ->
     return PASS if is_inside and not has_outlier(interval, budget) else INCONCLUSIVE
 
 
-def unseen_probability(one_in: int, seeds: int) -> float:
-    """Returns the probability that a failure in one of `one_in` seeds does not occur in `seeds`.
-
-    Example:
-      >>> round(unseen_probability(10, 3), 3)
-      0.729
-    """
-    return (1 - 1 / one_in) ** seeds
-
-
 # ---------------------------------------------------------------------------
 # Power
 # ---------------------------------------------------------------------------
@@ -226,7 +209,6 @@ def _reach(seeds: int, candidates: int) -> float:
     By symmetry, it is also the distance of the lower bound below the true difference.
     """
     if seeds > _SIMULATED:
-        error = 1 / math.sqrt(seeds)
-        return error * (quantile_t(seeds, candidates) + float(special.ndtri(POWER)))
+        return (quantile_t(seeds, candidates) + special.ndtri(POWER)) / math.sqrt(seeds)
     rows = np.random.default_rng(seeds).normal(size=(_SAMPLES, seeds))
     return float(np.quantile(rows.mean(-1) + _widths(rows, candidates)[1], POWER))

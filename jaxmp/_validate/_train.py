@@ -203,8 +203,8 @@ def train(
     """
     start, excluded = time.perf_counter(), 0.0
     stacked = len(runs) > 1
-    stack = _stack if stacked else (lambda trees: trees[0])
-    arrays = stack([_trees.owned(run.arrays) for run in runs])
+    join = stack if stacked else (lambda trees: trees[0])
+    arrays = join([_trees.owned(run.arrays) for run in runs])
     sums, initial = [0] * len(runs), [checksum(run.params(run.arrays)) for run in runs]
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
@@ -225,7 +225,7 @@ def train(
         loaded = [as_arrays(each) for each in batches]
         for seed, run, each in zip(seeds, runs, loaded, strict=True):
             check_batch(run.first, each, f"{name}, seed {seed},", step)
-        batch = stack(loaded)
+        batch = join(loaded)
         if step in schedule.compare_steps:
             paused = time.perf_counter()
             pick = (lambda tree: jax.tree.map(lambda x: x[0], tree)) if stacked else (lambda x: x)
@@ -246,7 +246,8 @@ def train(
     ]
 
 
-def _stack(trees: list[PyTree]) -> PyTree:
+def stack(trees: list[PyTree]) -> PyTree:
+    """Stacks the arrays of several trees."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 

@@ -128,7 +128,7 @@ def validate(
         reference=(name, reference_recipe),
         candidates=recipes,
         budgets=resolve_budgets(budgets, recipes),
-        directions=check_directions(metrics),
+        directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
         vectorize=vectorize,

@@ -15,7 +15,6 @@ from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, lo
 from jaxmp.cli._output import check_output, console, write_file, write_json
 from jaxmp.errors import JaxmpError
 
-_DIFFERS_STATUS = 3
 _EXAMPLE = "jaxmp validate run.py:make_run --candidates bf16,fp16 --steps 500"
 
 
@@ -105,5 +104,5 @@ def validate(
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
-        raise typer.Exit(1 if FAIL in verdicts else _DIFFERS_STATUS if DIFFERS in verdicts else 0)
+        raise typer.Exit(1 if FAIL in verdicts else 3 if DIFFERS in verdicts else 0)
     report.check(baseline=before)
