@@ -366,8 +366,8 @@ def test_power_agrees_with_simulation():
         ]
         return np.mean(np.array(verdicts) == verdict)
 
-    assert share("pass", 0.0, seeds) >= 0.77 - 0.05  # outliers are inconclusive
-    assert share("pass", 0.0, seeds - 1) < 0.8
+    assert share("pass", 0.0, seeds) >= 0.77
+    assert share("pass", 0.0, seeds - 2) < 0.8
     excess = _statistics.detectable_excess(deviation, seeds)
     assert share("fail", budget + excess, seeds) == pytest.approx(0.8, abs=0.03)
     # A difference as large as the budget fails, or passes, in at most 2.5 % of all cases.
@@ -375,7 +375,7 @@ def test_power_agrees_with_simulation():
     assert share("pass", budget, seeds) <= 0.03
     assert _statistics.seeds_needed(budget / 20, budget) == 2
     large = _statistics.seeds_needed(4 * budget, budget)
-    assert 80 < large < 160 and share("pass", 0.0, seeds) >= 0.72
+    assert 80 < large < 160
 
 
 def records(name, finals, accuracy=None, first=2.0, metric="loss"):

@@ -176,12 +176,12 @@ def seeds_needed(deviation: float, budget: float, candidates: int = 1) -> int:
 
     Example:
       >>> seeds_needed(0.001, 0.005), seeds_needed(0.005, 0.005)
-      (3, 12)
+      (3, 13)
     """
     if not math.isfinite(deviation):
         return 0
-    counts = range(2, _MAX_SEEDS + 1)
-    return next((n for n in counts if deviation * _reach(n, candidates) <= budget), 0)
+    counts, power = range(2, _MAX_SEEDS + 1), POWER / (1 - OUTLIER_ALPHA)
+    return next((n for n in counts if deviation * _reach(n, candidates, power) <= budget), 0)
 
 
 def detectable_excess(deviation: float, seeds: int, candidates: int = 1) -> float:
@@ -199,16 +199,16 @@ def detectable_excess(deviation: float, seeds: int, candidates: int = 1) -> floa
     """
     if seeds < 2 or not math.isfinite(deviation):
         return math.nan
-    return deviation * _reach(seeds, candidates)
+    return deviation * _reach(seeds, candidates, POWER)
 
 
 @functools.cache
-def _reach(seeds: int, candidates: int) -> float:
-    """Returns the upper bound that 80 % of samples of a standard normal difference do not exceed.
+def _reach(seeds: int, candidates: int, power: float) -> float:
+    """Returns the upper bound that a share of samples of a standard normal does not exceed.
 
     By symmetry, it is also the distance of the lower bound below the true difference.
     """
     if seeds > _SIMULATED:
-        return (quantile_t(seeds, candidates) + special.ndtri(POWER)) / math.sqrt(seeds)
+        return (quantile_t(seeds, candidates) + special.ndtri(power)) / math.sqrt(seeds)
     rows = np.random.default_rng(seeds).normal(size=(_SAMPLES, seeds))
-    return float(np.quantile(rows.mean(-1) + _widths(rows, candidates)[1], POWER))
+    return float(np.quantile(rows.mean(-1) + _widths(rows, candidates)[1], power))
