@@ -36,7 +36,7 @@ import numpy as np
 import optax
 
 import jaxmp
-from jaxmp._validate._budget import Budget, choose_metric
+from jaxmp._validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._validate._compare import compare_metrics, compare_training, overall
 from jaxmp._validate._rows import TrainingRecord
 from validation_runs import LEARNING_RATE, byte_gpt, optimizer, text_batches
@@ -109,8 +109,8 @@ def cut(record: TrainingRecord, index: int) -> TrainingRecord:
 
 def judge(reference: list[TrainingRecord], candidate: list[TrainingRecord]) -> str:
     """Returns the verdict of `validate` on these seeds, from losses alone."""
-    checks, _, _ = compare_metrics(reference, candidate, choose_metric(reference), Budget())
-    compare_training(reference, candidate)
+    checks, _, _ = compare_metrics(reference, candidate, choose_metrics(reference), Budget())
+    compare_training(reference, candidate, choose_training(reference, candidate))
     return overall(checks).verdict
 
 

@@ -43,15 +43,16 @@ def assert_equivalent(
 ) -> ValidationReport:
     """Trains with a candidate and a reference precision, and raises unless they are equivalent.
 
-    An inconclusive result does not raise: the report that is returned states how many seeds would
-    decide.
+    A candidate that is better than the reference by more than its budget raises, too. An
+    inconclusive result does not: the report that is returned states how many seeds would decide.
 
     Args:
       make_run: `make_run(recipe, seed)` returns a `jaxmp.TrainingRun`.
       candidate: the recipe to check.
       reference: the recipe to compare with.
       baseline: an earlier report in a file that ends in `.json`. Figures may not be worse.
-      **options: further arguments of `jaxmp.validate`, such as `steps`, `seeds` and `budgets`.
+      **options: further arguments of `jaxmp.validate`, such as `steps`, `seeds`, `budgets`
+        and `metrics`.
 
     Returns:
       The report.

@@ -168,7 +168,10 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
 @EXPENSIVE
 def test_16_bit_batch_norm_statistics(is_fp32):
-    report = run(Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3))
+    seeds = 4 if is_fp32 else 2  # the interval of two seeds is too wide for a pass
+    report = run(
+        Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3), seeds=seeds
+    )
     if is_fp32:
         assert verdicts(report) == {"bf16": "pass"}
         return

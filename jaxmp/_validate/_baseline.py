@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxmp._validate._budget import is_higher_better
-from jaxmp._validate._compare import loss_difference
-from jaxmp._validate._rows import CandidateResult
+from jaxmp._validate._compare import metric_difference, relative_difference
+from jaxmp._validate._rows import TWO_SIDED, CandidateResult
 from jaxmp._validate._sections import figure_text
 from jaxmp._validate._statistics import paired_interval
 from jaxmp.errors import ValidationError
@@ -47,12 +46,13 @@ def find_regressions(report: ValidationReport, baseline: ValidationReport) -> li
                 f"The baseline was made with {name}={old!r}, and this report with {new!r}. Use "
                 f"the same arguments{_REMEDY}"
             )
-    deciding = [(each.metric.name, each.metric.scale) for each in (report, baseline)]
-    if deciding[0] != deciding[1]:
-        (new, scale), (old, old_scale) = deciding
+    new, old = report.metric, baseline.metric
+    if (new.name, new.scale, new.direction) != (old.name, old.scale, old.direction):
         raise ValidationError(
-            f"In the baseline, the {old_scale} difference of {old!r} decides, and in this report "
-            f"the {scale} difference of {new!r}. Return the same metrics from evaluate{_REMEDY}"
+            f"In the baseline, the {old.scale} difference of {old.name!r} decides "
+            f"({old.direction}), and in this report the {new.scale} difference of {new.name!r} "
+            f"({new.direction}). Return the same metrics from evaluate, and declare "
+            f"metrics={{{old.name!r}: {old.direction!r}}}{_REMEDY}"
         )
     earlier = {candidate.name: candidate for candidate in baseline.candidates}
     missing = [each.name for each in report.candidates if each.name not in earlier]
@@ -91,17 +91,18 @@ def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult)
 def _worse_metric(
     report: ValidationReport, new: CandidateResult, old: CandidateResult
 ) -> Iterator[str]:
-    sign = -1.0 if is_higher_better(report.metric.name) else 1.0
     scale = report.metric.scale
     differences = [
-        sign * loss_difference(before.candidate, after.candidate, scale)
+        metric_difference(before.candidate, after.candidate, report.metric)
         for before, after in zip(old.pairs, new.pairs, strict=True)
     ]
     interval = paired_interval(differences)
+    if report.metric.direction == TWO_SIDED and interval.mean < 0:
+        interval = paired_interval([-difference for difference in differences])
     low = interval.mean if interval.low is None else interval.low
     limit = LOSS_SHARE * new.checks[0].budget
     if math.isnan(interval.mean) or (low > 0 and interval.mean > limit):
-        value = math.expm1(interval.mean) if scale == "relative" else interval.mean
+        value = relative_difference(interval.mean, report.metric)
         yield (
             f"the held-out {report.metric.name} is worse by {figure_text(value, scale)} than in "
             "the baseline."

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmp._validate._budget import LOSS, Budget, initial_loss, is_higher_better
+from jaxmp._validate._budget import Budget, choose_training, final_loss, limit_of, smooth
 from jaxmp._validate._rows import (
+    DIFFERS,
     FAIL,
     INCONCLUSIVE,
+    MAX,
     PASS,
+    TWO_SIDED,
     Comparison,
     GradientRow,
     MetricChoice,
@@ -24,14 +27,13 @@ from jaxmp._validate._sections import figure_text, label
 from jaxmp._validate._statistics import (
     Interval,
     detectable_excess,
+    has_outlier,
     judge_interval,
     paired_interval,
     seeds_needed,
 )
 
 Records = Sequence[TrainingRecord]
-# Share of the steps at the end over which the training loss is averaged.
-_LAST = 0.1
 # Spacing of FP32 numbers, relative to their magnitude: evaluations return FP32 metrics.
 _SPACING = 2.0**-23
 # Quantiles of the gradient norms.
@@ -43,28 +45,40 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def compare_metrics(
-    reference: Records, candidate: Records, metric: MetricChoice, budget: Budget
+    reference: Records,
+    candidate: Records,
+    metrics: Sequence[MetricChoice],
+    budget: Budget,
+    training: MetricChoice | None = None,
+    candidates: int = 1,
 ) -> tuple[list[Comparison], list[SeedPair], Power]:
     """Compares final metrics and training losses.
+
+    Args:
+      reference: records of the reference.
+      candidate: records of the candidate.
+      metrics: the metrics, the deciding one first.
+      budget: the budget of the candidate.
+      training: scale of the training loss; None: that of these records.
+      candidates: number of candidates, for which the intervals are corrected.
 
     Returns:
       The comparisons with the deciding metric first, its values for each seed, and the power of
       its test.
     """
-    pairs = seed_pairs(reference, candidate, metric)
-    limit = _limit(metric, budget, reference)
-    checks = [_tested(f"held_out_{metric.name}", pairs, limit, metric.scale)]
-    loss = MetricChoice(name=LOSS, scale=metric.scale)
-    loss_limit = _limit(loss, budget, reference)
-    if metric.name != LOSS and LOSS in reference[0].evaluations:
-        others = seed_pairs(reference, candidate, loss)
-        checks.append(_tested("held_out_loss", others, loss_limit, metric.scale))
+    training = training or choose_training(reference, candidate, [budget])
+    pairs = [seed_pairs(reference, candidate, metric) for metric in metrics]
+    checks = [
+        _tested(f"held_out_{metric.name}", each, metric, budget, candidates)
+        for metric, each in zip(metrics, pairs, strict=True)
+    ]
     finals = [
-        _pair(first.seed, _final_loss(first), _final_loss(second), loss)
+        _pair(first.seed, final_loss(first), final_loss(second), training)
         for first, second in zip(reference, candidate, strict=True)
     ]
-    checks.append(_tested("final_loss", finals, loss_limit, metric.scale))
-    return checks, pairs, _power(pairs, reference, metric, limit)
+    checks.append(_tested("final_loss", finals, training, budget, candidates))
+    power = _power(pairs[0], reference, metrics[0], limit_of(metrics[0], budget), candidates)
+    return checks, pairs[0], power
 
 
 def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> list[SeedPair]:
@@ -77,52 +91,47 @@ def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> 
 
 
 def _pair(seed: int, reference: float, candidate: float, metric: MetricChoice) -> SeedPair:
-    sign = -1.0 if is_higher_better(metric.name) else 1.0
-    difference = sign * loss_difference(reference, candidate, metric.scale)
+    difference = metric_difference(reference, candidate, metric)
     return SeedPair(seed=seed, reference=reference, candidate=candidate, difference=difference)
 
 
-def loss_difference(reference: float, candidate: float, scale: str) -> float:
-    """Returns log(candidate / reference), or the difference if the scale is absolute."""
-    if not math.isfinite(candidate):
+def metric_difference(reference: float, candidate: float, metric: MetricChoice) -> float:
+    """Returns log(candidate / reference) or the difference; positive if the candidate is worse."""
+    sign = -1.0 if metric.direction == MAX else 1.0
+    if not (math.isfinite(reference) and math.isfinite(candidate)):
         return math.nan
-    if scale == "absolute":
-        return candidate - reference
-    return math.log(candidate / reference) if candidate > 0 and reference > 0 else math.nan
-
-
-def _limit(metric: MetricChoice, budget: Budget, reference: Records) -> float:
-    """Returns the budget of a metric in the unit of its differences."""
-    if is_higher_better(metric.name):
-        largest = max(max(record.evaluations[metric.name]) for record in reference)
-        return budget.accuracy * (100 if largest > 1.5 else 1)
     if metric.scale == "absolute":
-        return budget.loss * initial_loss(reference)
-    return math.log1p(budget.loss)
+        return sign * (candidate - reference)
+    return sign * math.log(candidate / reference) if candidate > 0 and reference > 0 else math.nan
 
 
-def _final_loss(record: TrainingRecord) -> float:
-    last = max(1, round(_LAST * len(record.losses)))
-    return float(np.mean(record.losses[-last:]))
-
-
-def _tested(name: str, pairs: Sequence[SeedPair], limit: float, scale: str) -> Comparison:
+def _tested(
+    name: str, pairs: Sequence[SeedPair], metric: MetricChoice, budget: Budget, candidates: int
+) -> Comparison:
     """Returns the comparison of paired differences with a budget."""
-    interval = _without_rounding(paired_interval([pair.difference for pair in pairs]), pairs, scale)
-    verdict = judge_interval(interval, limit)
+    limit, scale = limit_of(metric, budget), metric.scale
+    ratio = lambda value: relative_difference(value, metric)
+    interval = paired_interval([pair.difference for pair in pairs], candidates)
+    interval = _without_rounding(interval, pairs, scale)
+    verdict = judge_interval(interval, limit, metric.direction)
     bound = interval.mean if interval.high is None else interval.high
-    text = f"{label(name)} {_shown(interval.mean, scale)}"
+    if metric.direction == TWO_SIDED:
+        bound = max(bound, -(interval.mean if interval.low is None else interval.low))
+    text = f"{label(name)} {_shown(interval.mean, metric)}"
     if interval.low is not None and interval.high is not None and math.isfinite(interval.mean):
-        low, high = (_shown(x, scale) for x in (interval.low, interval.high))
+        low, high = (_shown(x, metric) for x in (interval.low, interval.high))
         text += f" ({low} to {high})"
+    if verdict == INCONCLUSIVE and has_outlier(interval, limit):
+        far = _shown(interval.outlier, metric).lstrip("+")
+        text += f" with an outlier, one seed at {far} from the others"
     return Comparison(
         name=name,
         verdict=verdict,
-        value=_ratio(interval.mean, scale),
-        low=None if interval.low is None else _ratio(interval.low, scale),
-        high=None if interval.high is None else _ratio(interval.high, scale),
-        budget=_ratio(limit, scale),
-        margin=_ratio(limit, scale) - _ratio(bound, scale),
+        value=ratio(interval.mean),
+        low=None if interval.low is None else ratio(interval.low),
+        high=None if interval.high is None else ratio(interval.high),
+        budget=ratio(limit),
+        margin=ratio(limit) - ratio(bound),
         scale=scale,
         text=text,
     )
@@ -139,27 +148,36 @@ def _without_rounding(interval: Interval, pairs: Sequence[SeedPair], scale: str)
     return interval._replace(mean=0.0, low=low, high=high)
 
 
-def _ratio(value: float, scale: str) -> float:
-    """Converts a difference of logarithms to a ratio minus 1."""
-    return math.expm1(min(value, 700.0)) if scale == "relative" else value
+def relative_difference(value: float, metric: MetricChoice) -> float:
+    """Converts a difference of logarithms to a ratio minus 1; positive if the candidate is worse.
+
+    Example:
+      >>> relative_difference(math.log(2), MetricChoice(direction="max"))
+      0.5
+    """
+    if metric.scale == "absolute":
+        return value
+    return -math.expm1(-value) if metric.direction == MAX else math.expm1(min(value, 700.0))
 
 
-def _shown(value: float, scale: str) -> str:
-    return figure_text(_ratio(value, scale), scale)
+def _shown(value: float, metric: MetricChoice) -> str:
+    return figure_text(relative_difference(value, metric), metric.scale)
 
 
-def _power(pairs: list[SeedPair], reference: Records, metric: MetricChoice, limit: float) -> Power:
-    interval = paired_interval([pair.difference for pair in pairs])
+def _power(
+    pairs: list[SeedPair], reference: Records, metric: MetricChoice, limit: float, candidates: int
+) -> Power:
+    interval = paired_interval([pair.difference for pair in pairs], candidates)
     values = [pair.reference for pair in pairs]
     if metric.scale == "relative" and min(values) > 0:
         values = [math.log(value) for value in values]
     unpaired = paired_interval(values).deviation
-    needed = seeds_needed(interval.deviation, limit)
-    excess = detectable_excess(interval.deviation, len(pairs))
+    needed = seeds_needed(interval.deviation, limit, candidates)
+    excess = detectable_excess(interval.deviation, len(pairs), candidates)
     power = Power(
         deviation=interval.deviation,
         unpaired_deviation=unpaired,
-        interval=interval.half_width,
+        interval=math.nan if interval.high is None else interval.high - interval.mean,
         detectable=excess,
         seeds_needed=needed,
     )
@@ -172,7 +190,7 @@ def _power_text(
     if not math.isfinite(power.deviation):
         cause = "one seed" if len(pairs) < 2 else "a run without a finite result"
         return f"With {cause}, the difference has no interval; use seeds=3 or more."
-    shown = lambda value: _shown(value, metric.scale).lstrip("+")
+    shown = lambda value: _shown(value, metric).lstrip("+")
     needed = f"{power.seeds_needed} seeds" if power.seeds_needed else "more than 1,000 seeds"
     return (
         f"The paired differences of {metric.name} have a standard deviation of "
@@ -185,24 +203,30 @@ def _power_text(
 
 
 def compare_figures(
-    gradients: Sequence[GradientRow], training: TrainingRow, budget: Budget, steps: int, seeds: int
+    gradients: Sequence[GradientRow], training: TrainingRow, budget: Budget, steps: int, unit: float
 ) -> list[Comparison]:
-    """Compares the errors of gradients and the skipped steps with their budgets."""
+    """Compares the errors of gradients and losses, and the skipped steps, with their budgets.
+
+    Errors of losses below `unit` are relative to it; `steps` are those of all seeds.
+    """
     checks = []
     if gradients:
         error = float(np.median([row.error for row in gradients]))
         checks.append(_measured("gradient_error", error, budget.gradient))
-    share = training.skipped_after_warmup / max(steps * seeds, 1)
+        errors = [row.loss_error * min(1.0, abs(row.loss) / (unit or 1e-30)) for row in gradients]
+        error = float(np.median(errors))
+        checks.append(_measured("loss_error", error, budget.loss_error, DIFFERS))
+    share = training.skipped_after_warmup / max(steps, 1)
     checks.append(_measured("skipped_steps", share, budget.skipped))
     return checks
 
 
-def _measured(name: str, value: float, budget: float) -> Comparison:
+def _measured(name: str, value: float, budget: float, otherwise: str = FAIL) -> Comparison:
     """Returns the comparison of a figure without an interval."""
     text = f"{label(name)} {figure_text(value, 'relative', sign=False)}"
     return Comparison(
         name=name,
-        verdict=PASS if value <= budget else FAIL,
+        verdict=PASS if value <= budget else otherwise,
         value=value,
         budget=budget,
         margin=budget - value,
@@ -211,8 +235,8 @@ def _measured(name: str, value: float, budget: float) -> Comparison:
 
 
 def overall(checks: Sequence[Comparison]) -> Comparison:
-    """Returns the comparison that decides: the first failing, inconclusive or passing one."""
-    for verdict in (FAIL, INCONCLUSIVE):
+    """Returns the comparison that decides: the first that fails, or else differs, and so on."""
+    for verdict in (FAIL, DIFFERS, INCONCLUSIVE):
         for check in checks:
             if check.verdict == verdict:
                 return check
@@ -224,19 +248,25 @@ def overall(checks: Sequence[Comparison]) -> Comparison:
 # ---------------------------------------------------------------------------
 
 
-def compare_training(reference: Records, candidate: Records) -> TrainingRow:
-    """Compares curves, gradient norms, skipped steps, loss scales and parameter norms."""
+def compare_training(reference: Records, candidate: Records, choice: MetricChoice) -> TrainingRow:
+    """Compares curves, gradient norms, skipped steps, loss scales and parameter norms.
+
+    Args:
+      reference: records of the reference.
+      candidate: records of the candidate.
+      choice: scale of the training loss.
+    """
     steps = len(reference[0].losses)
-    first, second = (np.array([_smooth(r.losses) for r in rs]) for rs in (reference, candidate))
+    first, second = (np.array([smooth(r.losses) for r in rs]) for rs in (reference, candidate))
     low, high, mean = first.min(axis=0), first.max(axis=0), second.mean(axis=0)
     inside = np.mean((mean >= low) & (mean <= high)) if len(reference) > 1 else math.nan
     skipped = [step for record in candidate for step in record.skipped]
     scales = [record.loss_scales[-1] for record in candidate]
     return TrainingRow(
         curve_distance=float(
-            np.mean([_distance(a, b) for a, b in zip(first, second, strict=True)])
+            np.mean([_distance(a, b, choice) for a, b in zip(first, second, strict=True)])
         ),
-        curve_band=_band(first),
+        curve_band=_band(first, choice),
         curve_inside=float(inside),
         gradient_norm_ratio=_norm_ratio(reference, candidate),
         gradient_norm_quantiles=_norm_quantiles(reference, candidate),
@@ -248,26 +278,22 @@ def compare_training(reference: Records, candidate: Records) -> TrainingRow:
     )
 
 
-def _smooth(losses: Sequence[float]) -> np.ndarray:
-    """Returns the running mean of the losses over a twentieth of the steps."""
-    width = max(1, len(losses) // 20)
-    return np.convolve(np.asarray(losses, np.float64), np.ones(width) / width, mode="valid")
-
-
-def _distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the mean of |log(y / x)|; infinite if a loss is not positive and finite."""
-    if not (np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
+def _distance(x: np.ndarray, y: np.ndarray, choice: MetricChoice) -> float:
+    """Returns the mean distance of two curves; infinite if a value is not finite."""
+    if not np.isfinite(y).all():
         return math.inf
-    return float(np.mean(np.abs(np.log(y / x))))
+    if choice.scale == "absolute":
+        return float(np.mean(np.abs(y - x))) / choice.unit
+    return float(np.mean(np.abs(np.log(y / x)))) if (y > 0).all() else math.inf
 
 
-def _band(curves: np.ndarray) -> float:
-    pairs = [_distance(curves[i], curves[j]) for i in range(len(curves)) for j in range(i)]
+def _band(curves: np.ndarray, choice: MetricChoice) -> float:
+    pairs = [_distance(curves[i], curves[j], choice) for i in range(len(curves)) for j in range(i)]
     return float(np.mean(pairs)) if pairs else math.nan
 
 
 def _norms(records: Records) -> np.ndarray:
-    return np.array([record.gradient_norms for record in records], np.float64).ravel()
+    return np.concatenate([np.asarray(record.gradient_norms, np.float64) for record in records])
 
 
 def _norm_ratio(reference: Records, candidate: Records) -> float:

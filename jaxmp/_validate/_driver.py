@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +14,12 @@ import numpy as np
 
 from jaxmp._audit import AuditReport, audit
 from jaxmp._audit._section import abbreviate
+from jaxmp._audit._units import counted
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
-from jaxmp._validate._budget import Budget, choose_metric, format_of
+from jaxmp._validate._budget import Budget, choose_metrics, choose_training, format_of
 from jaxmp._validate._compare import (
     compare_figures,
     compare_metrics,
@@ -28,10 +31,21 @@ from jaxmp._validate._probe import Measurements, leaves_of, make_probe
 from jaxmp._validate._progress import OnRun, OnSteps
 from jaxmp._validate._pure import PureRun, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
-from jaxmp._validate._rows import FAIL, INCONCLUSIVE, CandidateResult, ProgramRow, TrainingRecord
+from jaxmp._validate._rows import (
+    DIFFERS,
+    FAIL,
+    INCONCLUSIVE,
+    CandidateResult,
+    Cause,
+    Comparison,
+    MetricChoice,
+    ProgramRow,
+    TrainingRecord,
+)
 from jaxmp._validate._run import MakeRun
+from jaxmp._validate._sections import figure_text
 from jaxmp._validate._store import Store
-from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, train
+from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, stack, train
 from jaxmp.errors import ValidationError
 
 # Part of the device memory that the states of all seeds may occupy in one program: a step needs
@@ -39,9 +53,17 @@ from jaxmp.errors import ValidationError
 _STATE_SHARE = 0.2
 _TEST = (
     "The test is a paired t test over the seeds: a candidate passes if the upper bound of the "
-    "one-sided 95 % interval of its mean difference is within the budget, and fails if the lower "
-    "bound is above."
+    "95 % interval of its mean difference is within the budget, and fails if the lower bound is "
+    "above. If the upper bound is below minus the budget, it differs. The interval assumes that "
+    "the differences are normal, or skewed as lognormal ones with sigma of at most 0.5."
 )
+_CORRECTED = (
+    " It is wider for {} candidates (Bonferroni): one of them passes wrongly with a probability of "
+    "at most 5 %."
+)
+# Share of seeds, one in so many, of the rare failures that the report mentions.
+_RARE = 10
+_UNSEEN = " A failure in one of {} seeds does not occur in {} with a probability of {:.0f} %."
 
 
 class Settings(NamedTuple):
@@ -50,6 +72,7 @@ class Settings(NamedTuple):
     reference: tuple[str, Recipe]
     candidates: Mapping[str, Recipe]
     budgets: Mapping[str, Budget]
+    directions: Mapping[str, str]
     seeds: tuple[int, ...]
     schedule: Schedule
     vectorize: bool | None
@@ -91,25 +114,31 @@ def run_validation(
         if name == settings.reference[0]:
             _check_finite(results[name].records)
     reference = results[settings.reference[0]]
-    metric = choose_metric(reference.records)
-    candidates = []
-    for name, recipe in settings.candidates.items():
+    for name in settings.candidates:
         _check_data(reference.records, results[name].records)
-        candidates.append(
-            judge(name, recipe.name, reference, results[name], metric, settings.budgets[name])
-        )
+    trained = [record for name in settings.candidates for record in results[name].records]
+    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
+    training = choose_training(reference.records, trained, budgets)
+    shared = (settings, results, metrics, training)
+    candidates = [_compare(*shared, name) for name in settings.candidates]
+    others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
+    reason = metrics[0].reason
+    reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
+    test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.seeds)
+    test += _UNSEEN.format(_RARE, counted(seeds, "run"), 100 * (1 - 1 / _RARE) ** seeds)
     return ValidationReport(
         reference=settings.reference[0],
         seeds=settings.seeds,
         steps=settings.schedule.steps,
         eval_steps=settings.schedule.eval_steps,
         compare_steps=settings.schedule.compare_steps,
-        metric=metric,
-        test=_TEST,
+        metric=dataclasses.replace(metrics[0], reason=reason),
+        test=test,
         candidates=tuple(candidates),
         runs=tuple(record for trained in results.values() for record in trained.records),
         program=reference.program,
-        notes=tuple(_notes(candidates)),
+        notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference.records[0])),
     )
 
 
@@ -132,8 +161,13 @@ def _check_finite(reference: Sequence[TrainingRecord]) -> None:
         )
 
 
-def _notes(candidates: Sequence[CandidateResult]) -> Iterator[str]:
+def _notes(
+    candidates: Sequence[CandidateResult], metrics: Sequence[str], record: TrainingRecord
+) -> Iterator[str]:
     """Yields the comparisons that were not made."""
+    others = [name for name in record.evaluations if name not in metrics]
+    if others:
+        yield f"No verdict uses {', '.join(others)}; declare metrics={{{others[0]!r}: 'max'}}."
     if not any(candidate.gradients for candidate in candidates):
         yield (
             "Gradients were not compared, because the step does not return them: "
@@ -151,20 +185,31 @@ def _notes(candidates: Sequence[CandidateResult]) -> Iterator[str]:
         )
 
 
-def judge(
+def _compare(
+    settings: Settings,
+    results: Mapping[str, Trained],
+    metrics: Sequence[MetricChoice],
+    scale: MetricChoice,
     name: str,
-    recipe: str,
-    reference: Trained,
-    candidate: Trained,
-    metric: Any,
-    budget: Budget,
 ) -> CandidateResult:
-    """Compares a candidate with the reference, and diagnoses a failure."""
-    checks, pairs, power = compare_metrics(reference.records, candidate.records, metric, budget)
-    training = compare_training(reference.records, candidate.records)
-    steps, seeds = len(reference.records[0].losses), len(reference.records)
+    """Compares a candidate with the reference, and diagnoses a failure.
+
+    Args:
+      settings: the arguments of the validation.
+      results: results of all recipes by name.
+      metrics: the metrics, the deciding one first.
+      scale: scale of the training loss.
+      name: the candidate.
+    """
+    reference, candidate = results[settings.reference[0]], results[name]
+    budget, records = settings.budgets[name], (reference.records, candidate.records)
+    count = len(settings.candidates)
+    checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
+    training = compare_training(*records, scale)
+    steps = settings.schedule.steps * len(settings.seeds)
     gradients = candidate.measurements.gradients
-    checks += compare_figures(gradients, training, budget, steps, seeds)
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    checks += compare_figures(gradients, training, budget, steps, unit)
     decisive = overall(checks)
     causes = ()
     if decisive.verdict == FAIL:
@@ -181,7 +226,7 @@ def judge(
         )
     return CandidateResult(
         name=name,
-        recipe=recipe,
+        recipe=settings.candidates[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, decisive, causes),
         causes=causes,
@@ -196,21 +241,21 @@ def judge(
     )
 
 
-def _headline(name: str, decisive: Any, causes: Sequence[Any]) -> str:
-    budget = f"budget {_figure(decisive.budget, decisive.scale)}"
-    margin = _figure(decisive.margin, decisive.scale)
+def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
+    figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
+    budget = f"budget {figure(decisive.budget)}"
     if decisive.verdict == FAIL:
         cause = f"{causes[0].summary}; " if causes else ""
         excess = decisive.value - decisive.budget
-        over = f", over it by {_figure(excess, decisive.scale)}" if np.isfinite(excess) else ""
+        over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
         return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
+    if decisive.verdict == DIFFERS:
+        is_other = decisive.name == "loss_error"
+        reason = "another loss on the same parameters" if is_other else "better by more than that"
+        return f"{name} DIFFERS: {decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
         return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
-    return f"{name} passes: {decisive.text}, {budget}, margin {margin}"
-
-
-def _figure(value: float, scale: str) -> str:
-    return f"{100 * value:.3g} %" if scale == "relative" else f"{value:.3g}"
+    return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
 
 
 def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
@@ -294,10 +339,7 @@ def _train_recipe(
     if len(missing) > 1 and same and in_one_program:
         on_run(name)
         each = [runs[seed] for seed in missing]
-        states, batches = (
-            _stack([r.arrays for r in each]),
-            _stack([r.first for r in each]),
-        )
+        states, batches = stack([r.arrays for r in each]), stack([r.first for r in each])
         stacked = make_program(first, states, batches, len(missing))
         compared = on_compare if missing[0] == seeds[0] else _ignore
         save(train(name, missing, each, stacked, schedule, on_compare=compared, on_step=on_steps))
@@ -317,7 +359,7 @@ def _train_recipe(
         save(train_one(seed))
     measurements = store.measurements(name) or Measurements()
     return Trained(
-        records=[_present(done[seed]) for seed in seeds],
+        records=[record for seed in seeds if (record := done[seed]) is not None],
         measurements=measurements,
         audit=report,
         program=size,
@@ -325,17 +367,8 @@ def _train_recipe(
     )
 
 
-def _present(record: TrainingRecord | None) -> TrainingRecord:
-    assert record is not None
-    return record
-
-
 def _ignore(index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
     """Compares nothing: only the first seed is compared."""
-
-
-def _stack(trees: list[PyTree]) -> PyTree:
-    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
 
 
 def _has_steps(store: Store, schedule: Schedule) -> bool:

@@ -232,6 +232,7 @@ def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
         reference_stalled=reference.stalled,
         update_ratio=candidate.update / reference.update if reference.update else float("nan"),
         loss_error=abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30),
+        loss=reference.loss,
     )
 
 

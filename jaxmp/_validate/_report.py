@@ -2,16 +2,19 @@
 
 `ValidationReport.to_dict()` returns the fields of the dataclasses below, with the same names, as
 dicts, lists, strings and numbers; tuples become lists. Two fields precede them: `schema`
-("jaxmp.validation") and `schema_version` (1; it increases when a field is removed or changes its
-meaning). Non-finite numbers are the strings "nan", "inf" and "-inf", which `float` converts. The
-lists of a `TrainingRecord` are parallel: `losses`, `gradient_norms` and `loss_scales` have an
-item per step, `evaluations` and `weight_norms` an item per item of `eval_steps`.
+("jaxmp.validation") and `schema_version` (2; it increases when a field is removed or changes its
+meaning; version 1, without the verdict "differs", the directions of metrics and `loss` of the
+gradients, can be read, too). Non-finite numbers are the strings "nan", "inf" and "-inf", which
+`float` converts. The lists of a `TrainingRecord` are parallel: `losses`, `gradient_norms` and
+`loss_scales` have an item per step, `evaluations` and `weight_norms` an item per item of
+`eval_steps`.
 
     {
-      "schema": "jaxmp.validation", "schema_version": 1,
+      "schema": "jaxmp.validation", "schema_version": 2,
       "ok": false, "reference": "fp32", "seeds": [0, 1, 2], "steps": 250,
       "eval_steps": [0, 50, 100, 150, 200, 250], "compare_steps": [0, 16, 249],
-      "metric": {"name": "loss", "scale": "relative", "reason": "..."},
+      "metric": {"name": "loss", "scale": "relative", "reason": "...", "direction": "min",
+                 "unit": 2.19},
       "test": "Paired t interval ...",
       "candidates": [{
         "name": "fp16", "recipe": "fp16", "verdict": "fail", "headline": "fp16 FAILS: ...",
@@ -43,8 +46,10 @@ from pathlib import Path
 from jaxmp._audit._render import WIDTH, plain_text
 from jaxmp._core._typing import RichRenderable
 from jaxmp._validate._baseline import find_regressions
+from jaxmp._validate._budget import direction_of
 from jaxmp._validate._page import render_page
 from jaxmp._validate._rows import (
+    DIFFERS,
     FAIL,
     CandidateResult,
     JSONValue,
@@ -57,7 +62,7 @@ from jaxmp._validate._rows import (
 from jaxmp._validate._sections import report_sections
 from jaxmp.errors import ValidationError, ValidationFailedError
 
-SCHEMA, SCHEMA_VERSION = "jaxmp.validation", 1
+SCHEMA, SCHEMA_VERSION = "jaxmp.validation", 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +100,8 @@ class ValidationReport:
 
     @property
     def ok(self) -> bool:
-        """True if no candidate fails; a candidate may be inconclusive."""
-        return all(candidate.verdict != FAIL for candidate in self.candidates)
+        """True if no candidate fails or differs; a candidate may be inconclusive."""
+        return all(candidate.verdict not in (FAIL, DIFFERS) for candidate in self.candidates)
 
     def __getitem__(self, name: str) -> CandidateResult:
         """Returns the result of a candidate.
@@ -111,7 +116,7 @@ class ValidationReport:
         raise ValidationError(f"The report has no candidate {name!r}; it has {names}.")
 
     def check(self, *, baseline: ValidationReport | str | os.PathLike[str] | None = None) -> None:
-        """Raises an exception if a candidate fails; for the tests of a project.
+        """Raises an exception if a candidate fails or differs; for the tests of a project.
 
         Args:
           baseline: an earlier report of the same seeds and steps, its JSON text, or a path that
@@ -119,11 +124,11 @@ class ValidationReport:
             kernels than there fails, too.
 
         Raises:
-          ValidationFailedError: with the headline of each candidate that fails, and each figure
-            that is worse than in the baseline.
+          ValidationFailedError: with the headline of each candidate that fails or differs, and
+            each figure that is worse than in the baseline.
           ValidationError: if the baseline cannot be read, or has other seeds or steps.
         """
-        failed = [each.headline for each in self.candidates if each.verdict == FAIL]
+        failed = [each.headline for each in self.candidates if each.verdict in (FAIL, DIFFERS)]
         if baseline is not None:
             failed += find_regressions(self, read_report(baseline))
         if failed:
@@ -198,7 +203,9 @@ class ValidationReport:
             data = json.loads(text)
             schema = data.pop("schema"), data.pop("schema_version")
             data.pop("ok")
-            if schema != (SCHEMA, SCHEMA_VERSION):
+            if schema == (SCHEMA, 1):
+                data["metric"]["direction"] = direction_of(data["metric"]["name"])
+            elif schema != (SCHEMA, SCHEMA_VERSION):
                 raise ValueError(f"its schema is {schema}, not {(SCHEMA, SCHEMA_VERSION)}")
             return from_plain(cls, data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

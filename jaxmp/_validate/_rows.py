@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
-PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+PASS, FAIL, INCONCLUSIVE, DIFFERS = "pass", "fail", "inconclusive", "differs"
+# Directions of metrics: which values are better.
+MIN, MAX, TWO_SIDED = "min", "max", "two-sided"
 
 # Data that `json.dumps` accepts.
 JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
@@ -24,11 +26,16 @@ class MetricChoice:
       scale: "relative": differences are relative to the reference; "absolute": they are in units
         of the metric.
       reason: the reason for this choice, in one or two sentences.
+      direction: "min" if smaller values are better, "max" if larger ones are, and "two-sided" if it
+        is not known: then, a difference in either direction fails.
+      unit: magnitude of the metric, of which budgets are shares if the scale is absolute.
     """
 
     name: str = "loss"
     scale: str = "relative"
     reason: str = ""
+    direction: str = MIN
+    unit: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +43,11 @@ class Comparison:
     """Measured figure of a candidate and its budget.
 
     Args:
-      name: "held_out_loss", "final_loss", "held_out_accuracy", "gradient_error", "curve", ...
-      verdict: "pass", "fail" or "inconclusive".
-      value: the measured figure; larger is worse.
-      low: lower bound of its one-sided 95 % interval; None if the figure has no interval.
-      high: upper bound of its one-sided 95 % interval; None if the figure has no interval.
+      name: "held_out_loss", "final_loss", "held_out_accuracy", "gradient_error", "loss_error", ...
+      verdict: "pass", "fail", "differs" or "inconclusive".
+      value: the measured figure; larger is worse, except of a two-sided metric.
+      low: lower bound of its 95 % interval; None if the figure has no interval.
+      high: upper bound of its 95 % interval; None if the figure has no interval.
       budget: the largest value that passes.
       margin: budget - high, or budget - value without an interval; negative if it does not pass.
       scale: "relative" (a ratio minus 1; print as percent) or "absolute".
@@ -87,7 +94,7 @@ class SeedPair:
       reference: the metric of the reference.
       candidate: the metric of the candidate.
       difference: log(candidate / reference) if the scale is relative, otherwise the difference;
-        positive if the candidate is worse.
+        positive if the candidate is worse, or larger if the metric is two-sided.
     """
 
     seed: int
@@ -103,7 +110,7 @@ class Power:
     Args:
       deviation: standard deviation of the paired differences over the seeds.
       unpaired_deviation: standard deviation of the reference over its own seeds, in the same unit.
-      interval: half width of the one-sided 95 % interval of the mean difference.
+      interval: distance of the upper bound of the 95 % interval from the mean difference.
       detectable: smallest true difference above zero that would fail the budget with a probability
         of at least 80 %, minus the budget.
       seeds_needed: number of seeds with which a true difference of zero passes with a probability
@@ -136,6 +143,7 @@ class GradientRow:
       update_ratio: norm of the candidate's update, from its own optimizer state, over that of the
         reference; NaN if the reference's update is zero.
       loss_error: absolute difference of the loss of this batch over that of the reference.
+      loss: loss of this batch in the reference; NaN in reports of earlier versions.
     """
 
     step: int
@@ -148,6 +156,7 @@ class GradientRow:
     reference_stalled: float = 0.0
     update_ratio: float = 1.0
     loss_error: float = 0.0
+    loss: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +214,8 @@ class TrainingRow:
 
     Args:
       curve_distance: mean over steps of |log(candidate / reference)| of the smoothed training
-        loss, averaged over seeds.
+        loss, averaged over seeds; of the absolute difference over its unit if that loss is not
+        compared by ratios.
       curve_band: the same distance between pairs of seeds of the reference, averaged.
       curve_inside: share of the steps at which the candidate's mean curve is within the range of
         the reference's seeds.
@@ -294,7 +304,9 @@ class CandidateResult:
     Args:
       name: name of the candidate.
       recipe: name of its recipe, or its policy.
-      verdict: "pass", "fail" or "inconclusive" (the interval contains the budget).
+      verdict: "pass", "fail", "differs" (better than the reference by more than the budget, or
+        another loss on identical parameters) or "inconclusive" (the interval contains the budget,
+        or one seed is an outlier).
       headline: the verdict in one line, with number, budget, margin and the cause of a failure.
       causes: diagnosed causes, the most important first; empty for a candidate that passes.
       checks: comparisons with budgets; the first failing one decides the headline.

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from jaxmp._audit._section import Fix, Section, nonempty
 from jaxmp._audit._units import counted
-from jaxmp._validate._rows import FAIL, PASS, CandidateResult, Comparison, TrainingRow
+from jaxmp._validate._rows import DIFFERS, FAIL, PASS, CandidateResult, Comparison, TrainingRow
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport
 
 # Modules of a table without `full`.
 _MAX_MODULES = 6
-_MOODS = {PASS: "good", FAIL: "bad"}
+_MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad"}
+# Figures without a sign; the others are differences.
+_ERRORS = ("gradient_error", "loss_error")
 
 
 def report_sections(report: ValidationReport, full: bool) -> list[Section]:
@@ -44,10 +46,7 @@ def _figures(report: ValidationReport) -> Section:
         (
             each.name,
             label(comparison.name),
-            # An error has no sign; the other figures are differences.
-            figure_text(
-                comparison.value, comparison.scale, sign=comparison.name != "gradient_error"
-            ),
+            figure_text(comparison.value, comparison.scale, sign=comparison.name not in _ERRORS),
             _interval_text(comparison),
             figure_text(comparison.budget, comparison.scale, sign=False),
             comparison.verdict,

@@ -27,6 +27,8 @@ OnStep = Callable[[int], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Norm of a step that returns no gradients.
+_NO_NORM = -1.0
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
@@ -89,7 +91,7 @@ def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
     def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
         scale, before = run.scale(arrays), run.skipped(arrays)
         new, result = run.step(arrays, batch)
-        norm = jnp.float32(jnp.nan) if result.grads is None else global_norm(result.grads)
+        norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, scale, run.skipped(new) - before)
 
     return advance
@@ -201,8 +203,8 @@ def train(
     """
     start, excluded = time.perf_counter(), 0.0
     stacked = len(runs) > 1
-    stack = _stack if stacked else (lambda trees: trees[0])
-    arrays = stack([_trees.owned(run.arrays) for run in runs])
+    join = stack if stacked else (lambda trees: trees[0])
+    arrays = join([_trees.owned(run.arrays) for run in runs])
     sums, initial = [0] * len(runs), [checksum(run.params(run.arrays)) for run in runs]
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
@@ -223,7 +225,7 @@ def train(
         loaded = [as_arrays(each) for each in batches]
         for seed, run, each in zip(seeds, runs, loaded, strict=True):
             check_batch(run.first, each, f"{name}, seed {seed},", step)
-        batch = stack(loaded)
+        batch = join(loaded)
         if step in schedule.compare_steps:
             paused = time.perf_counter()
             pick = (lambda tree: jax.tree.map(lambda x: x[0], tree)) if stacked else (lambda x: x)
@@ -244,7 +246,8 @@ def train(
     ]
 
 
-def _stack(trees: list[PyTree]) -> PyTree:
+def stack(trees: list[PyTree]) -> PyTree:
+    """Stacks the arrays of several trees."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -261,7 +264,7 @@ def _record(
     pick = (lambda x: x) if index is None else (lambda x: x[..., index])
     floats = lambda values: tuple(float(value) for value in values)
     losses, gradients, scales, skipped = (pick(column) for column in columns)
-    has_gradients = not np.isnan(gradients).all()
+    has_gradients = not (gradients == _NO_NORM).all()
     return lambda initial, data, seconds: TrainingRecord(
         name=name,
         seed=seed,

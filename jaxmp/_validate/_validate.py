@@ -15,7 +15,7 @@ from jaxmp._audit._compile import check_target
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
-from jaxmp._validate._budget import BudgetsLike, resolve_budgets
+from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._validate._check_run import check_make_run
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
 from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
@@ -36,6 +36,7 @@ def validate(
     seeds: int | Sequence[int] = 3,
     steps: int,
     budgets: BudgetsLike = None,
+    metrics: Mapping[str, str] | None = None,
     eval_every: int | None = None,
     compare_steps: Sequence[int] | None = None,
     directory: str | os.PathLike[str] | None = None,
@@ -65,6 +66,10 @@ def validate(
       steps: number of training steps of each run.
       budgets: largest differences that pass. None: 0.5 % of the loss, 1 % in FP8; a number for the
         loss of all candidates; a `Budget`; or a dict of both by candidate.
+      metrics: directions of the metrics that `evaluate` returns, such as `{"reward": "max", "loss":
+        "min"}`; "two-sided" if a difference in either direction fails. All of them have a verdict,
+        and the first one decides. None: the held-out loss decides, or the first metric; its
+        direction is that of docs/validate.md, and "two-sided" for other names.
       eval_every: steps between two evaluations; None: a tenth of `steps`.
       compare_steps: numbers of updates before the steps at which gradients and activations of the
         first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
@@ -81,7 +86,8 @@ def validate(
       held_out: with a Flax model: batches of the held-out loss.
 
     Returns:
-      The report. `report.ok` is False if a candidate fails; `print(report)` shows the verdicts.
+      The report. `report.ok` is False if a candidate fails or differs; `print(report)` shows the
+      verdicts.
 
     Raises:
       ValidationError: if arguments or runs cannot be compared, such as other initial parameters.
@@ -122,6 +128,7 @@ def validate(
         reference=(name, reference_recipe),
         candidates=recipes,
         budgets=resolve_budgets(budgets, recipes),
+        directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
         vectorize=vectorize,

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
       SystemExit: always. 0: success. 1: a required rule matched nothing, or an audit or validation
-        failed. 2: any other error.
+        failed. 2: any other error. 3: no candidate of a validation failed, and one differs from the
+        reference without being worse.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")

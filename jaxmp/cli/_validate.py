@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import jaxmp
+from jaxmp._validate._baseline import find_regressions
 from jaxmp._validate._report import read_report
+from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import check_output, console, write_file, write_json
 from jaxmp.errors import JaxmpError
@@ -34,6 +36,9 @@ def validate(
         float | None,
         typer.Option(help="Largest relative increase of the loss, such as 0.005."),
     ] = None,
+    metrics: Annotated[
+        str, typer.Option(help="Directions of metrics, such as reward=max,loss=min.")
+    ] = "",
     baseline: Annotated[
         Path | None,
         typer.Option(
@@ -56,7 +61,13 @@ def validate(
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
     html: HtmlOption = None,
 ) -> None:
-    """Train candidate precisions and the reference, and print which are good enough."""
+    """Train candidate precisions and the reference, and print which are good enough.
+
+    Exits with 1 if a candidate fails or a figure is worse than in the baseline, otherwise with 3 if
+    a candidate differs: it is better than the reference by more than its budget, or computes
+    another loss. Inconclusive candidates exit with 0.
+    """
+    directions = [item.partition("=") for item in metrics.split(",") if item]
     if write_baseline and baseline is None:
         raise JaxmpError("--write-baseline requires --baseline FILE, such as baseline.json.")
     if baseline is not None and not write_baseline and not baseline.exists():
@@ -79,6 +90,7 @@ def validate(
             seeds=seeds,
             steps=steps,
             budgets=budget,
+            metrics={name: direction for name, _, direction in directions},
             directory=directory,
             target=target,
         ),
@@ -89,6 +101,8 @@ def validate(
         write_file(html, report.to_html())
     if write_baseline:
         write_file(str(baseline), report.to_json())
-    if before is None:
-        raise typer.Exit(0 if report.ok else 1)  # the printed report begins with the verdicts
+    verdicts = {candidate.verdict for candidate in report.candidates}
+    if before is None or not find_regressions(report, before):
+        # The printed report begins with the verdicts.
+        raise typer.Exit(1 if FAIL in verdicts else 3 if DIFFERS in verdicts else 0)
     report.check(baseline=before)
