@@ -42,8 +42,8 @@ class Recipe:
 
     Example:
       >>> recipe = load_recipe("bf16").replace(master="none")
-      >>> recipe, recipe.policies.resolve("dense"), recipe.master
-      (Recipe('bf16'), Policy('p=f32,c=bf16,o=f32'), 'none')
+      >>> recipe, recipe.policies.resolve("dense").compute_dtype, recipe.master
+      (Recipe('bf16'), dtype(bfloat16), 'none')
     """
 
     data: RecipeData

@@ -1180,7 +1180,7 @@ STEPS = """
 import jax, jax.numpy as jnp
 
 def make_step(recipe):
-    assert recipe == "bf16"
+    assert recipe.name == "bf16"
     return train_step, jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
 
 def make_fp32():

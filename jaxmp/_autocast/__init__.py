@@ -143,7 +143,7 @@ def explain_autocast(
       >>> def model(w, x):
       ...     with jax.named_scope("head"):
       ...         return x @ w
-      >>> explanation = explain_autocast(model, "bf16")(jnp.ones((3, 4)), jnp.ones((2, 3)))
+      >>> explanation = explain_autocast(model, "bf16")(jnp.ones((3, 16)), jnp.ones((2, 3)))
       >>> print(explanation.summary)
       100.0% of the matmul FLOPs run in 16 bits or FP8: 1 of 1 matmuls and convolutions.
       >>> row = explanation.rows[0]

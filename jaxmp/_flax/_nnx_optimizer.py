@@ -29,7 +29,7 @@ from jaxmp.optim._composition import check_composition
 # They are not a field, because the tree structure of the optimizer must not change in between.
 _pending: weakref.WeakKeyDictionary[Optimizer, list[Write]] = weakref.WeakKeyDictionary()
 # The model with which each optimizer was created.
-_models: weakref.WeakKeyDictionary[Optimizer, weakref.ref[nnx.Module]] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 # All optimizers, including those inside compiled functions.
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -75,7 +75,8 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))
-        _models[self] = weakref.ref(model)
+        if isinstance(model, nnx.Module):
+            _models[self] = weakref.ref(model)
 
     if not TYPE_CHECKING:
         # Flax creates the copies of an optimizer inside compiled functions by setting attributes,

@@ -95,8 +95,8 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
       PolicyError: if a policy or dtype is invalid.
 
     Example:
-      >>> as_policy_map("bf16").resolve("dense")
-      Policy('p=f32,c=bf16,o=f32')
+      >>> as_policy_map("bf16").resolve("dense").compute_dtype
+      dtype(bfloat16)
       >>> as_policy_map("bfloat16").default
       Policy('p=bf16,c=bf16,o=bf16')
     """
