@@ -72,10 +72,10 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     return report.low_precision_share if report.flops else None
 
 
-def matmul_modules(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> set[str]:
+def matmul_modules(fn: Callable[..., Any], *args: PyTree) -> set[str]:
     """Returns the last names of the modules with matmuls or convolutions; arguments as above."""
-    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
-    return {row.module.rpartition("/")[2] for row in audit(fn, *args, **kwargs).matmuls}
+    report = audit(fn, *jax.tree.map(_shape_of, args))
+    return {row.module.rpartition("/")[2] for row in report.matmuls}
 
 
 def _shape_of(leaf: object) -> object:

@@ -51,7 +51,12 @@ def note_weights(
 
 
 def warn_of_model(
-    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, fn: Any, *args: PyTree, **kw: Any
+    key: tuple[type, PolicyMap],
+    rows: list[Any],
+    stacklevel: int,
+    fn: Callable[[Any, Any], Any],
+    args: PyTree,
+    kwargs: PyTree,
 ) -> None:
     """Warns once of a model that has matmuls, but none in FP8.
 
@@ -59,7 +64,8 @@ def warn_of_model(
       key: its class and policies.
       rows: the decisions of a call of the whole model.
       stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
-      fn, *args, **kw: the call. It is traced again if the model has no layers with FP8 dots.
+      fn, args, kwargs: the call, `fn(args, kwargs)`. It is traced again if the model has no layers
+        with FP8 dots.
     """
     if not rows or not all(row.exclusion_reason for row in rows):
         return
@@ -69,7 +75,7 @@ def warn_of_model(
         # may be multiplied by the module that calls them, such as the cell of an LSTM.
         names: set[str] = set()
         with contextlib.suppress(Exception):
-            names = matmul_modules(fn, *args, **kw)
+            names = matmul_modules(fn, args, kwargs)
         rows = [row for row in rows if names.intersection(row.path.split("/")[-2:])]
     rows = [row for row in rows if row.path or not row.k]
     warn_if_unused(key[0].__name__, rows, stacklevel + 1)

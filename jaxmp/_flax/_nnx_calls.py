@@ -126,8 +126,9 @@ def call_method(
         if at_boundary:
             note_weights(module_policy, bound.path, lambda: _own_params(module))
     if rows:
-        again = lambda module, args, kwargs: module(*args, **kwargs)
-        warn_of_model((bound.cls, bound.policies), rows, 3, again, module, *incoming)
+        again = lambda args, kwargs: args[0](*args[1:], **kwargs)
+        call_args = (module, *incoming[0])
+        warn_of_model((bound.cls, bound.policies), rows, 3, again, call_args, incoming[1])
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     if at_boundary and is_overridden and returns_float32(out) and ignores_dtype(module_policy):
         _suspect(bound, module)
