@@ -85,6 +85,7 @@ def test_kept_arguments_are_not_cast_however_they_are_passed(names):
 
 @pytest.mark.parametrize("policies", [MIXED + ",keep_inputs=t", "bf16", "fp16", "fp8"])
 @fast_cases("p=f32,c=bf16,o=f32,keep_inputs=t", "fp8")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_the_default_policy_keeps_inputs_of_every_module(policies):
     class Outer(nn.Module):
         @nn.compact
