@@ -602,6 +602,7 @@ def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
 
 @needs_compiler
 @EXPENSIVE
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
     report = compiled_gradients("linen", load_recipe("fp8"), "h200")
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
