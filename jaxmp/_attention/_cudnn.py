@@ -61,7 +61,7 @@ def cudnn_attention(args: Arguments) -> Any:
     }
     operands = {name: array for name, array in operands.items() if array is not None}
     is_odd = queries % 2 or keys % 2
-    result = (_padded_in_training if is_odd else _kernel)(settings, operands)
+    result: Any = (_padded_in_training if is_odd else _kernel)(settings, operands)
     out, residual = result if settings.residual else (result, None)
     out = out[..., :size]
     out = out if seeing is None else jnp.where(seeing, out, 0)

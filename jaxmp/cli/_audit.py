@@ -146,10 +146,11 @@ def _make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
     """Calls the user's function, with the recipe if it takes one, and returns its result."""
     example = "jaxmp audit my_package.train:make_step --recipe bf16"
     make = load_function(name, example, "train_step, state, batch")
-    takes_recipe = inspect.signature(make).parameters and recipe is not None
-    arguments = (load_recipe(recipe),) if takes_recipe else ()
-    shown = repr(recipe) if takes_recipe else ""
-    result = call(f"{name}({shown})", lambda: make(*arguments))
+    if recipe is not None and inspect.signature(make).parameters:
+        loaded = load_recipe(recipe)
+        result = call(f"{name}({recipe!r})", lambda: make(loaded))
+    else:
+        result = call(f"{name}()", make)
     if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
         raise JaxmpError(
             f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
