@@ -252,8 +252,8 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
       PolicyError: if a policy or dtype is invalid.
 
     Example:
-      >>> load_recipe("fp16").policies.resolve("dense")
-      Policy('p=f32,c=f16,o=f32')
+      >>> load_recipe("fp16").policies.resolve("dense").compute_dtype
+      dtype('float16')
     """
     return recipe if isinstance(recipe, Recipe) else Recipe(as_recipe_data(recipe))
 

@@ -211,6 +211,7 @@ def test_the_rest_of_the_subset_and_the_programs_lower():
 
 @EXPENSIVE
 @pytest.mark.parametrize("layer", pairwise(*LAYERS), ids=str)
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_layers_of_odd_lengths_train_with_the_kernel(layer):
     with h200(), standard():
         assert lower_layer(*layer).startswith("cudnn")

@@ -220,6 +220,7 @@ def test_einsum_keeps_its_parameters_and_messages():
         model.apply(plain, x, "btd->dbt")
 
 
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_an_einsum_that_is_no_product_stays_in_16_bits():
     model = jaxmp.linen.apply_policy(nn.Einsum((32, 16), "bd,df->f", use_bias=False), policies())
     x = jnp.ones((16, 32))

@@ -172,6 +172,7 @@ def test_the_kernel_of_a_registered_dense_layer_has_the_compute_dtype(
 
 
 @both
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
 def test_a_registered_dense_layer_runs_in_fp8(register, norm, dense, program):
     plain, registered = dense(), dense()
     register(registered, kernel="weight", dot_general="dot")

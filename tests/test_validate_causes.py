@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        query, key, value = (nn.Dense(8, name=name)(x) for name in ("query", "key", "value"))
+        query, key, value = (nn.Dense(16, name=name)(x) for name in ("query", "key", "value"))
         logits = jnp.einsum("btd,bsd->bts", query, key)
         logits = (logits.astype(jnp.float32) if self.is_fp32 else logits) + 1000
         return nn.Dense(4, name="out")(jax.nn.softmax(logits).astype(value.dtype) @ value)
