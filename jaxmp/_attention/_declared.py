@@ -110,17 +110,10 @@ def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...]
     _, _, queries, keys = mask.shape
     if declared.is_square and queries != keys:
         return (0, 0, 0, min(queries, keys))
-    mask = _without_repeats(mask)
     different = mask != _expected(mask, declared)
     if not different.any():
         return None
     return tuple(map(int, np.unravel_index(different.argmax(), different.shape)))
-
-
-def _without_repeats(mask: np.ndarray) -> np.ndarray:
-    """Reduces broadcast batch and head dimensions of a mask to size 1."""
-    batch, heads = (slice(1) if stride == 0 else slice(None) for stride in mask.strides[:2])
-    return mask[batch, heads]
 
 
 def _expected(mask: np.ndarray, declared: Declaration) -> np.ndarray:

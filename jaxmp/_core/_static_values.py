@@ -1,15 +1,15 @@
 """Computes values of a traced program that depend only on its shapes and constants, such as masks.
 
 `Known` processes the equations of a program in order, and records those whose operands are all
-known. NumPy computes a value when `Known.value` is called. An axis along which the elements repeat,
-as after `broadcast_in_dim`, has stride 0 and uses no further memory.
+known. JAX computes a value on the CPU when `Known.value` is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -19,7 +19,6 @@ from jaxmp._core._jaxprs import (
     Equation,
     Inner,
     Path,
-    array_aval,
     inners,
     is_literal,
     scope_names,
@@ -72,7 +71,8 @@ class Known:
     def step(self, equation: Equation) -> None:
         """Processes an equation without inner jaxprs."""
         operands = [self._get(var) for var in equation.invars]
-        is_known = equation.primitive.name in _OPERATIONS and all(x is not None for x in operands)
+        # A collective, such as the index of a device, has an effect.
+        is_known = not equation.effects and all(x is not None for x in operands)
         node = _Node(equation, operands) if is_known else None
         for index, var in enumerate(equation.outvars):
             self._set(var, None if node is None else (node, index))
@@ -115,7 +115,7 @@ class Known:
         return _evaluated(self._get(var))
 
     def _get(self, var: Atom) -> _Value:
-        return np.asarray(var.val) if is_literal(var) else self._values.get(var)
+        return np.asarray(var.val, var.aval.dtype) if is_literal(var) else self._values.get(var)
 
     def _set(self, var: Atom, value: _Value) -> None:
         if value is None:
@@ -126,9 +126,8 @@ class Known:
     def _row(self, value: _Value) -> _Value:
         """Returns the value in each step of a loop, if it is the same in all steps."""
         array = _evaluated(value)
-        if array is None or not len(array) or (array.strides[0] and len(array) > 1):
-            return None
-        return array[0]
+        is_same = array is not None and len(array) and (array == array[:1]).all()
+        return array[0] if is_same else None
 
 
 def walk(jaxpr: Jaxpr | ClosedJaxpr, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
@@ -179,127 +178,22 @@ def _evaluated(value: _Value) -> np.ndarray | None:
 def _results(node: _Node) -> list[np.ndarray]:
     """Computes the results of an equation; an empty list if they cannot be computed."""
     operands = [_evaluated(operand) for operand in node.operands]
-    if any(operand is None for operand in operands):
+    avals = [var.aval for var in node.equation.outvars]
+    sizes = [getattr(aval, "size", 0) * aval.dtype.itemsize for aval in avals]
+    if any(operand is None for operand in operands) or max(sizes, default=0) > _LARGEST:
         return []
-    result = _OPERATIONS[node.equation.primitive.name](node.equation, *operands)
-    return [] if result is None else [result]
+    if node.equation.primitive.name in _PLACEMENTS:
+        return operands
+    # The mesh of the program is not necessarily that of this machine.
+    params = {k: None if k == "sharding" else v for k, v in node.equation.params.items()}
+    try:
+        with jax.default_device(jax.devices("cpu")[0]):
+            results = node.equation.primitive.bind(*operands, **params)
+        return list(map(np.asarray, results if isinstance(results, (list, tuple)) else [results]))
+    except Exception:
+        # For example a PRNG key, which has no elements, or a callback to another machine.
+        return []
 
 
-def _elementwise(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
-    """Wraps an elementwise function; axes that repeat in all operands are computed once."""
-
-    def operation(equation: Equation, *operands: np.ndarray) -> np.ndarray | None:
-        aval = array_aval(equation.outvars[0])
-        whole = [np.broadcast_to(operand, aval.shape) for operand in operands]
-        repeated = [all(array.strides[axis] == 0 for array in whole) for axis in range(aval.ndim)]
-        index = tuple(slice(1) if repeats else slice(None) for repeats in repeated)
-        small = [array[index] for array in whole]
-        if small[0].size * aval.dtype.itemsize > _LARGEST:
-            return None
-        result = np.asarray(function(equation, *small)).astype(aval.dtype, copy=False)
-        return np.broadcast_to(result, aval.shape)
-
-    return operation
-
-
-def _numpy(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
-    return _elementwise(lambda equation, *operands: function(*operands))
-
-
-def _select(
-    equation: Equation, which: np.ndarray, first: np.ndarray, *more: np.ndarray
-) -> np.ndarray:
-    return np.choose(which.astype(np.intp), (first, *more)) if more else first
-
-
-def _quotient(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """Computes `lax.div`, which rounds integers towards zero."""
-    if lhs.dtype.kind not in "iu":
-        return lhs / rhs
-    return np.trunc(lhs / np.where(rhs == 0, 1, rhs)).astype(lhs.dtype)
-
-
-def _iota(equation: Equation) -> np.ndarray:
-    params = equation.params
-    shape, axis = tuple(params["shape"]), params["dimension"]
-    ones = [1] * len(shape)
-    ones[axis] = shape[axis]
-    steps = np.arange(shape[axis]).astype(params["dtype"])
-    return np.broadcast_to(steps.reshape(ones), shape)
-
-
-def _broadcast(equation: Equation, operand: np.ndarray) -> np.ndarray:
-    params = equation.params
-    ones = [1] * len(params["shape"])
-    for axis, size in zip(params["broadcast_dimensions"], operand.shape, strict=True):
-        ones[axis] = size
-    return np.broadcast_to(operand.reshape(ones), params["shape"])
-
-
-def _reshape(equation: Equation, operand: np.ndarray) -> np.ndarray | None:
-    """Computes `reshape`, and `squeeze` and `expand_dims`, which never copy."""
-    if operand.size * operand.itemsize > _LARGEST and equation.primitive.name == "reshape":
-        return None
-    return operand.reshape(array_aval(equation.outvars[0]).shape)
-
-
-def _transpose(equation: Equation, operand: np.ndarray) -> np.ndarray:
-    return operand.transpose(equation.params["permutation"])
-
-
-def _slice(equation: Equation, operand: np.ndarray) -> np.ndarray:
-    params = equation.params
-    strides = params["strides"] or (1,) * operand.ndim
-    limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return operand[tuple(slice(*limit) for limit in limits)]
-
-
-def _dynamic_slice(equation: Equation, operand: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-    sizes = equation.params["slice_sizes"]
-    index = []
-    for start, size, whole in zip(starts, sizes, operand.shape, strict=True):
-        first = min(max(int(start), 0), whole - size)
-        index.append(slice(first, first + size))
-    return operand[tuple(index)]
-
-
-def _same(equation: Equation, operand: np.ndarray) -> np.ndarray:
-    return operand
-
-
-# Primitive -> function of (equation, *operands) that returns the result; None if it is too large.
-_OPERATIONS: dict[str, Callable[..., np.ndarray | None]] = {
-    "eq": _numpy(np.equal),
-    "ne": _numpy(np.not_equal),
-    "lt": _numpy(np.less),
-    "le": _numpy(np.less_equal),
-    "gt": _numpy(np.greater),
-    "ge": _numpy(np.greater_equal),
-    "and": _numpy(np.bitwise_and),
-    "or": _numpy(np.bitwise_or),
-    "xor": _numpy(np.bitwise_xor),
-    "not": _numpy(np.invert),
-    "add": _numpy(np.add),
-    "sub": _numpy(np.subtract),
-    "mul": _numpy(np.multiply),
-    "div": _numpy(_quotient),
-    "rem": _numpy(np.fmod),
-    "max": _numpy(np.maximum),
-    "min": _numpy(np.minimum),
-    "neg": _numpy(np.negative),
-    "abs": _numpy(np.abs),
-    "sign": _numpy(np.sign),
-    "convert_element_type": _numpy(lambda operand: operand),
-    "clamp": _numpy(lambda least, operand, largest: np.clip(operand, least, largest)),
-    "is_finite": _numpy(np.isfinite),
-    "select_n": _elementwise(_select),
-    "iota": _iota,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
-    "transpose": _transpose,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "pvary", "sharding_constraint"), _same),
-}
+# Primitives that return their operand, on other devices.
+_PLACEMENTS = frozenset({"sharding_constraint", "reshard", "pvary", "device_put", "mesh_cast"})
