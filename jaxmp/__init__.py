@@ -14,10 +14,6 @@ from jaxmp import sharding as sharding
 from jaxmp._attention import AttentionExplanation as AttentionExplanation
 from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention import explain_attention as explain_attention
-from jaxmp._audit import AuditDiff as AuditDiff
-from jaxmp._audit import AuditReport as AuditReport
-from jaxmp._audit import Finding as Finding
-from jaxmp._audit import audit as audit
 from jaxmp._autocast import AutocastDecision as AutocastDecision
 from jaxmp._autocast import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast import autocast as autocast
@@ -77,6 +73,10 @@ if TYPE_CHECKING:
     from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
+    from jaxmp._audit import AuditDiff as AuditDiff
+    from jaxmp._audit import AuditReport as AuditReport
+    from jaxmp._audit import Finding as Finding
+    from jaxmp._audit import audit as audit
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -85,9 +85,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Name -> its module, the package that it requires, the feature for error messages, and the extra
+# Name -> its module, the package that it loads, the feature for error messages, and the extra
 # that installs the package.
 _LAZY = {
+    "AuditDiff": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
+    "AuditReport": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
+    "Finding": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
+    "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
@@ -101,7 +105,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name that requires an optional package at its first use (PEP 562)."""
+    """Imports a name at its first use (PEP 562): it loads many modules, or an optional package."""
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
     module_name, package, purpose, extra = _LAZY[name]

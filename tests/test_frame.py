@@ -21,6 +21,8 @@ from grids import EXPENSIVE, fast_cases
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
+HEAVY |= {"jaxmp._audit", "jaxmp._validate", "jaxmp.checkpoint", "jaxmp.cli"}
+HEAVY |= {"jax.experimental.pallas.triton"}
 
 
 def run_python(code: str, path: Path = ROOT, **options) -> str:
@@ -53,6 +55,7 @@ def test_import_loads_nothing_heavy():
 @EXPENSIVE
 def test_the_import_test_can_fail():
     assert loaded_by("import jaxmp, flax, rich") >= {"flax", "rich"}
+    assert "jaxmp._audit" in loaded_by("import jaxmp; jaxmp.audit")
 
 
 @pytest.mark.parametrize("name", ["linen", "TrainState"])

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64
@@ -79,6 +77,7 @@ def cast_transpose(
       sums: also compute the sums of the columns.
       interpret: evaluate the kernel in JAX, on any device.
     """
+    pl = _compat.load_pallas()
     rows, columns = xs[0].shape
     tiles = _tiles_per_block(rows, columns, count)
     width, grid = TILE * tiles, (rows // TILE, columns // (TILE * tiles))
@@ -108,7 +107,7 @@ def cast_transpose(
         in_specs=[block] * len(xs) + [pl.BlockSpec((1,), lambda i, j: (0,))],
         out_specs=out_specs,
         out_shape=shapes,
-        compiler_params=triton.CompilerParams(num_warps=4),
+        compiler_params=pl.triton.CompilerParams(num_warps=4),
         interpret=interpret,
         name="jaxmp_cast_transpose",
     )
@@ -127,6 +126,7 @@ def _tiles_per_block(rows: int, columns: int, count: int) -> int:
 
 
 def _kernel(*refs: Any, number: int, prologue: Prologue, limit: float, tiles: int) -> None:
+    pl = _compat.load_pallas()
     inputs, scale_ref = refs[:number], refs[number]
     values_ref, transposed_ref, bits_ref, *sums_ref = refs[number + 1 :]
     scale = scale_ref[0]

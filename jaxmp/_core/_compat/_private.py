@@ -1,4 +1,4 @@
-"""Loads private modules of JAX, so that `import jaxmp` works if one of them moves."""
+"""Loads modules of JAX that may move in another version, or that take long to import."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def load_private(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def load_pallas() -> Any:
+    """Imports Pallas with its submodule `triton`, whose import takes a tenth of that of JAX."""
+    importlib.import_module("jax.experimental.pallas.triton")
+    return importlib.import_module("jax.experimental.pallas")
