@@ -42,5 +42,5 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
     fix += f"    Rule('', keep_inputs=[{name!r}])"
     path = module_paths_of(op.location.names)[0]
     if path:
-        fix += f"\nOr compute this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')"
+        fix += f"\nAlso compute this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')"
     return fix

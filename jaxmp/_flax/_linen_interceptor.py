@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
-from flax.core import Scope, apply
+from flax.core import Scope
 
 from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._core._compat import current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import (
     ModulePolicy,
     cast_inputs,
@@ -36,7 +36,7 @@ from jaxmp._flax._fp8_use import note_weights
 from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
-from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
+from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap
@@ -143,8 +143,6 @@ class PolicyInterceptor:
         # Modules that appear to ignore the dtype of their policy.
         self.suspects: dict[Path, Suspect] = {}
         self.restores = restores_inputs(root.policies)
-        # While a copy of a module is traced by another interceptor, this one does nothing.
-        self.suspended = False
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
@@ -156,7 +154,7 @@ class PolicyInterceptor:
     ) -> PyTree:
         module, method = where.module, where.method_name
         # An inner root applies its own policies, and an unbound module has nothing to cast.
-        is_foreign = self.suspended or current_context().policies != self.root
+        is_foreign = current_context().policies != self.root
         if module.scope is None or is_foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
@@ -173,14 +171,14 @@ class PolicyInterceptor:
         is_inside = is_function or (caller is not None and caller.is_forward)
         at_boundary = not is_inside and module_policy.is_forward(method)
         incoming = args, kwargs
-        boundary = None
+        originals: Originals = {}
         if at_boundary and is_overridden:
             if self.restores:
-                args, kwargs = with_originals(module_policy, path, method, args, kwargs, None)
+                args, kwargs = with_originals(module_policy, method, args, kwargs, None)
             uncast = args, kwargs
             args, kwargs = cast_inputs(module_policy, method, args, kwargs)
             if self.restores and is_16bit(module_policy.input_dtype):
-                boundary = self._boundary(module, method, uncast, (args, kwargs))
+                originals = originals_of(uncast, (args, kwargs), None)
         call = method_under_policy(
             module,
             module_policy,
@@ -193,7 +191,7 @@ class PolicyInterceptor:
         precision = matmul_precision(module_policy.policy, self.precision)
         is_forward = is_inside or at_boundary
         frame = _Frame(module, path, precision, is_function, keeps_dtype, is_forward)
-        with self._entered(frame), noted(boundary):
+        with self._entered(frame), noted(originals):
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError) as error:
@@ -238,47 +236,6 @@ class PolicyInterceptor:
             carry = cast_like(out, args[0])
             return (), lambda _: carry
         return split_carry(module_policy.traits, module, method, out, args, kwargs, "scan(" in body)
-
-    def _boundary(self, module: Any, method: str, uncast: PyTree, cast: PyTree) -> Boundary | None:
-        """Returns the record of a call that cast some inputs; None if it cast none."""
-
-        def rerun(leaves: list[object], arrays: list[int], structure: Any) -> Rerun:
-            scope = module.scope
-            state, state_structure = jax.tree.flatten(nested(module.variables, scope.path))
-            rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
-
-            def call(inputs: list[Array], state: list[Array]) -> None:
-                filled = dict(enumerate(leaves)) | dict(zip(arrays, inputs, strict=True))
-                args, kwargs = structure.unflatten(filled.values())
-
-                def run(top: Scope) -> None:
-                    for name in scope.path:
-                        top = top.push(name)
-                    copy = module.clone(
-                        parent=top, _deep_clone=True, _reset_names=True, name=module.name
-                    )
-                    getattr(copy, method)(*args, **kwargs)
-
-                with self._handed_over(), nn.intercept_methods(self._successor()):
-                    variables = state_structure.unflatten(state)
-                    apply(run, mutable=scope.mutable)(variables, rngs=rngs)
-
-            return Rerun(state, call)
-
-        return boundary_of(uncast, cast, None, rerun)
-
-    def _successor(self) -> PolicyInterceptor:
-        fresh = PolicyInterceptor(self.root, self.scope)
-        fresh.types = dict(self.types)
-        return fresh
-
-    @contextlib.contextmanager
-    def _handed_over(self) -> Iterator[None]:
-        self.suspended = True
-        try:
-            yield
-        finally:
-            self.suspended = False
 
     # -- location of the call -----------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_floa
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import (
     ModulePolicy,
@@ -36,7 +36,7 @@ from jaxmp._flax._casts import (
 from jaxmp._flax._fp8_use import fp8_decisions, note_weights, warn_of_model
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
-from jaxmp._flax._originals import Boundary, Rerun, boundary_of, noted, with_originals
+from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap
@@ -105,15 +105,16 @@ def call_method(
         _check_containers(bound, module)
     as_author = at_boundary and _keeps_dtype(module, module_policy, incoming)
     is_overridden = bound.is_overridden and not as_author
-    boundary, wide = None, module_policy.resolved.wide_output
+    originals: Originals = {}
+    wide = module_policy.resolved.wide_output
     if at_boundary and is_overridden:
         restores = restores_inputs(bound.policies)
         if restores:
-            args, kwargs = with_originals(module_policy, bound.path, name, args, kwargs, _is_opaque)
+            args, kwargs = with_originals(module_policy, name, args, kwargs, _is_opaque)
         uncast = args, kwargs
         args, kwargs = cast_inputs(module_policy, name, args, kwargs, _is_opaque)
         if restores and is_16bit(module_policy.input_dtype):
-            boundary = _boundary(module, name, uncast, (args, kwargs))
+            originals = originals_of(uncast, (args, kwargs), _is_opaque)
     if as_author:
         call = functools.partial(_call_as_author, bound, module, name)
     elif at_boundary and is_overridden and name == "__call__" and _looks_up_float32(bound, module):
@@ -123,7 +124,7 @@ def call_method(
     is_forward = is_inside or at_boundary
     is_whole = not _frames.stack and name == "__call__"
     fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
-    with fp8 as rows, _entered(bound, name, as_author, is_forward), noted(boundary):
+    with fp8 as rows, _entered(bound, name, as_author, is_forward), noted(originals):
         try:
             out = call(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -262,37 +263,6 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
         return wide_product(product, query, embedding.T, wide)
 
     return attend
-
-
-def _boundary(module: nnx.Module, method: str, uncast: PyTree, cast: PyTree) -> Boundary | None:
-    """Returns the record of a call that cast some inputs; None if it cast none."""
-
-    def rerun(leaves: list[object], arrays: list[int], structure: Any) -> Rerun:
-        objects = {i: leaf for i, leaf in enumerate(leaves) if _is_opaque(leaf)}
-        graph, state = nnx.split((module, objects))
-        values, state_structure = jax.tree.flatten(state)
-
-        def call(inputs: list[Array], values: list[Array]) -> None:
-            copy, objects = nnx.merge(graph, state_structure.unflatten(values))
-            filled = dict(enumerate(leaves)) | objects | dict(zip(arrays, inputs, strict=True))
-            args, kwargs = structure.unflatten(filled.values())
-            with _outside():
-                getattr(copy, method)(*args, **kwargs)
-
-        return Rerun(values, call)
-
-    return boundary_of(uncast, cast, _is_opaque, rerun)
-
-
-@contextlib.contextmanager
-def _outside() -> Iterator[None]:
-    """Runs a block outside of all calls of wrapped modules."""
-    stack, ambient = _frames.stack, _frames.ambient
-    _frames.stack = []
-    try:
-        yield
-    finally:
-        _frames.stack, _frames.ambient = stack, ambient
 
 
 @contextlib.contextmanager

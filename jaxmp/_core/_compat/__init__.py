@@ -21,12 +21,10 @@ from jaxmp._core._compat._devices import described_gpu as described_gpu
 from jaxmp._core._compat._devices import described_gpus as described_gpus
 from jaxmp._core._compat._devices import unchecked_cuda as unchecked_cuda
 from jaxmp._core._compat._jaxprs import is_in_custom_vjp as is_in_custom_vjp
-from jaxmp._core._compat._jaxprs import is_moved as is_moved
 from jaxmp._core._compat._jaxprs import is_within as is_within
 from jaxmp._core._compat._jaxprs import jaxpr_body as jaxpr_body
 from jaxmp._core._compat._jaxprs import jaxpr_like as jaxpr_like
 from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
-from jaxmp._core._compat._jaxprs import underlying as underlying
 from jaxmp._core._compat._layouts import row_major as row_major
 from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree

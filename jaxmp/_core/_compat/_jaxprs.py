@@ -1,4 +1,4 @@
-"""Jaxprs, sources of equations, and tracers."""
+"""Jaxprs and sources of equations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-
-from jaxmp._core._compat._private import load_private
 
 if TYPE_CHECKING:
     from jax.extend.source_info_util import SourceInfo
@@ -57,53 +55,3 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     # JAX 0.12: a tree of constants, carry and scanned operands.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
-
-
-# ---------------------------------------------------------------------------
-# Tracers
-# ---------------------------------------------------------------------------
-
-# Tracers of derivatives and of `vmap`, and the attribute with the value that they wrap.
-_WRAPPERS: list[tuple[type, str]] = [
-    (getattr(module, name), attribute)
-    for module, name, attribute in (
-        (load_private("jax._src.interpreters.ad"), "JVPTracer", "primal"),
-        (load_private("jax._src.interpreters.ad"), "LinearizeTracer", "primal"),
-        (load_private("jax._src.interpreters.batching"), "BatchTracer", "val"),
-    )
-    if hasattr(module, name)
-]
-_RECORDED: Any = getattr(
-    load_private("jax._src.interpreters.partial_eval"), "DynamicJaxprTracer", ()
-)
-
-
-def underlying(value: object) -> Any:
-    """Returns the array or jaxpr tracer that the tracers of `grad` and `vmap` wrap."""
-    while True:
-        attribute = next((name for cls, name in _WRAPPERS if isinstance(value, cls)), None)
-        if attribute is None or not hasattr(value, attribute):
-            return value
-        value = getattr(value, attribute)
-
-
-def is_moved(tracer: object, sources: list[Any], names: frozenset[str]) -> bool:
-    """Returns True if a tracer may result from `sources` by equations of only these names.
-
-    Also returns True if this version of JAX does not record the equations.
-    """
-    known, seen = set(map(id, sources)), set[int]()
-    pending: list[Any] = [tracer]
-    while pending:
-        value = pending.pop()
-        if id(value) in known or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not isinstance(value, _RECORDED) or not hasattr(value, "parent"):
-            return True
-        equation = value.parent
-        if equation is None or equation.primitive.name not in names:
-            return False
-        operands = equation.in_tracers
-        pending += [v for v in operands if v.aval.dtype.kind not in "iub"]
-    return True
