@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from jaxmp._autocast._magnified import Effects
 from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, AutocastConfig
 from jaxmp._autocast._values import Environment, Priority, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._core._compat import jaxpr_body, scan_counts
@@ -30,7 +31,12 @@ class Runner(Protocol):
     config: AutocastConfig
 
     def run(
-        self, jaxpr: Jaxpr | ClosedJaxpr, consts: Sequence[Any], args: list[Value], outer: Path
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        consts: Sequence[Any],
+        args: list[Value],
+        outer: Path,
+        results: Effects = (),
     ) -> list[Value]: ...
 
     def retraced(
@@ -39,6 +45,7 @@ class Runner(Protocol):
         values: list[Value],
         scope_path: Path,
         outputs: Callable[[list[Array], list[ShapedArray]], list[Array]] | None = None,
+        effects: Effects = (),
     ) -> tuple[Any, list[Priority]]: ...
 
     def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None: ...
@@ -48,7 +55,9 @@ def _call(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
-    jaxpr, priorities = runner.retraced(equation.params["jaxpr"], values, scope_path)
+    effects = env.magnified.of(equation.outvars)
+    inner = equation.params["jaxpr"]
+    jaxpr, priorities = runner.retraced(inner, values, scope_path, effects=effects)
     outs = equation.primitive.bind(
         *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
     )
@@ -71,7 +80,8 @@ def _scan(
     def outputs(outs: list[Array], recorded: list[ShapedArray]) -> list[Array]:
         return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
 
-    jaxpr, priorities = runner.retraced(params["jaxpr"], values, scope_path, outputs)
+    effects = env.magnified.of(equation.outvars)
+    jaxpr, priorities = runner.retraced(params["jaxpr"], values, scope_path, outputs, effects)
     outs = equation.primitive.bind(*(v.array for v in values), **{**params, "jaxpr": jaxpr})
     priorities = [Priority.COMPUTED] * carried + priorities[carried:]
     return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
@@ -99,8 +109,9 @@ def _cond(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
+    effects = env.magnified.of(equation.outvars)
     branches = tuple(
-        runner.retraced(branch, values[1:], scope_path, _cast_all)[0]
+        runner.retraced(branch, values[1:], scope_path, _cast_all, effects)[0]
         for branch in equation.params["branches"]
     )
     outs = equation.primitive.bind(
@@ -124,7 +135,8 @@ def _custom_jvp(
     if runner.config.scaling is not None:
         # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
         scope_path = (*scope_path, IN_CUSTOM_JVP)
-    jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path)
+    effects = env.magnified.of(equation.outvars)
+    jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path, effects=effects)
     avals = [array_aval(var) for var in equation.invars]
     out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
@@ -220,13 +232,13 @@ def _shard_map(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     params = equation.params
-    consts = jaxpr_body(params["jaxpr"])[1]
+    consts, effects = jaxpr_body(params["jaxpr"])[1], env.magnified.of(equation.outvars)
     priorities: list[Priority] = []
 
     def shard(*arrays: Array) -> tuple[Array, ...]:
         pairs = zip(arrays, values, strict=True)
         args = [Value(array, value.priority) for array, value in pairs]
-        outs = runner.run(params["jaxpr"], consts, args, scope_path)
+        outs = runner.run(params["jaxpr"], consts, args, scope_path, effects)
         priorities[:] = [out.priority for out in outs]
         return tuple(out.array for out in outs)
 

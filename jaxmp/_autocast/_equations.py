@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast._magnified import Effect
 from jaxmp._autocast._values import Priority, Value, is_castable_aval
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._jaxprs import array_aval
 
 
 def is_matmul(equation: JaxprEqn) -> bool:
@@ -45,8 +47,17 @@ def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     return math.prod(free) if free or any(computed) else None
 
 
-def requests_highest(params: Mapping[str, Any]) -> bool:
-    """Returns True if the parameters of a matmul contain `precision=HIGHEST` for an operand."""
-    precision = params.get("precision")
+def why_as_recorded(equation: JaxprEqn, effect: Effect) -> str:
+    """Returns why a matmul keeps the dtypes in which it was recorded, or "" if it does not.
+
+    Args:
+      equation: a matmul.
+      effect: the effect of the rounding of its result.
+    """
+    if is_16bit(array_aval(equation.invars[0]).dtype):
+        return ""
+    precision = equation.params.get("precision")
     precision = precision if isinstance(precision, tuple) else (precision,)
-    return lax.Precision.HIGHEST in precision
+    if lax.Precision.HIGHEST in precision:
+        return "its author asked for precision=HIGHEST"
+    return "a factorization or a solve reads its result" if effect is Effect.SOLVED else ""

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._equations import outputs_of, requests_highest
+from jaxmp._autocast._equations import outputs_of, why_as_recorded
+from jaxmp._autocast._magnified import Effect
 from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._explanation import Explanation, ExplanationRow
 from jaxmp._core._jaxprs import FORWARD, Path, array_aval, inners, phase_of
 from jaxmp._core._locations import Lines
@@ -173,6 +174,7 @@ class Recorder:
         scope_path: Path,
         category: str,
         in_fp8: Callable[..., Array] | None,
+        effect: Effect,
     ) -> None:
         """Records an equation if it is a matmul or contains matmuls.
 
@@ -182,6 +184,7 @@ class Recorder:
           scope_path: its name scopes.
           category: its category in the op table.
           in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
+          effect: the effect of the rounding of its result.
         """
         name = equation.primitive.name
         if name not in MATMULS:
@@ -197,7 +200,7 @@ class Recorder:
         if len(fixed) == len(recorded):
             self._add(equation, scope_path, recorded, f"{fixed[0].name} is never cast")
             return
-        dtype, reason = self._decision(equation, values, scope_path, category, in_fp8)
+        dtype, reason = self._decision(equation, values, scope_path, category, in_fp8, effect)
         if dtype is not None:
             casts = zip(equation.invars[:2], recorded, strict=True)
             recorded = [dtype if is_castable_aval(v.aval) else old for v, old in casts]
@@ -210,6 +213,7 @@ class Recorder:
         scope_path: Path,
         category: str,
         in_fp8: Callable[..., Array] | None,
+        effect: Effect,
     ) -> tuple[Any, str]:
         """Returns the dtype of a matmul's floating operands and the reason.
 
@@ -221,9 +225,9 @@ class Recorder:
         if category == "opaque":
             return None, edited
         if category == "low":
-            half = is_16bit(array_aval(equation.invars[0]).dtype)
-            if requests_highest(equation.params) and not half:
-                return None, "its author asked for precision=HIGHEST"
+            why = why_as_recorded(equation, effect)
+            if why:
+                return None, why
             if in_fp8 is not None:
                 return jnp.float8_e4m3fn, self.config.reason(scope_path)
             if policy.is_full_precision:

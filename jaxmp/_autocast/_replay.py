@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
-from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, requests_highest
+from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
 from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
+from jaxmp._autocast._magnified import Effect, Effects, Magnified
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
     IN_JVP_RULE,
@@ -37,7 +39,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._trees import cast
@@ -69,6 +71,8 @@ class Interpreter:
         self.inner: dict[Any, tuple[Any, tuple[Any, list[Priority]]]] = {}
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.consumers: dict[int, tuple[Any, Consumers]] = {}
+        # (id of a jaxpr, effects of its results) -> (the jaxpr, the effects inside it).
+        self.magnified: dict[Any, tuple[Any, Magnified]] = {}
         # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
@@ -99,7 +103,12 @@ class Interpreter:
         ]
 
     def run(
-        self, jaxpr: Jaxpr | ClosedJaxpr, consts: Sequence[Any], args: list[Value], outer: Path
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        consts: Sequence[Any],
+        args: list[Value],
+        outer: Path,
+        results: Effects = (),
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
@@ -108,11 +117,13 @@ class Interpreter:
           consts: values of its constant variables.
           args: values of its input variables.
           outer: name scopes of the equation that contains the jaxpr.
+          results: effects of the rounding of its results; () if they are all bounded.
         """
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        env = Environment(body, consts, args, self.consumers[id(body)][1])
+        consumers = self.consumers[id(body)][1]
+        env = Environment(body, consts, args, consumers, self.effects_in(body, results))
         for equation in body.eqns:
             stack = str(equation.source_info.name_stack)
             scope_path = outer + scope_names(stack)
@@ -123,6 +134,14 @@ class Interpreter:
                 outs = self.run_equation(equation, env, scope_path)
             env.values |= zip(equation.outvars, outs, strict=True)
         return [env.read(var) for var in body.outvars]
+
+    def effects_in(self, body: Jaxpr, results: Effects) -> Magnified:
+        """Returns the effects of rounding the variables of a jaxpr, given those of its results."""
+        key = id(body), results if any(results) else ()
+        if key not in self.magnified:
+            inside = Magnified(body, self.category, key[1], self.effects_in)
+            self.magnified[key] = body, inside
+        return self.magnified[key][1]
 
     def is_as_written(self, equation: JaxprEqn) -> bool:
         """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
@@ -146,8 +165,9 @@ class Interpreter:
         if special is not None:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
                 return special(self, equation, env, values, scope_path)
+        effect = max(env.magnified.of(equation.outvars), default=Effect.BOUNDED)
         if self.record is not None:
-            self._explain(self.record, equation, values, scope_path)
+            self._explain(self.record, equation, values, scope_path, effect)
         floating = [value for value in values if value.castable]
         # Results of integer operations, such as a mask to multiply with, are weakly typed.
         priority = max((value.priority for value in floating), default=Priority.CONSTANT)
@@ -160,7 +180,7 @@ class Interpreter:
         policy = self.config.scope_policy(scope_path)
         category = self.category(equation)
         if category == "low":
-            return self.run_matmul(equation, env, values, policy, scope_path)
+            return self.run_matmul(equation, env, values, policy, scope_path, effect)
         if category == "opaque":
             return wrap(
                 equation, bind(equation, in_recorded_dtypes(equation, env, values)), priority
@@ -168,6 +188,10 @@ class Interpreter:
         if category == "fp32" or policy.is_fp32 or self._leads_to_fp32(equation, env):
             arrays = [env.cast(value, FLOAT32) for value in values]
             return wrap(equation, bind(equation, arrays))
+        if effect and priority is not Priority.CONSTANT:
+            # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
+            arrays = [env.cast(value, FLOAT32) for value in values]
+            return wrap(equation, bind(equation, arrays), min(priority, Priority.NARROW))
         if category == "widest":
             dtype = common_dtype(values)
             return wrap(equation, bind(equation, [env.cast(v, dtype) for v in values]), priority)
@@ -182,12 +206,16 @@ class Interpreter:
         return arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])
 
     def _explain(
-        self, record: Recorder, equation: JaxprEqn, values: list[Value], scope_path: Path
+        self,
+        record: Recorder,
+        equation: JaxprEqn,
+        values: list[Value],
+        scope_path: Path,
+        effect: Effect,
     ) -> None:
-        in_fp8 = self._fp8_product(
-            equation, values, self.config.scope_policy(scope_path), scope_path, False
-        )
-        record.equation(equation, values, scope_path, self.category(equation), in_fp8)
+        policy = self.config.scope_policy(scope_path)
+        in_fp8 = self._fp8_product(equation, values, policy, scope_path, "")
+        record.equation(equation, values, scope_path, self.category(equation), in_fp8, effect)
 
     # -- matmuls ---------------------------------------------------------------------------
 
@@ -198,23 +226,25 @@ class Interpreter:
         values: list[Value],
         policy: ScopePolicy,
         scope_path: Path,
+        effect: Effect,
     ) -> list[Value]:
         """Runs a matmul or convolution in the compute dtype or in FP8.
 
-        FP32 operands with `precision=HIGHEST` keep their recorded dtypes. The dtype of the result
-        is the first of these that applies:
+        FP32 operands with `precision=HIGHEST`, or of a matmul whose result a solver reads, keep
+        their recorded dtypes. The dtype of the result is the first of these that applies:
 
         1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
-        2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
+        2. FP32, if the recorded result is FP32, and only FP32 operations consume it or `effect`
+           shows that its rounding is magnified;
         3. the output dtype of the deciding rule, if it is wider than the compute dtype;
         4. FP32 with the priority `NARROW`, if it is a linear layer with few outputs;
         5. the compute dtype.
         """
         params = equation.params
         recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
-        highest = requests_highest(params) and not is_16bit(recorded[0])
-        in_fp8 = self._fp8_product(equation, values, policy, scope_path, highest)
-        if highest:
+        why = why_as_recorded(equation, effect)
+        in_fp8 = self._fp8_product(equation, values, policy, scope_path, why)
+        if why:
             return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
         dtype, priority = policy.dtype, Priority.COMPUTED
         arrays = [env.cast(value, dtype) for value in values]
@@ -223,8 +253,10 @@ class Interpreter:
         preferred = params["preferred_element_type"]
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
-        elif is_16bit(dtype) and self._is_fp32_only(equation, env):
+        elif is_16bit(dtype) and self._is_fp32_only(equation, env, dtype):
             wide = FLOAT32
+        elif is_16bit(dtype) and effect and array_aval(equation.outvars[0]).dtype == FLOAT32:
+            wide, priority = FLOAT32, Priority.NARROW
         elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
@@ -259,16 +291,19 @@ class Interpreter:
         values: list[Value],
         policy: ScopePolicy,
         scope_path: Path,
-        highest: bool,
+        why: str,
     ) -> Callable[..., Any] | None:
-        """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8."""
+        """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8.
+
+        `why` is the reason why it keeps its recorded dtypes, or "".
+        """
         if not policy.uses_fp8:
             return None
         if not is_matmul(equation):
             note_unsupported(path_of(scope_path), f"FP8 has no {equation.primitive.name}")
             return None
         assert self.config.scaling is not None
-        why = "its author asks for precision=HIGHEST" if highest else policy.exclusion_reason
+        why = why or policy.exclusion_reason
         path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
         return fp8_matmul(self.config.scaling, equation, shapes, path, kernel_of(values), why)
 
@@ -283,13 +318,17 @@ class Interpreter:
             path, why = path_of(scope_path), policy.exclusion_reason
             record_excluded(self.config.scaling, (equation, *inside), path, why)
 
-    def _is_fp32_only(self, equation: JaxprEqn, env: Environment) -> bool:
+    def _is_fp32_only(self, equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.
 
-        Rounding it to 16 bits would lose precision without benefit.
+        Rounding it to 16 bits would lose precision without benefit. In float16, arithmetic may lie
+        in between, because a result beyond 65504 is infinite before a division makes it small.
         """
-        var = equation.outvars[0]
-        return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)
+        var, consumers = equation.outvars[0], env.consumers
+        is_only = consumers.is_fp32_only(var)
+        if dtype == FLOAT16 and is_matmul(equation):
+            is_only = is_only or consumers.leads_to_fp32_only(var)
+        return array_aval(var).dtype == FLOAT32 and is_only
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
@@ -327,6 +366,7 @@ class Interpreter:
         values: list[Value],
         scope_path: Path,
         outputs: Callable[[list[Array], list[ShapedArray]], list[Array]] | None = None,
+        effects: Effects = (),
     ) -> tuple[Any, list[Priority]]:
         """Retraces a sub-jaxpr for the current dtypes of its operands.
 
@@ -336,6 +376,7 @@ class Interpreter:
           scope_path: the scopes of the equation that contains it.
           outputs: (results, recorded types) -> results, such as a cast to the recorded dtypes; None
             to keep the dtypes of the results.
+          effects: effects of the rounding of the results; () if they are all bounded.
 
         Returns:
           The new jaxpr, in the same form (open or closed), and the `Priority` of each result.
@@ -352,6 +393,7 @@ class Interpreter:
             tuple(flags),
             self.scope_policies(body, scope_path),
             call,
+            effects if any(effects) else (),
         )
         if key not in self.inner:
             priorities: list[Priority] = []
@@ -359,7 +401,7 @@ class Interpreter:
             def run(*arrays: Array) -> list[Array]:
                 pairs = zip(arrays, values, strict=True)
                 args = [Value(array, v.priority, v.scalar) for array, v in pairs]
-                outs = self.run(jaxpr, consts, args, scope_path)
+                outs = self.run(jaxpr, consts, args, scope_path, effects)
                 priorities[:] = [out.priority for out in outs]
                 results = [out.array for out in outs]
                 return outputs(results, [var.aval for var in body.outvars]) if outputs else results

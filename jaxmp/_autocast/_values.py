@@ -15,6 +15,7 @@ from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._autocast._fp32_consumers import Consumers
+from jaxmp._autocast._magnified import Magnified
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, array_aval
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
@@ -70,7 +71,12 @@ class Environment:
     """Environment of one jaxpr: the values of its variables, and a cache of their casts."""
 
     def __init__(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], consumers: Consumers
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: list[Value],
+        consumers: Consumers,
+        magnified: Magnified,
     ) -> None:
         self.values = {
             var: Value(const, Priority.ARGUMENT)
@@ -78,7 +84,7 @@ class Environment:
         }
         self.values |= zip(jaxpr.invars[-len(args) :] if args else (), args, strict=True)
         self.casts: dict[tuple[int, Any], Any] = {}
-        self.consumers = consumers
+        self.consumers, self.magnified = consumers, magnified
 
     def read(self, var: Var | Literal) -> Value:
         return _literal(var) if isinstance(var, Literal) else self.values[var]
