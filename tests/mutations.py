@@ -86,6 +86,20 @@ MUTATIONS = [
         ("test_fp32_outputs.py::test_autocast_does_not_promote_what_a_narrow_result_meets",),
     ),
     Mutation(
+        "autocast rounds a sigmoid before its logarithm",
+        "jaxmp/_autocast/_magnified.py",
+        "effect = max(effect, Effect.MAGNIFIED)",
+        "pass",
+        ("test_autocast_magnified.py::test_a_saturated_value_is_not_rounded_to_one",),
+    ),
+    Mutation(
+        "autocast forgets what a jitted function does with its operands",
+        "jaxmp/_autocast/_magnified.py",
+        "self._raise(inner.operands, effects)",
+        "pass",
+        ("test_autocast_magnified.py::test_a_gram_matrix_is_computed_in_fp32",),
+    ),
+    Mutation(
         "the audit reports a result from which its own mean is subtracted",
         "jaxmp/_audit/_check_outputs.py",
         " or _depends(other, label, op, audit)",
@@ -417,7 +431,7 @@ MUTATIONS = [
     Mutation(
         "a matmul that only FP32 operations read is rounded to 16 bits",
         "jaxmp/_autocast/_replay.py",
-        "return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)",
+        "is_only = consumers.is_fp32_only(var)",
         "return False",
         ("test_autocast.py::test_a_product_that_only_fp32_operations_read_is_not_rounded",),
     ),

@@ -23,9 +23,7 @@ EYE = jnp.asarray(np.eye(6, dtype=np.float32))
 
 
 def general(w):
-    """Returns a matrix with singular values from 1 to 4, from a matmul that autocast runs in 16
-    bits.
-    """
+    """Returns a matrix with singular values from 1 to 4."""
     return w @ B / 5 + 2 * EYE
 
 

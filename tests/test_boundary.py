@@ -460,6 +460,35 @@ def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():
     assert run(jnp.float32, fixed)[0].tolist() == [1, 1, 1, 1]
 
 
+class Inverse(nn.Module):
+    cast: bool = False
+
+    def __call__(self, matrix):
+        return jnp.linalg.inv(matrix.astype(jnp.float32) if self.cast else matrix)
+
+
+class Spectrum(nnx.Module):
+    def __call__(self, x):
+        return jnp.abs(jnp.fft.rfft(x))
+
+
+def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
+    x = 2 * jnp.eye(4, dtype=jnp.float32)
+    with pytest.raises((TypeError, NotImplementedError)) as caught:
+        jl.apply_policy(Outer(Inverse()), BF16).apply({}, x)
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
+    assert "in Inverse, the module 'inner'" in note and "x.astype(jnp.float32)" in note
+    assert "c=f32" not in note
+    jl.apply_policy(Outer(Inverse(cast=True)), BF16).apply({}, x)
+    with pytest.raises(ValueError, match="RFFT") as caught:
+        jn.apply_policy(Spectrum(), BF16)(x)
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
+    assert "JAX does not compute RFFT in 16 bits" in note
+    rule = eval(note[note.index("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
+    assert rule.keep_inputs == ("x",)
+    jn.apply_policy(Spectrum(), jaxmp.PolicyMap(BF16, [rule]))(x)
+
+
 def test_other_errors_have_no_note():
     with pytest.raises(TypeError) as caught:
         jn.apply_policy(ScannedNnx(), BF16)()

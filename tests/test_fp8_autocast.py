@@ -261,7 +261,7 @@ def batched(x, w):
     [
         (own_backward, F32, "inside a custom_vjp"),
         (own_tangents, BF16, "inside a custom_jvp, whose rule must stay linear"),
-        (functools.partial(jnp.matmul, precision="highest"), F32, "asks for precision=HIGHEST"),
+        (functools.partial(jnp.matmul, precision="highest"), F32, "asked for precision=HIGHEST"),
         (lambda x, w: x @ w[:, :10], BF16, "N = 10 is not a multiple of 16"),
         (batched, BF16, "batch dimensions"),
         (in_full_precision, F32, None),

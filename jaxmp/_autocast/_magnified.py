@@ -42,8 +42,8 @@ _SOLVERS = frozenset(
         *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
     )
 )
-# Sums in FP32 of values that were rounded before.
-_SUMS = frozenset(("reduce_sum", "cumsum"))
+# FP32 operations whose results are 0 or 1 because their operands were rounded to it.
+_POWERS_AND_SUMS = frozenset(("integer_pow", "square", "reduce_sum", "cumsum"))
 # Operations whose results are accurate if their operands were rounded, but not if they are.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
 
@@ -94,7 +94,9 @@ class Magnified:
             return (Effect.SOLVED,) * count
         category = self._category(equation)
         effect = max(self.of(equation.outvars), default=Effect.BOUNDED)
-        passes = (category in ("widest", "follow") and name not in _FLAT) or name in _SUMS
+        passes = (
+            category in ("widest", "follow") and name not in _FLAT
+        ) or name in _POWERS_AND_SUMS
         is_elementwise = category in ("widest", "follow", "fp32")
         if not (passes or (is_elementwise and effect is Effect.SOLVED)):
             effect = Effect.BOUNDED

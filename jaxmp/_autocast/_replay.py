@@ -234,10 +234,10 @@ class Interpreter:
         their recorded dtypes. The dtype of the result is the first of these that applies:
 
         1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
-        2. FP32, if the recorded result is FP32, and only FP32 operations consume it or `effect`
-           shows that its rounding is magnified;
-        3. the output dtype of the deciding rule, if it is wider than the compute dtype;
-        4. FP32 with the priority `NARROW`, if it is a linear layer with few outputs;
+        2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
+        3. FP32 with the priority `NARROW`, if it is a linear layer with few outputs, or `effect`
+           shows that a later operation magnifies the rounding;
+        4. the output dtype of the deciding rule, if it is wider than the compute dtype;
         5. the compute dtype.
         """
         params = equation.params
@@ -255,12 +255,10 @@ class Interpreter:
             wide = preferred
         elif is_16bit(dtype) and self._is_fp32_only(equation, env, dtype):
             wide = FLOAT32
-        elif is_16bit(dtype) and effect and array_aval(equation.outvars[0]).dtype == FLOAT32:
-            wide, priority = FLOAT32, Priority.NARROW
         elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
             wide = None
-        elif narrow_reason(policy.policy, outputs_of(equation, values)):
+        elif narrow_reason(policy.policy, outputs_of(equation, values)) or effect:
             wide, priority = FLOAT32, Priority.NARROW
         else:
             wide = policy.wide_output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -360,6 +361,8 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
 # ---------------------------------------------------------------------------
 
 _NOTE = "jaxmp: "
+# JAX's messages for an operation that has no 16-bit form; the last one is that of JAX 0.10.
+_NO_16BIT = re.compile(r"(\w+) does not accept dtype|(\w+) input must be|Unsupported dtype")
 
 
 def explain_mismatch(
@@ -371,9 +374,10 @@ def explain_mismatch(
     is_param: IsLeaf = None,
     method: str = "",
 ) -> None:
-    """Adds a note to an error of JAX that names both a policy's 16-bit dtype and float32.
+    """Adds a note to an error of JAX about the dtypes of a module that computes in 16 bits.
 
-    The note contains the module, its float32 arguments and the fix.
+    Either two dtypes do not match, or an operation such as `lu` or `rfft` has no 16-bit form. The
+    note contains the module, the arguments concerned and the fix.
 
     Args:
       error: raised by a method of the module.
@@ -383,16 +387,22 @@ def explain_mismatch(
       method: name of the method, if it is not a forward pass, so that its arguments are not cast.
     """
     compute, text = module_policy.policy.compute_dtype, str(error)
-    names_both = compute.name in text and "float32" in text
     has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-    if not (is_16bit(compute) and names_both) or has_note:
+    refusal = _NO_16BIT.search(text)
+    concerns = compute.name in text and ("float32" in text or refusal is not None)
+    if not (is_16bit(compute) and concerns) or has_note:
         return
     name = "/".join(path)
     where = f"the module {name!r}" if path else "the root module"
-    lines = [
+    start = (
         f"{_NOTE}this happened in {cls.__name__}, {where}, which computes in {compute} under its "
-        f"policy ({module_policy.policy}); another array is float32."
-    ]
+        f"policy ({module_policy.policy})"
+    )
+    if refusal is not None:
+        operation = next(filter(None, refusal.groups()), "the operation")
+        error.add_note(f"{start}. {_fix_operand(operation, name, arguments)}")
+        return
+    lines = [f"{start}; another array is float32."]
     if "carry" in text:
         lines.append(
             "Create the initial carry of the loop in the dtype of what the loop computes: "
@@ -415,6 +425,17 @@ def explain_mismatch(
     rule = f"Rule({f'{name}/**' if path else '**'!r}, 'c=f32')"
     lines.append(f"Or compute this module in float32: {rule}.")
     error.add_note(" ".join(lines))
+
+
+def _fix_operand(operation: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns the fix for an operation without a 16-bit form in the module called `name`."""
+    arrays = [key for key, value in arguments.items() if is_castable(value)]
+    kept = repr(arrays[0]) if arrays else "'x'"
+    return (
+        f"JAX does not compute {operation} in 16 bits. Convert its operand in the module: "
+        f"x.astype(jnp.float32). If the operand is an argument of the module, do not cast it: "
+        f"Rule({name!r}, keep_inputs=[{kept}])."
+    )
 
 
 def _float32_names(arguments: Mapping[str, Any], is_param: IsLeaf) -> list[str]:

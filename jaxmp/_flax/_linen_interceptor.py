@@ -194,7 +194,7 @@ class PolicyInterceptor:
         with self._entered(frame), noted(originals):
             try:
                 out = call(*args, **kwargs)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, NotImplementedError) as error:
                 arguments = named_arguments(call, args, kwargs)
                 cls, other = author_class(module), "" if is_forward else method
                 explain_mismatch(error, module_policy, path, cls, arguments, method=other)

@@ -127,7 +127,7 @@ def call_method(
     with fp8 as rows, _entered(bound, name, as_author, is_forward), noted(originals):
         try:
             out = call(*args, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             arguments = named_arguments(call, args, kwargs), _is_param, "" if is_forward else name
             explain_mismatch(error, module_policy, bound.path, bound.cls, *arguments)
             raise
