@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,8 +59,9 @@ def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
     assert "The loss scale is 16." in message
     assert "that of 'b:w'." in message
     causes = message.split("\n  ")[1:]
-    assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4."]
-    assert "65504" in causes[0] and "not finite" in causes[1] and "too large" in causes[2]
+    assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4.", "5."]
+    assert "65504" in causes[0] and "not finite" in causes[1] and "sigmoid" in causes[2]
+    assert "too large" in causes[3]
 
 
 def test_without_a_loss_scale_the_batch_is_the_first_cause():
@@ -99,6 +101,34 @@ def test_the_fixes_are_code(fix):
     code = text[text.index("recipe.replace(") : text.index(fix) + len(fix)]
     changed = eval(code, {"recipe": recipe, "jaxmp": jaxmp})
     assert isinstance(changed.loss_scale, jaxmp.DynamicLossScale)
+
+
+class Saturated(nn.Module):
+    """Model whose probabilities are 1 in 16 bits."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jax.nn.sigmoid(nn.Dense(16, kernel_init=nn.initializers.constant(2.4))(x))
+
+
+def test_the_rule_for_a_saturated_sigmoid_repairs_it():
+    x = jnp.ones((2, 4))
+    text = message_of(lambda: jaxmp.check(state_after(10)))
+    code = text[text.index("jaxmp.Rule(") : text.index(" jaxmp.audit names")].rstrip(".")
+    rule = eval(code.replace("path/of/module", "head"), {"jaxmp": jaxmp})
+
+    def loss_under(policies):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return Saturated(name="head")(x)
+
+        model = jaxmp.linen.apply_policy(Model(), policies)
+        q = model.apply(model.init(jax.random.key(0), x), x)
+        return -jnp.log(1 - q).mean()
+
+    assert jnp.isinf(loss_under("bf16"))
+    assert loss_under(jaxmp.PolicyMap("bf16", [rule])) == pytest.approx(9.6, rel=1e-4)
 
 
 # ---------------------------------------------------------------------------

@@ -150,23 +150,29 @@ _FORWARD = (
     'jaxmp.Rule("path/of/module", "c=f32"), or use jaxmp.load_recipe("bf16").'
 )
 
+_SATURATED = (
+    "A sigmoid or softmax is 0 or 1 in 16 bits, and a logarithm or quotient of it is infinite: use "
+    "the function of the logits, such as jax.nn.log_sigmoid, or let the module return FP32 by "
+    'jaxmp.Rule("path/of/module/**", "c=f32,o=f32"). jaxmp.audit names the line.'
+)
+
 
 def _causes(loss_scale: LossScale) -> tuple[str, ...]:
     """Returns possible causes of non-finite gradients, most likely first."""
     if isinstance(loss_scale, NoLossScale):
-        return _NOT_FINITE, _DIVERGED
+        return _NOT_FINITE, _SATURATED, _DIVERGED
     if isinstance(loss_scale, StaticLossScale):
         fixed = (
             "The loss scale is too large for these gradients: use a dynamic one, "
             "recipe.replace(loss_scale=jaxmp.DynamicLossScale())."
         )
-        return fixed, _FORWARD, _NOT_FINITE, _DIVERGED
+        return fixed, _FORWARD, _NOT_FINITE, _SATURATED, _DIVERGED
     high = (
         "If these are the first steps, the loss scale is still too large, and decreases with each "
         "skipped step. Start with a smaller one: recipe.replace(loss_scale=jaxmp.DynamicLossScale("
         "init_scale=2.0**8))."
     )
-    return _FORWARD, _NOT_FINITE, high, _DIVERGED
+    return _FORWARD, _NOT_FINITE, _SATURATED, high, _DIVERGED
 
 
 def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError:
