@@ -23,6 +23,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
+from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._trace import trace
 from relaxed import relaxed
 from train_lm import make_step, prepare_nnx
@@ -115,6 +116,26 @@ def test_fp32_products_round_to_tf32_unless_the_recipe_says_highest(recipe, dtyp
     gradient = jax.grad(lambda params, x: jnp.square(model.apply(params, x)).sum())
     report = audit(gradient, params, x, policies=recipe, target="h200")
     assert operands(report) == {(dtype, dtype)}
+
+
+# GPU -> the dtypes in which it multiplies bfloat16, float16 and FP32 operands.
+OPERANDS = {gpu: ("bfloat16", "float16", "tf32") for gpu in GPUS} | {
+    # No Tensor Cores for bfloat16 and TF32; XLA converts bfloat16 to FP32.
+    "t4": ("float32", "float16", "float32")
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", GPUS)
+@fast_cases("t4", "l4")
+@pytest.mark.filterwarnings("ignore:The policies compute in bfloat16:jaxmp.RecipeWarning")
+def test_each_gpu_multiplies_in_its_own_formats(target):
+    x = shape(256, 256, dtype=jnp.float32)
+    found = [
+        operands(audit(jaxmp.autocast(lambda x: x @ x, recipe), x, policies=recipe, target=target))
+        for recipe in ("bf16", "fp16", "tf32")
+    ]
+    assert found == [{(dtype, dtype)} for dtype in OPERANDS[target]]
 
 
 @needs_compiler
@@ -642,7 +663,7 @@ def test_the_command_compiles(small_step, capsys):
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
-        (9, "Allowed: 'a100', 'h100', 'h200', 'b200'"),
+        (9, "Allowed: 't4', 'a100-40', 'a100', 'rtx3090', 'l4', 'l40s', 'rtx4090', 'h100'"),
     ],
 )
 def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):
@@ -689,6 +710,13 @@ def here(monkeypatch):
         ("h200", "NVIDIA H200", True),
         ("h200", "NVIDIA H200 NVL", True),
         ("b200", "NVIDIA B200", True),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", True),
+        ("t4", "Tesla T4", True),
+        ("l4", "NVIDIA L4", True),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", True),
+        ("l4", "NVIDIA L40S", False),
+        ("a100-40", "NVIDIA A100-SXM4-80GB", False),
+        ("rtx4090", "NVIDIA GeForce RTX 4090 Laptop GPU", False),
         ("h100", "NVIDIA H200", False),
         ("a100", "NVIDIA A10", False),
         ("h200", "NVIDIA GH200 480GB", False),

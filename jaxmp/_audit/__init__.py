@@ -67,8 +67,9 @@ def audit(
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
-      target: "a100", "h100", "h200" or "b200" to compile the program for that GPU, too, which does
-        not have to be present (the extra `aot` of jaxmp). The report then has `.gemms`,
+      target: a GPU, such as "h200" or "l4", to compile the program for it, too: "t4", "a100-40",
+        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200" or "b200". It does not
+        have to be present (the extra `aot` of jaxmp). The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are.
@@ -121,7 +122,7 @@ def _audit(
     kwargs: dict[str, Any],
     target: str | None,
 ) -> AuditReport:
-    gpu = {} if target is None else {"target": "gpu", "capability": (GPUS[target].major, 0)}
+    gpu = {} if target is None else {"target": "gpu", "capability": GPUS[target].capability}
     with _compat.context(**gpu):
         traced = trace(fn, args, kwargs)
     auditor = Auditor(context)

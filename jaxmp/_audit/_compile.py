@@ -22,6 +22,7 @@ from jax.sharding import (
 
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._trace import Traced
+from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, is_literal, with_parameters
 from jaxmp._core._locations import Lines
@@ -47,6 +48,8 @@ class Compiled(NamedTuple):
     # Axis -> size, in the order of the devices, and the shardings of the arguments on this mesh.
     mesh: dict[str, int]
     shardings: list[Any]
+    # False for GPUs before the A100, whose FP32 matmuls do not use Tensor Cores.
+    has_tf32: bool = True
 
 
 def check_target(target: object) -> None:
@@ -107,7 +110,8 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    return Compiled(text, memory, name, count, bool(real), sizes, shardings)
+    has_tf32 = GPUS[target].capability >= TF32_MATMULS
+    return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
 
 
 def _in_jit(traced: Traced) -> Any:
@@ -140,13 +144,18 @@ def _real_gpus(target: str, mesh: Mesh | AbstractMesh | None, count: int) -> lis
     return gpus[:count] if len(gpus) >= count else []
 
 
+# Target -> the words of its device kind, if these are not the target itself.
+_WORDS = {"a100-40": {"a100", "40gb"}, "rtx3090": {"rtx", "3090"}, "rtx4090": {"rtx", "4090"}}
+
+
 def _is_target(target: str, device_kind: str) -> bool:
     """Returns True for a device kind such as "NVIDIA A100-SXM4-80GB".
 
-    A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", has fewer cores and less memory.
+    A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", and the form for laptops have fewer cores
+    and less memory.
     """
-    parts = re.split(r"[^a-z0-9]+", device_kind.lower())
-    return target in parts and "mig" not in parts
+    parts = set(re.split(r"[^a-z0-9]+", device_kind.lower()))
+    return _WORDS.get(target, {target}) <= parts and parts.isdisjoint(("mig", "laptop"))
 
 
 def _devices_of(mesh: object) -> list[Any]:

@@ -143,7 +143,7 @@ def _is_fp8(dtypes: tuple[str, str]) -> bool:
 def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
     """Returns the dtype in which operands are multiplied.
 
-    All GPUs since the A100 round FP32 operands to TF32, unless the matmul has precision "highest"
+    GPUs from the A100 on round FP32 operands to TF32, unless the matmul has precision "highest"
     (XLA, `GemmConfig`) or an algorithm, which specifies the dtype.
     """
     algorithm_match = _ALGORITHM.match(algorithm)

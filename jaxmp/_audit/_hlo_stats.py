@@ -100,7 +100,8 @@ def read_program(
         for inside, part in parts(program, step):
             matmul = matmul_of_instruction(program, step, inside, part)
             if matmul is not None:
-                key = (*origins.of(matmul.named), *matmul[:5])
+                dtypes = [_actual(name, compiled) for name in matmul[:2]]
+                key = (*origins.of(matmul.named), *dtypes, *matmul[2:5])
                 _count(gemms, key, matmul.flops * step.times, 1)
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
                 flops = _attention_flops(inside, part) * step.times
@@ -124,6 +125,11 @@ def read_program(
 
 _COLLECTIVE_KEYS = ("operation", "dtype", "content", "read_as", "is_kept", "in_matmul", "axes")
 _COLLECTIVE_KEYS += ("in_outer_loop",)
+
+
+def _actual(dtype: str, compiled: Compiled) -> str:
+    """Returns the dtype in which the GPU multiplies an operand."""
+    return "float32" if dtype == "tf32" and not compiled.has_tf32 else dtype
 
 
 def _is_in_outer_loop(op_name: str) -> bool:

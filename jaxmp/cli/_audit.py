@@ -41,7 +41,7 @@ def audit(
     json: JsonOption = None,
     target: Annotated[
         str | None,
-        typer.Option(help="GPU to compile for: a100, h100, h200 or b200. No GPU is required."),
+        typer.Option(help="GPU to compile for, such as h200 or l4. No GPU is required."),
     ] = None,
     script: Annotated[
         str | None,

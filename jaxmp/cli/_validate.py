@@ -55,7 +55,7 @@ def validate(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="GPU for which memory and kernels are counted: a100, h100, h200, b200."),
+        typer.Option(help="GPU for which memory and kernels are counted, such as h200 or l4."),
     ] = None,
     json: JsonOption = None,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
