@@ -759,6 +759,13 @@ MUTATIONS = [
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
     ),
     Mutation(
+        "products of weights are summed over devices in 16 bits",
+        "jaxmp/_fp32_gradients/_derivatives.py",
+        "run = product_of_weights if equation.primitive.name in MATMULS else bind",
+        "run = bind",
+        ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),
+    ),
+    Mutation(
         "the backward pass of a ragged matmul reads the sizes of groups from another trace",
         "jaxmp/_fp32_gradients/_derivatives.py",
         "        other, low, rest = saved\n",
