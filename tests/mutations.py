@@ -475,6 +475,16 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "weights without matmuls, and layers that were traced before, count as not in FP8",
+        "jaxmp/_flax/_fp8_use.py",
+        "        if _multiplies_without_fp8(fn, args, kwargs):",
+        "        if True:",
+        (
+            "test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn",
+            "test_fp8_batch.py::test_weights_that_are_not_multiplied_in_nnx_do_not_warn",
+        ),
+    ),
+    Mutation(
         "an infinity saturates and is hidden",
         "jaxmp/fp8/_quantize.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
