@@ -58,6 +58,13 @@ class Mutation:
 MUTATIONS = [
     # Layers with few outputs.
     Mutation(
+        "the note on a loop carry does not name layers with few outputs",
+        "jaxmp/_flax/_casts.py",
+        "        if module_policy.policy.fp32_outputs_below:\n            lines",
+        "        if False:\n            lines",
+        ("test_fp32_outputs.py::test_the_note_on_a_carry_of_few_outputs_has_the_fix",),
+    ),
+    Mutation(
         "the FP32 result of a narrow layer promotes what it meets",
         "jaxmp/_flax/_casts.py",
         "return weakly_typed(cast_array(leaf, dtype))",
