@@ -9,8 +9,13 @@ the embeddings of one example by 1.3 and by 4, or its activations in front of al
 which norms do not undo, and compares the other examples; and it computes each example alone. It
 prints the share of the log-probabilities that change, the largest change, the number of runs with a
 change, the share of the inputs of linear layers that are subnormal or zero in FP8 after the change,
-and the error against FP32. `by amax` are scales without rounding to powers of
-two. In the rows "delayed, next step", the change is in the batch of the step before.
+and the error against FP32. `by amax` are scales without rounding to powers of two. In the rows
+"delayed, next step", the change is in the batch of the step before.
+
+The ratio of the errors of both varies with a standard deviation of 0.02 over seeds, so that another
+command measures it with many seeds, and prints its mean and a 95 % interval:
+
+    python benchmarks/fp8_batch_dependence.py --errors 400 --out fp8_errors.json
 
 The models are causal language models with random parameters. On a CPU, operands are rounded to FP8
 and multiplied in a wider dtype.
@@ -20,6 +25,7 @@ import argparse
 import functools
 import json
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -262,6 +268,24 @@ def measure(variant: str, power_of_two: bool, seeds: int = 3) -> dict[str, Any]:
     }
 
 
+def error_ratio(variant: str, seeds: int) -> dict[str, Any]:
+    """Returns the error with powers of two, relative to scales by amax, and its 95 % interval."""
+    name, make = VARIANTS[variant]
+    recipe, batch = jaxmp.load_recipe(name), example(BATCH)
+    by_amax = recipe.replace(fp8=fp8.CurrentScaling(power_of_two=False))
+    runs = [make(each) for each in (recipe, by_amax, jaxmp.load_recipe("fp32"))]
+    fns = [(run.init, jax.jit(run.log_probabilities)) for run in runs]
+    errors = []
+    for seed in range(seeds):
+        rounded, unrounded, exact = (np.asarray(fn(init(seed), *batch)) for init, fn in fns)
+        errors.append([rms(rounded - exact), rms(unrounded - exact)])
+    ratios = np.divide(*np.transpose(errors))
+    mean, margin = ratios.mean(), 1.96 * ratios.std(ddof=1) / seeds**0.5
+    interval = [float(mean - margin), float(mean + margin)]
+    print(f"{variant}: error {mean:.4f} times ({interval[0]:.4f} to {interval[1]:.4f})", flush=True)
+    return {"variant": variant, "seeds": seeds, "ratio": float(mean), "interval": interval}
+
+
 def alone(recipe: Any) -> float:
     """Returns the largest difference between an example alone and the same one in a batch."""
     run, (tokens, gain) = linen_run(recipe), example(BATCH)
@@ -287,8 +311,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--errors", type=int, default=0, help="seeds; measures errors only")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
+    if options.errors:
+        # In its first step, delayed scaling has the scales of current scaling.
+        only = [variant for variant in options.only if VARIANTS[variant][0] == "fp8"]
+        write(options, {"rows": [error_ratio(variant, options.errors) for variant in only]})
+        return
     rows = []
     for variant in options.only:
         for power_of_two in (True, False):
@@ -299,8 +329,7 @@ def main() -> None:
                 share, largest, small, runs = values.values()
                 print(f"    {change:12} {share:8.2%} change by up to {largest:.1e}", end=" ")
                 print(f"in {runs} runs, {small:.3%} subnormal or zero", flush=True)
-        ratio = rows[-2]["error"] / rows[-1]["error"]
-        print(f"    error {rows[-2]['error']:.4f}, {ratio:.3f} times that of scales by amax")
+        print(f"    error {rows[-2]['error']:.4f}, with scales by amax {rows[-1]['error']:.4f}")
     fp8_recipe = jaxmp.load_recipe("fp8")
     recipes = {
         "bf16": jaxmp.load_recipe("bf16"),
@@ -314,16 +343,24 @@ def main() -> None:
     for each in layers:
         ratio = each["power of two"] / each["by amax"]
         print(f"layer of width {each['width']}: {each['power of two']:.5f}, {ratio:.3f} times")
+    report = {
+        "seeds": options.seeds,
+        "models": rows,
+        "alone, largest change": singles,
+        "layers": layers,
+    }
+    write(options, report)
+
+
+def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Writes results as JSON, if `--out` is given."""
     if options.out:
         report = {
-            "command": f"python benchmarks/fp8_batch_dependence.py --out {options.out}",
+            "command": "python " + " ".join(sys.argv),
             "machine": platform.machine(),
             "versions": {"jax": jax.__version__, "flax": flax.__version__},
             "sizes": {"batch": BATCH, "length": LENGTH, "layers": LAYERS, "width": WIDTH},
-            "seeds": options.seeds,
-            "models": rows,
-            "alone, largest change": singles,
-            "layers": layers,
+            **results,
         }
         options.out.write_text(json.dumps(report, indent=2) + "\n")
 

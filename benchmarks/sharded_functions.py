@@ -8,7 +8,7 @@ have their own derivative, control flow, `jax.checkpoint`, or data. Its gradient
 `jaxmp.value_and_grad`, for replicated parameters ("data parallel") and for split ones ("FSDP").
 
 Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". Each row
-has the bytes of all-reduce and reduce-scatter operations in the backward pass, of arrays from 4 kB:
+has the bytes of the all-reduce and reduce-scatter operations of arrays from 4 kB:
 
     sums_16_bit, sums_fp32     by dtype
     reported                   lines of the error `all_reduce_16bit` of the audit
@@ -124,6 +124,12 @@ def fori_loop(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.fori_loop(0, 3, lambda n, w: 1.5 * w - 0.5 * w * w, p["w"].astype(dtype))
 
 
+def orthogonal(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
+    """Orthogonalizes a weight by Newton-Schulz iterations, whose matmuls contract split axes."""
+    step = lambda n, w: 1.5 * w - 0.5 * w @ (w.T @ w)
+    return jax.lax.fori_loop(0, 3, step, p["w"].astype(dtype) * jnp.asarray(2**-6, dtype))
+
+
 def checkpoint(p: Params, x: jax.Array, dtype: Any) -> jax.Array:
     return jax.checkpoint(lambda w: w * jnp.asarray(0.5, w.dtype))(p["w"].astype(dtype))
 
@@ -168,6 +174,7 @@ WEIGHTS: dict[str, Callable[[Params, jax.Array, Any], jax.Array]] = {
         cond,
         scan,
         fori_loop,
+        orthogonal,
         checkpoint,
         relu_in_checkpoint,
         softmax,
@@ -222,7 +229,7 @@ def measure(name: str, layout: str) -> dict[str, Any]:
     )
     sums: Counter[str] = Counter()
     for row in report.collectives:
-        is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.phase == "backward"
+        is_sum = row.operation in ("all-reduce", "reduce-scatter")
         if is_sum and row.bytes >= 4096 * row.count:
             sums["sums_fp32" if row.dtype == "float32" else "sums_16_bit"] += row.bytes
     findings = [f for f in report.findings if f.check == "all_reduce_16bit"]

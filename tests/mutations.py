@@ -58,6 +58,13 @@ class Mutation:
 MUTATIONS = [
     # Layers with few outputs.
     Mutation(
+        "the note on a loop carry does not name layers with few outputs",
+        "jaxmp/_flax/_casts.py",
+        "        if module_policy.policy.fp32_outputs_below:\n            lines",
+        "        if False:\n            lines",
+        ("test_fp32_outputs.py::test_the_note_on_a_carry_of_few_outputs_has_the_fix",),
+    ),
+    Mutation(
         "the FP32 result of a narrow layer promotes what it meets",
         "jaxmp/_flax/_casts.py",
         "return weakly_typed(cast_array(leaf, dtype))",
@@ -489,6 +496,16 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "weights without matmuls, and layers that were traced before, count as not in FP8",
+        "jaxmp/_flax/_fp8_use.py",
+        "        if _multiplies_without_fp8(fn, args, kwargs):",
+        "        if True:",
+        (
+            "test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn",
+            "test_fp8_batch.py::test_weights_that_are_not_multiplied_in_nnx_do_not_warn",
+        ),
+    ),
+    Mutation(
         "an infinity saturates and is hidden",
         "jaxmp/fp8/_quantize.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
@@ -771,6 +788,13 @@ MUTATIONS = [
         "        if name in MOVES and copies[0]:\n",
         '        if name in MOVES - {"broadcast_in_dim"} and copies[0]:\n',
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
+    ),
+    Mutation(
+        "products of weights are summed over devices in 16 bits",
+        "jaxmp/_fp32_gradients/_derivatives.py",
+        "run = product_of_weights if equation.primitive.name in MATMULS else bind",
+        "run = bind",
+        ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),
     ),
     Mutation(
         "the backward pass of a ragged matmul reads the sizes of groups from another trace",

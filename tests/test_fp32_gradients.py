@@ -292,25 +292,38 @@ def test_gradients_of_computed_weights_are_summed_in_fp32(name, is_split):
         np.testing.assert_allclose(leaf, reference, rtol=4 * 2**-11)
 
 
-def wide_sums(name):
-    """Returns for each matmul that sums over the rows of a batch True if its result is in FP32."""
+def matmuls_of(name):
+    """Returns the matmuls of the gradient of a loss with a computed weight."""
     mesh = mesh_of()
     where, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     params = {"w": (16, 16), "gain": (16,)}
     params = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=where) for k, s in params.items()}
     x = jax.ShapeDtypeStruct((ROWS, 16), np.float32, sharding=rows)
     step = jax.jit(jaxmp.value_and_grad(sharded_functions.loss_of(name)))
-    return [
-        equation.outvars[0].aval.dtype == jnp.float32
-        for equation in equations(step.trace(params, x).jaxpr)
-        if equation.primitive.name == "dot_general"
-        and equation.invars[0].aval.shape[equation.params["dimension_numbers"][0][0][0]] == ROWS
-    ]
+    traced = equations(step.trace(params, x).jaxpr)
+    return [equation for equation in traced if equation.primitive.name == "dot_general"]
+
+
+def is_wide(equation):
+    return equation.outvars[0].aval.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", sharded_functions.WEIGHTS)
 def test_matmuls_compute_gradients_of_computed_weights_in_fp32(name):
-    assert wide_sums(name) == [name not in sharded_functions.REPORTED]
+    sums = [
+        is_wide(equation)
+        for equation in matmuls_of(name)
+        if equation.invars[0].aval.shape[equation.params["dimension_numbers"][0][0][0]] == ROWS
+    ]
+    assert sums == [name not in sharded_functions.REPORTED]
+
+
+@pytest.mark.parametrize("name", ["product", "orthogonal"])
+def test_products_of_weights_are_accumulated_in_fp32(name):
+    # XLA may split the contracted axis over devices, in the forward pass, too.
+    products = [e for e in matmuls_of(name) if ROWS not in e.invars[0].aval.shape]
+    assert len(products) == {"product": 3, "orthogonal": 6}[name]
+    assert all(map(is_wide, products))
 
 
 @needs_compiler
@@ -318,6 +331,7 @@ def test_matmuls_compute_gradients_of_computed_weights_in_fp32(name):
     ("name", "layout"),
     [
         ("scaled_gradient", "FSDP"),
+        ("orthogonal", "FSDP"),
         pytest.param("cond", "FSDP", marks=EXPENSIVE),
         pytest.param("scan", "data parallel", marks=EXPENSIVE),
     ],

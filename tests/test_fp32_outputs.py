@@ -352,3 +352,57 @@ def test_a_limit_is_a_setting():
     assert jaxmp.get_policy(str(policy)) == policy
     recipe = jaxmp.load_recipe("bf16").replace(policies=PolicyMap(policy))
     assert "fp32_outputs_below = 4" in recipe.to_toml()
+
+
+class LinenLoop(nn.Module):
+    """Loop whose carry, created in the dtype of its input, a layer with few outputs computes."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer, first = nn.Dense(8), jnp.zeros((4, 8), x.dtype)
+        layer(first)
+        return jax.lax.scan(lambda h, _: (jnp.tanh(layer(h)), None), first, None, length=2)[0]
+
+
+class NnxLoop(nnx.Module):
+    """The same loop in NNX."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        first = jnp.zeros((4, 8), x.dtype)
+        return jax.lax.scan(lambda h, _: (jnp.tanh(self.layer(h)), None), first, None, length=2)[0]
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_note_on_a_carry_of_few_outputs_has_the_fix(framework):
+    x = jnp.ones((4, 8))
+
+    def run(recipe):
+        if framework == "nnx":
+            return jax.eval_shape(recipe.wrap(NnxLoop(nnx.Rngs(0))), x)
+        model = recipe.wrap(LinenLoop())
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        return jax.eval_shape(model.apply, variables, x)
+
+    recipe = jaxmp.load_recipe("bf16")
+    with pytest.raises(TypeError, match="carry") as error:
+        run(recipe)
+    note = " ".join(error.value.__notes__)
+    fix = "Rule('**', fp32_outputs_below=0)"
+    assert f"fewer than 16 outputs return float32. If they compute the carry: {fix}." in note
+    rule = eval(fix, {"Rule": jaxmp.Rule})
+    assert run(recipe.replace(policies=jaxmp.PolicyMap("bf16", [rule]))).shape == (4, 8)
+
+
+def test_the_audit_reports_a_matmul_of_two_results_of_few_outputs():
+    class Product(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(nn.Dense(8)(x) @ nn.Dense(8)(x).T)
+
+    model, x = jaxmp.load_recipe("bf16").wrap(Product()), jnp.ones((4, 32))
+    variables = model.init(jax.random.key(0), x)
+    report = jaxmp.audit(model.apply, variables, x, policies="bf16")
+    assert "fp32_matmul" in {finding.check for finding in report.findings}

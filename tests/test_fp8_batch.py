@@ -257,6 +257,61 @@ def test_parts_of_models_and_models_in_fp8_do_not_warn(model):
         fp8.explain(linen_call(Experts()))  # which lists the layers instead
 
 
+class Position(nn.Module):
+    """Adds a position embedding."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + self.param("position", nn.initializers.normal(), X.shape)
+
+
+class JittedLayer(nn.Module):
+    """Model whose second call reuses the trace of its layer in FP8."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.Dense)(32)(Position()(x))
+
+
+@pytest.mark.parametrize("make", [Position, JittedLayer])
+def test_weights_that_are_not_multiplied_do_not_warn(make):
+    model = jaxmp.load_recipe("fp8").wrap(make())
+    variables = model.init(jax.random.key(0), X)
+    for _ in range(2):
+        model.apply(variables, X)
+
+
+class NnxPosition(nnx.Module):
+    """Adds a position embedding."""
+
+    def __init__(self):
+        self.position = nnx.Param(jnp.ones(X.shape))
+
+    def __call__(self, x):
+        return x + self.position[...]
+
+
+class NnxRemat(NnxModel):
+    """Model whose second call reuses the trace of its layers."""
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = remat_layer(layer, x)
+        return x
+
+
+@nnx.remat
+def remat_layer(layer, x):
+    return layer(x)
+
+
+def test_weights_that_are_not_multiplied_in_nnx_do_not_warn():
+    recipe, linear = jaxmp.load_recipe("fp8"), nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    for model in map(recipe.wrap, (NnxPosition(), NnxRemat(NnxPosition(), linear))):
+        for _ in range(2):
+            model(X)
+
+
 def test_a_part_of_a_call_does_not_warn():
     with jax.numpy_rank_promotion("allow"):
         linen_call(HeadOnly(), method="encode")()

@@ -393,6 +393,7 @@ def explain_mismatch(
     if not (is_16bit(compute) and concerns) or has_note:
         return
     name = "/".join(path)
+    subtree = f"{name}/**" if path else "**"
     where = f"the module {name!r}" if path else "the root module"
     start = (
         f"{_NOTE}this happened in {cls.__name__}, {where}, which computes in {compute} under its "
@@ -410,6 +411,11 @@ def explain_mismatch(
             "returns the next carry, you can also let it return float32: "
             f"Rule({'/'.join((*path, '*'))!r}, 'o=f32')."
         )
+        if module_policy.policy.fp32_outputs_below:
+            lines.append(
+                f"Layers with fewer than {module_policy.policy.fp32_outputs_below} outputs return "
+                f"float32. If they compute the carry: Rule({subtree!r}, fp32_outputs_below=0)."
+            )
     wide = _float32_names(arguments, is_param)
     if method:
         lines.append(
@@ -422,8 +428,7 @@ def explain_mismatch(
             f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
             f"them in the compute dtype: jnp.zeros(shape, jnp.{compute})."
         )
-    rule = f"Rule({f'{name}/**' if path else '**'!r}, 'c=f32')"
-    lines.append(f"Or compute this module in float32: {rule}.")
+    lines.append(f"Or compute this module in float32: Rule({subtree!r}, 'c=f32').")
     error.add_note(" ".join(lines))
 
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxmp._audit._share import matrix_elements
+from jaxmp._audit._trace import trace
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import (
     UNKNOWN_DOT,
@@ -49,15 +53,35 @@ def note_weights(
         note_unsupported("/".join(path), why)
 
 
-def warn_of_model(key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int) -> None:
-    """Warns once of a model that has weights, none of which is multiplied in FP8.
+def warn_of_model(
+    key: tuple[type, PolicyMap],
+    rows: list[Any],
+    stacklevel: int,
+    fn: Callable[..., Any],
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> None:
+    """Warns once of a model that has matmuls, none of which computes in FP8.
 
     Args:
       key: its class and policies.
       rows: the decisions of a call of the whole model.
       stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
+      fn, *args, **kwargs: the call.
     """
     if rows and all(row.exclusion_reason for row in rows):
         _reported.add(key)
         rows = [row for row in rows if row.path or not row.k]
-        warn_if_unused(key[0].__name__, rows, stacklevel + 1)
+        if _multiplies_without_fp8(fn, args, kwargs):
+            warn_if_unused(key[0].__name__, rows, stacklevel + 1)
+
+
+def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -> bool:
+    """Traces a function again, because a layer that was jitted before records no decision."""
+    # A model that cannot be traced a second time probably has matmuls.
+    with contextlib.suppress(Exception):
+        traced = list(equations(trace(fn, args, kwargs).closed))
+        names = {equation.primitive.name for equation in traced}
+        casts = (str(equation.params.get("new_dtype")) for equation in traced)
+        return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)
+    return True

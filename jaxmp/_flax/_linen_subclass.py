@@ -153,7 +153,8 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
         if suspects:
             wrapped._jaxmp_suspects = ()
             warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
-        warn_of_model((cls, wrapped._jaxmp_policies), rows, 2)
+        key = cls, wrapped._jaxmp_policies
+        warn_of_model(key, rows, 2, call, variables, *args, **kwargs)
         return out
 
     return apply

@@ -134,7 +134,7 @@ def call_method(
         if at_boundary:
             note_weights(module_policy, bound.path, lambda: _own_params(module))
     if rows:
-        warn_of_model((bound.cls, bound.policies), rows, 3)
+        warn_of_model((bound.cls, bound.policies), rows, 3, _call_again, module, name, *incoming)
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     expects_16bit = is_overridden and ignores_dtype(module_policy)
     if expects_16bit and not is_inside and returns_float32(out):
@@ -175,8 +175,11 @@ def _report_suspects(
     if key in _counted or not are_many(suspects, nnx.as_pure(nnx.state(module, nnx.Param))):
         return
     _counted.add(key)
-    call = lambda module, args, kwargs: getattr(module, name)(*args, **kwargs)
-    warn_if_low(bound.cls, suspects, 4, call, module, args, kwargs)
+    warn_if_low(bound.cls, suspects, 4, _call_again, module, name, args, kwargs)
+
+
+def _call_again(module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: PyTree) -> PyTree:
+    return getattr(module, name)(*args, **kwargs)
 
 
 def _check_containers(bound: Bound, module: nnx.Module) -> None:

@@ -14,6 +14,7 @@ from jaxmp._core._jaxprs import consumers, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._replay import as_recorded, bind
 from jaxmp._core._typing import Array
+from jaxmp._core._wide_dot import wide_product
 from jaxmp._fp32_gradients._layout import CALLS, ELEMENTWISE, REDUCTIONS
 from jaxmp._fp32_gradients._values import results_of
 
@@ -158,6 +159,16 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     if name == "convert_element_type":
         return operands[0]
     return bind(equation, [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands])
+
+
+def product_of_weights(equation: JaxprEqn, operands: list[Array]) -> Array:
+    """Returns a matmul that is accumulated in FP32 over devices, too, and then rounded."""
+
+    def multiply(lhs: Array, rhs: Array, **wide: object) -> Any:
+        return (_in_fp32 if wide else bind)(equation, [lhs, rhs, *operands[2:]])
+
+    dtype = equation.outvars[0].aval.dtype
+    return wide_product(multiply, *operands[:2], FLOAT32).astype(dtype)
 
 
 def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:

@@ -13,7 +13,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._replay import bind
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_in_fp32
+from jaxmp._fp32_gradients._backward import (
+    MATMULS,
+    is_16bit_aval,
+    product_of_weights,
+    rounded,
+    run_in_fp32,
+)
 from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
@@ -39,13 +45,17 @@ from jaxmp._fp32_gradients._values import (
 )
 
 
-def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Runs a matmul or convolution with a copy, whose gradient is computed in FP32."""
+def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
+    """Runs a matmul or convolution with a copy, whose gradient is computed in FP32.
+
+    In a product of weights, XLA may split the contracted axis, and sum over devices in the forward
+    pass, too.
+    """
     operands = [as_array(v) if _is_rows(v, operands) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
-        return None
+        return run_custom_derivative(equation, operands)[0]
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
 
@@ -115,7 +125,8 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     is_weight = are_weights(operands)
 
     def forward(*arrays: Array) -> list[Array]:
-        return results_of(equation, bind(equation, list(arrays)))
+        run = product_of_weights if equation.primitive.name in MATMULS else bind
+        return results_of(equation, run(equation, list(arrays)))
 
     def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
