@@ -774,6 +774,82 @@ def test_a_step_whose_arrays_are_not_on_disk_replaces_no_other(tmp_path, monkeyp
     Checkpointer(tmp_path).restore({"w": jnp.zeros(2)}, recipe="fp32")
 
 
+def test_a_step_that_is_not_finite_replaces_no_other(tmp_path):
+    good, bad = {"w": jnp.ones(2)}, {"v": jnp.ones(2), "w": jnp.array([1, jnp.inf])}
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, good, recipe="fp32")
+    message = r"Step \d stays incomplete, because of NaN or infinity in 'w'"
+    finish = (
+        checkpointer.wait,
+        checkpointer.close,
+        lambda: checkpointer.save(4, good, recipe="fp32"),
+    )
+    for call in finish:
+        checkpointer.save(3, bad, recipe="fp32")
+        with pytest.raises(jaxmp.CheckpointError, match=message):
+            call()
+        assert checkpointer.all_steps() == [1, 2]
+    checkpointer.save(3, bad, recipe="fp32", allow_nonfinite=True)
+    checkpointer.wait()
+    assert {2, 3} <= set(checkpointer.all_steps())
+    info = checkpointer.describe(3)
+    assert info.nonfinite == ("w",) and "not finite  1 leaves, such as w" in str(info)
+    checkpointer.save(4, good, recipe="fp32")
+    checkpointer.close()
+    assert checkpointer.all_steps() == [3, 4] and not checkpointer.describe(4).nonfinite
+    restored = checkpointer.restore({"v": jnp.zeros(2), "w": jnp.zeros(2)}, step=3, recipe="fp32")
+    assert np.isinf(restored["w"][1])
+
+
+def poisoned(state, part):
+    """Returns the state with a NaN in one of its leaves, and the path of this leaf."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    number = next(i for i, name in enumerate(names) if part in name and "kernel" in name)
+    leaves = [leaf for _, leaf in flat]
+    leaves[number] = leaves[number].at[0, 0].set(jnp.nan)
+    return treedef.unflatten(leaves), names[number]
+
+
+@pytest.mark.parametrize("part", ["params/", "fp32_masters", "mu/", "average"])
+def test_the_leaf_that_is_not_finite_is_named(part, tmp_path):
+    state = {"train": make_state(), "average": make_state("fp32", seed=1).params}
+    state, path = poisoned(state, part)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, recipe=BF16_PARAMS)
+    with pytest.raises(jaxmp.CheckpointError, match=f"infinity in '{path}'"):
+        checkpointer.wait()
+    # Marked steps can be migrated; parameters are made from the masters.
+    checkpointer.save(1, state, recipe=BF16_PARAMS, allow_nonfinite=True)
+    info = checkpointer.migrate(tmp_path / "out", BF16_PARAMS.replace(master="packed"))
+    assert checkpointer.describe().nonfinite == (path,)
+    assert len(info.nonfinite) == (part != "params/")
+
+
+@pytest.mark.parametrize("master", ["none", "fp32", "packed"])
+@pytest.mark.parametrize("name", ["reduce_on_plateau", "lbfgs"])
+def test_scalars_of_optimizers_may_be_infinite(name, master, tmp_path):
+    inner = {
+        "lbfgs": lambda rate: optax.lbfgs(rate, memory_size=2),
+        "reduce_on_plateau": lambda rate: optax.chain(
+            optax.adam(rate), optax.contrib.reduce_on_plateau()
+        ),
+    }[name]
+    state = make_state("bf16_params", master, inner=inner)
+    infinite = [x for x in jax.tree.leaves(state) if np.isinf(np.asarray(x, float)).any()]
+    assert infinite and all(x.shape == () for x in infinite)
+    checkpointer = save(tmp_path, state, BF16_PARAMS.replace(master=master))
+    assert not checkpointer.describe().nonfinite
+    like = make_state("bf16_params", master, seed=1, inner=inner)
+    assert same(checkpointer.restore(like), state)
+    tx = optax.contrib.reduce_on_plateau()
+    params = {"w": jnp.array(jnp.nan)}
+    scalar = jaxmp.TrainState.create(apply_fn=None, params=params, tx=FP32.optimizer(tx))
+    with pytest.raises(jaxmp.CheckpointError, match="infinity in 'params/w'"):
+        save(tmp_path, scalar, FP32, step=2)
+
+
 @pytest.mark.parametrize(
     "value",
     [2**63 - 1, -(2**63), 1 + 2j, np.array([1 + 2j, 3e300j]), np.arange(4, dtype=">f4")],

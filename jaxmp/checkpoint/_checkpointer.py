@@ -28,7 +28,7 @@ from jaxmp.checkpoint._arguments import (
     initial_scale,
     is_same_recipe,
 )
-from jaxmp.checkpoint._checksum import finish_checksums, start_checksums
+from jaxmp.checkpoint._checksum import start_checksums
 from jaxmp.checkpoint._convert import (
     is_written,
     read_leaves,
@@ -37,7 +37,13 @@ from jaxmp.checkpoint._convert import (
     stored_shape,
     to_stored,
 )
-from jaxmp.checkpoint._description import Description, FlatState, Leaf, flatten_state
+from jaxmp.checkpoint._description import (
+    Description,
+    FlatState,
+    Leaf,
+    finite_leaves,
+    flatten_state,
+)
 from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
 from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
 from jaxmp.checkpoint._manifest import (
@@ -142,6 +148,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         extra: Any = None,
         params: Declared = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Writes a state; returns as soon as its arrays are copied, and writes in the background.
 
@@ -158,6 +165,8 @@ class Checkpointer:
             dict from the path of each to that of its parameters. None: those of a train state or
             of the model of a `jaxmp.nnx.Optimizer`, or the leaves to which the masters round. If
             an average fits as well, the state is saved, but cannot be migrated without `params`.
+          allow_nonfinite: save parameters, masters, averages and moments also if they contain NaN
+            or infinity, and list them in the manifest. False: such a step stays incomplete.
 
         Raises:
           CheckpointError: if the step exists, the state was not made with this recipe, or an
@@ -172,10 +181,18 @@ class Checkpointer:
         check_recipe(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
-        self._save(as_step(step), flat, recipe, as_metrics(metrics), as_json(extra))
+        self._save(
+            as_step(step), flat, recipe, as_metrics(metrics), as_json(extra), allow_nonfinite
+        )
 
     def _save(
-        self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: object
+        self,
+        step: int,
+        flat: FlatState,
+        recipe: Recipe,
+        metrics: dict[str, float],
+        extra: object,
+        allow_nonfinite: bool,
     ) -> None:
         manager = self._open_for_writing()
         self.wait()
@@ -206,18 +223,26 @@ class Checkpointer:
             },
             manifest=manifest,
             sums=dict(zip((leaf.path for leaf in leaves), parts, strict=True)),
-            # Processes must agree on sums here: only the first of them writes the manifest.
-            checksums=finish_checksums(parts) if jax.process_count() > 1 else None,
+            tested=finite_leaves(flat.description),
+            allow_nonfinite=allow_nonfinite,
         )
         if not args.leaves:
             raise CheckpointError("The state contains no array.")
+        if jax.process_count() > 1:
+            # Processes must agree on sums here: only the first of them writes the manifest.
+            args.finish()
         self._steps.metrics[step] = manifest.metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
 
     def wait(self) -> None:
         """Waits until everything that was saved is on disk."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            try:
+                self._manager.wait_until_finished()
+            except Exception:
+                # The manager has already forgotten the steps that this one was to replace.
+                self._manager.reload()
+                raise
             self._purge()
 
     def close(self) -> None:
@@ -361,7 +386,8 @@ class Checkpointer:
         )
         with Checkpointer(out) as new:
             flat = dataclasses.replace(target, values=values)
-            new._save(manifest.step, flat, wanted, dict(manifest.metrics), manifest.extra)
+            metrics, is_marked = dict(manifest.metrics), bool(manifest.nonfinite)
+            new._save(manifest.step, flat, wanted, metrics, manifest.extra, is_marked)
             new.wait()
             return new.describe(manifest.step)
 
