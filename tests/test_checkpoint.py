@@ -244,6 +244,74 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
     assert same(restored["params"], masters)
 
 
+@pytest.mark.parametrize("source", ["fp32", "bf16_params", "packed", "fp16_params"])
+def test_parameters_are_restored_without_the_rest(source, tmp_path):
+    state = make_state(source)
+    checkpointer = save(tmp_path, {"run": state}, matrix.recipe_of(source))
+    full = jaxmp.get_master_params(state)
+    zeros = jax.tree.map(jnp.zeros_like, full)
+    assert same(checkpointer.restore(zeros, only="params"), full)
+    shapes = jax.eval_shape(lambda: {"params": full})
+    assert same(checkpointer.restore(shapes, only="params")["params"], full)
+    own = checkpointer.restore(jax.eval_shape(lambda: state.params), only="params")
+    assert same(own, state.params)  # in their own dtypes: bit for bit
+    other = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float16), full)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float16), full)
+    if source != "fp16_params":
+        assert same(checkpointer.restore(other, only="params"), rounded)
+
+
+def test_one_of_several_sets_of_parameters_is_restored(tmp_path):
+    average = make_state("fp32", seed=1).params
+    tie = tied_state("bf16_params")
+    checkpointer = save(tmp_path, tie | {"average": average})
+    zeros = jax.tree.map(jnp.zeros_like, average)
+    with pytest.raises(jaxmp.CheckpointError, match=r"'model' and 'target' .* params='PATH'"):
+        checkpointer.restore(zeros, only="params")
+    restore = functools.partial(checkpointer.restore, zeros, only="params")
+    assert same(restore(params="average"), average)
+    assert same(restore(params="model"), jaxmp.get_master_params(tie["opt"]))
+    with pytest.raises(jaxmp.CheckpointError, match=r"requires 'x/dense/kernel'.*no such leaf"):
+        restore(params="x")
+    other = {"dense": {"kernel": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}}
+    with pytest.raises(jaxmp.CheckpointError, match=r"'model/dense/bias' .*no such leaf"):
+        checkpointer.restore(other, only="params", params="model")
+    with pytest.raises(jaxmp.CheckpointError, match=r"float32\[5,3\].*bfloat16\[4,3\]"):
+        checkpointer.restore(make_state("fp32", size=5).params, only="params", params="model")
+    with pytest.raises(jaxmp.CheckpointError, match="parameters alone, as arrays"):
+        checkpointer.restore(tie, only="params")
+    for options in ({"only": "weights"}, {"only": "params", "migrate": True}):
+        with pytest.raises(jaxmp.CheckpointError, match="and 'params' without migrate"):
+            checkpointer.restore(zeros, **options)
+
+
+def test_large_values_are_not_restored_as_infinity(tmp_path):
+    checkpointer = save(tmp_path, {"params": {"w": jnp.array([70000.0])}}, FP32)
+    with pytest.raises(jaxmp.CheckpointError, match="65520 or more"):
+        checkpointer.restore({"w": jnp.zeros(1, jnp.float16)}, only="params")
+
+
+def test_the_parameters_of_an_nnx_model_are_restored_without_its_optimizer(tmp_path):
+    def make(name, seed):
+        recipe = matrix.recipe_of(name)
+        model = recipe.wrap(BatchNormModel(nnx.Rngs(seed)))
+        return model, jaxmp.nnx.Optimizer(model, optimizer(name))
+
+    model, trained = make("bf16_params", 0)
+    model.norm.mean[...] += 0.3
+    checkpointer = save(tmp_path, {"model": model, "optimizer": trained})
+    other, _ = make("fp32", 1)
+    assert checkpointer.restore(other, only="params") is other
+    assert same(nnx.as_pure(nnx.state(other, nnx.Param)), jaxmp.get_master_params(trained))
+    np.testing.assert_array_equal(other.norm.mean[...], model.norm.mean[...])
+
+
+class BatchNormModel(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+
 # Every recipe as source, and every layout of masters as target; the script runs all pairs.
 AVERAGES = pairwise(
     matrix.RECIPES,
@@ -650,6 +718,23 @@ def test_states_move_between_meshes_of_8_devices():
         check=False,
     )
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout
+
+
+def test_sharded_parameters_are_restored_without_the_rest(tmp_path):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = jax.jit(make_state, out_shardings=None)()
+    place = lambda x: jax.device_put(
+        x, split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec())
+    )
+    checkpointer = save(tmp_path, jax.tree.map(place, state))
+    full = jaxmp.get_master_params(state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x).sharding), full
+    )
+    restored = checkpointer.restore(like, only="params")
+    assert same(restored, full) and restored["dense"]["kernel"].sharding == split
+    assert same(checkpointer.restore(full, only="params"), full)
 
 
 @EXPENSIVE

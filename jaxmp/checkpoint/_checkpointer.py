@@ -53,7 +53,13 @@ from jaxmp.checkpoint._manifest import (
     read_manifest,
 )
 from jaxmp.checkpoint._migrate import abstract_state, describe_under
-from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration
+from jaxmp.checkpoint._plan import (
+    Plan,
+    differences,
+    plan_copy,
+    plan_migration,
+    plan_parameters,
+)
 from jaxmp.checkpoint._settle import Declared, declare
 from jaxmp.checkpoint._steps import Steps
 from jaxmp.errors import CheckpointError
@@ -263,6 +269,7 @@ class Checkpointer:
         migrate: Migrate = False,
         verify: bool = True,
         params: Declared = None,
+        only: Literal["params"] | None = None,
     ) -> PyTree:
         """Reads a state.
 
@@ -279,6 +286,10 @@ class Checkpointer:
             reads faster, but does not detect damage.
           params: as in `save`, for the migration of a state in which averages or copies have the
             paths and dtypes of the parameters.
+          only: "params": `state_like` consists of the parameters alone, such as `state.params` or
+            an NNX model. FP32 parameters are read from the masters, whatever the recipe of the
+            checkpoint is; other dtypes are those of `state_like`. `params` is their path in the
+            checkpoint, which may also be that of an average.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
@@ -291,6 +302,8 @@ class Checkpointer:
         """
         if migrate not in (False, True, "lossy"):
             raise CheckpointError(f"migrate={migrate!r}. Allowed: False, True and 'lossy'.")
+        if only not in (None, "params") or (only and migrate):
+            raise CheckpointError(f"only={only!r}. Allowed: None, and 'params' without migrate.")
         wanted = None if recipe is None else load_recipe(recipe)
         flat = flatten_state(state_like)
         if wanted is not None:
@@ -303,16 +316,11 @@ class Checkpointer:
         manifest = read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest, step)
-        plan = self._plan(flat.description, manifest, wanted, migrate, params)
-        values = run_plan(
-            plan,
-            manifest.description.by_path,
-            flat.description.by_path,
-            flat.values,
-            lambda targets: self._read(directory, targets),
-            manifest.checksums if verify else None,
-        )
-        return flat.rebuild(values)
+        if only:
+            plan = plan_parameters(manifest.description, flat.description, params)
+        else:
+            plan = self._plan(flat.description, manifest, wanted, migrate, params)
+        return flat.rebuild(self._run(plan, directory, manifest, flat, verify))
 
     def verify(
         self, step: int | None = None, *, on_bytes: Callable[[int], None] | None = None
@@ -376,14 +384,7 @@ class Checkpointer:
             manifest = dataclasses.replace(manifest, description=source)
         target = abstract_state(describe_under(wanted, manifest.description))
         plan = self._plan(target.description, manifest, wanted, "lossy" if lossy else True)
-        values = run_plan(
-            plan,
-            manifest.description.by_path,
-            target.description.by_path,
-            target.values,
-            lambda targets: self._read(directory, targets),
-            manifest.checksums,
-        )
+        values = self._run(plan, directory, manifest, target)
         with Checkpointer(out) as new:
             flat = dataclasses.replace(target, values=values)
             metrics, is_marked = dict(manifest.metrics), bool(manifest.nonfinite)
@@ -485,6 +486,24 @@ class Checkpointer:
             except (ValueError, KeyError, OSError) as error:
                 raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
+    def _run(
+        self,
+        plan: Plan,
+        directory: epath.Path,
+        manifest: Manifest,
+        flat: FlatState,
+        verify: bool = True,
+    ) -> list[Any]:
+        """Makes the leaves of a state from those of a step."""
+        return run_plan(
+            plan,
+            manifest.description.by_path,
+            flat.description.leaves,
+            flat.values,
+            lambda targets: self._read(directory, targets),
+            manifest.checksums if verify else None,
+        )
+
     def _plan(
         self,
         target: Description,
@@ -547,7 +566,7 @@ class Checkpointer:
         values = run_plan(
             plan,
             stored.description.by_path,
-            target.by_path,
+            target.leaves,
             flat.values,
             stored.read,
             None,

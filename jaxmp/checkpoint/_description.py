@@ -225,8 +225,8 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
 def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
     """Returns names instead of key paths.
 
-    The field `value` of a box is omitted, but not that of a node with other leaves, such as the state
-    of the line search of `optax.lbfgs`.
+    The field `value` of a box is omitted, but not that of a node with other leaves, such as the
+    state of the line search of `optax.lbfgs`.
     """
     paths = [_trees.path_names(key_path) for key_path, _ in flat]
     parents = {path[:end] for path in paths for end in range(1, len(path))}
@@ -435,8 +435,8 @@ def finite_leaves(description: Description) -> set[str]:
     """Returns the paths of the leaves that a healthy state has finite.
 
     These are parameters, masters, and arrays with the shape of a parameter, such as averages and
-    moments. Scalars of an optimizer may start at infinity. If no parameters are known, these are all
-    arrays except scalars.
+    moments. Scalars of an optimizer may start at infinity. If no parameters are known, these are
+    all arrays except scalars.
     """
     leaves = description.by_path
     rows = [
