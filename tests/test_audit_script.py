@@ -14,7 +14,14 @@ import jaxmp
 import script_audits
 from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
-from jaxmp._audit._script import audit_script, has_backward, updates_state
+from jaxmp._audit._report import AuditReport
+from jaxmp._audit._script import (
+    Options,
+    Watcher,
+    audit_script,
+    has_backward,
+    updates_state,
+)
 from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
@@ -485,6 +492,77 @@ def test_watching_sees_calls_of_untraced_code_and_leaves_jax_as_it_was():
     assert "skipped" in names and "inner" not in names
     assert jax.pmap is before
     assert float(jax.jit(inner)(3.0)) == 6
+
+
+# Steps whose findings depend on the line that called an operation, or on the values of arguments.
+BOTH_FORMS = {
+    "softmax": "fn = lambda h: jax.nn.softmax(h) @ jax.nn.softmax(h).T",
+    "log_softmax": "fn = lambda h: jax.nn.log_softmax(h, axis=-1)",
+    "logsumexp": "fn = lambda h: jax.nn.logsumexp(h, axis=-1)",
+    "variance": "fn = lambda h: jnp.var(h, axis=-1) + jnp.std(h, axis=0)[:8]",
+    "mean": "fn = lambda h: jnp.mean(h, axis=0) * jnp.linalg.norm(h, axis=0)",
+    "functions": "fn = lambda h: jnp.exp(h) + jnp.log(jax.nn.sigmoid(h)) + jnp.cumsum(h, axis=0)",
+    "promotion": "fn = lambda h: (h * jnp.full((1, 16), 0.5)) @ h.astype(jnp.float32).T",
+    "layer_norm": """
+from flax import linen as nn
+layer = nn.LayerNorm(dtype=jnp.bfloat16)
+fn = lambda h: layer.apply({"params": {"scale": jnp.ones(16), "bias": jnp.ones(16)}}, h)
+""",
+    "attention": """
+mask = jnp.tril(jnp.ones((8, 8), bool))
+fn = lambda h: jax.nn.softmax(jnp.where(mask, h @ h.T, -1e9), axis=-1) @ h
+""",
+    "jitted": "fn = jax.jit(lambda h: jax.checkpoint(jax.nn.softmax)(h) @ h.T)",
+    "scan": "fn = lambda h: jax.lax.scan(lambda c, r: (c + jax.nn.softmax(r), r), h[0], h)[0]",
+}
+FORMS = """
+import jax, jax.numpy as jnp, optax
+{fn}
+def loss_fn(w, x):
+    return fn(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+tx = optax.adam(1e-3)
+@jax.jit
+def step(w, opt_state, x, rate):
+    updates, opt_state = tx.update(jax.grad(loss_fn)(w, x), opt_state, w)
+    return w + rate * updates, opt_state
+w, x = jnp.ones((16, 16)), jnp.ones((8, 16))
+arguments = w, tx.init(w), x, 0.5
+"""
+
+
+class FinishedError(Exception):
+    """Ends a watched script in this process, with its result."""
+
+
+@pytest.fixture
+def watcher(monkeypatch):
+    """A watcher of scripts that run in this process."""
+
+    def finish(self):
+        self.watching.__exit__(None, None, None)
+        raise FinishedError(self._fields(""))
+
+    monkeypatch.setattr(Watcher, "finish", finish)
+    monkeypatch.setattr(Watcher, "_start_timer", lambda self: None)
+    return Watcher(Options(result="", recipe="bf16"))
+
+
+@pytest.mark.parametrize("name", BOTH_FORMS)
+def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
+    code = compile(FORMS.format(fn=BOTH_FORMS[name]), str(tmp_path / "train.py"), "exec")
+    first, second = {}, {}
+    # Scripts and optax expect this promotion. Functions of JAX keep the lines of their first call.
+    with jax.numpy_dtype_promotion("standard"):
+        jax.clear_caches()
+        with pytest.raises(FinishedError) as finished:
+            exec(code, first)
+            first["step"](*first["arguments"])
+        jax.clear_caches()
+        exec(code, second)
+        report = jaxmp.audit(second["step"], *second["arguments"], policies="bf16")
+    script = AuditReport.from_json(finished.value.args[0]["report"])
+    assert report.findings and script.findings == report.findings
+    assert script.to_json() == report.to_json()
 
 
 @EXPENSIVE

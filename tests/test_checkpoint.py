@@ -244,6 +244,74 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
     assert same(restored["params"], masters)
 
 
+@pytest.mark.parametrize("source", ["fp32", "bf16_params", "packed", "fp16_params"])
+def test_parameters_are_restored_without_the_rest(source, tmp_path):
+    state = make_state(source)
+    checkpointer = save(tmp_path, {"run": state}, matrix.recipe_of(source))
+    full = jaxmp.get_master_params(state)
+    zeros = jax.tree.map(jnp.zeros_like, full)
+    assert same(checkpointer.restore(zeros, only="params"), full)
+    shapes = jax.eval_shape(lambda: {"params": full})
+    assert same(checkpointer.restore(shapes, only="params")["params"], full)
+    own = checkpointer.restore(jax.eval_shape(lambda: state.params), only="params")
+    assert same(own, state.params)  # in their own dtypes: bit for bit
+    other = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float16), full)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float16), full)
+    if source != "fp16_params":
+        assert same(checkpointer.restore(other, only="params"), rounded)
+
+
+def test_one_of_several_sets_of_parameters_is_restored(tmp_path):
+    average = make_state("fp32", seed=1).params
+    tie = tied_state("bf16_params")
+    checkpointer = save(tmp_path, tie | {"average": average})
+    zeros = jax.tree.map(jnp.zeros_like, average)
+    with pytest.raises(jaxmp.CheckpointError, match=r"'model' and 'target' .* params='PATH'"):
+        checkpointer.restore(zeros, only="params")
+    restore = functools.partial(checkpointer.restore, zeros, only="params")
+    assert same(restore(params="average"), average)
+    assert same(restore(params="model"), jaxmp.get_master_params(tie["opt"]))
+    with pytest.raises(jaxmp.CheckpointError, match=r"requires 'x/dense/kernel'.*no such leaf"):
+        restore(params="x")
+    other = {"dense": {"kernel": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}}
+    with pytest.raises(jaxmp.CheckpointError, match=r"'model/dense/bias' .*no such leaf"):
+        checkpointer.restore(other, only="params", params="model")
+    with pytest.raises(jaxmp.CheckpointError, match=r"float32\[5,3\].*bfloat16\[4,3\]"):
+        checkpointer.restore(make_state("fp32", size=5).params, only="params", params="model")
+    with pytest.raises(jaxmp.CheckpointError, match="parameters alone, as arrays"):
+        checkpointer.restore(tie, only="params")
+    for options in ({"only": "weights"}, {"only": "params", "migrate": True}):
+        with pytest.raises(jaxmp.CheckpointError, match="and 'params' without migrate"):
+            checkpointer.restore(zeros, **options)
+
+
+def test_large_values_are_not_restored_as_infinity(tmp_path):
+    checkpointer = save(tmp_path, {"params": {"w": jnp.array([70000.0])}}, FP32)
+    with pytest.raises(jaxmp.CheckpointError, match="65520 or more"):
+        checkpointer.restore({"w": jnp.zeros(1, jnp.float16)}, only="params")
+
+
+def test_the_parameters_of_an_nnx_model_are_restored_without_its_optimizer(tmp_path):
+    def make(name, seed):
+        recipe = matrix.recipe_of(name)
+        model = recipe.wrap(BatchNormModel(nnx.Rngs(seed)))
+        return model, jaxmp.nnx.Optimizer(model, optimizer(name))
+
+    model, trained = make("bf16_params", 0)
+    model.norm.mean[...] += 0.3
+    checkpointer = save(tmp_path, {"model": model, "optimizer": trained})
+    other, _ = make("fp32", 1)
+    assert checkpointer.restore(other, only="params") is other
+    assert same(nnx.as_pure(nnx.state(other, nnx.Param)), jaxmp.get_master_params(trained))
+    np.testing.assert_array_equal(other.norm.mean[...], model.norm.mean[...])
+
+
+class BatchNormModel(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+
 # Every recipe as source, and every layout of masters as target; the script runs all pairs.
 AVERAGES = pairwise(
     matrix.RECIPES,
@@ -652,6 +720,23 @@ def test_states_move_between_meshes_of_8_devices():
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout
 
 
+def test_sharded_parameters_are_restored_without_the_rest(tmp_path):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = jax.jit(make_state, out_shardings=None)()
+    place = lambda x: jax.device_put(
+        x, split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec())
+    )
+    checkpointer = save(tmp_path, jax.tree.map(place, state))
+    full = jaxmp.get_master_params(state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x).sharding), full
+    )
+    restored = checkpointer.restore(like, only="params")
+    assert same(restored, full) and restored["dense"]["kernel"].sharding == split
+    assert same(checkpointer.restore(full, only="params"), full)
+
+
 @EXPENSIVE
 def test_a_migration_keeps_shardings(tmp_path):
     state = make_state(size=64)
@@ -772,6 +857,82 @@ def test_a_step_whose_arrays_are_not_on_disk_replaces_no_other(tmp_path, monkeyp
     monkeypatch.undo()
     assert Checkpointer(tmp_path).all_steps() == [1]
     Checkpointer(tmp_path).restore({"w": jnp.zeros(2)}, recipe="fp32")
+
+
+def test_a_step_that_is_not_finite_replaces_no_other(tmp_path):
+    good, bad = {"w": jnp.ones(2)}, {"v": jnp.ones(2), "w": jnp.array([1, jnp.inf])}
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, good, recipe="fp32")
+    message = r"Step \d stays incomplete, because of NaN or infinity in 'w'"
+    finish = (
+        checkpointer.wait,
+        checkpointer.close,
+        lambda: checkpointer.save(4, good, recipe="fp32"),
+    )
+    for call in finish:
+        checkpointer.save(3, bad, recipe="fp32")
+        with pytest.raises(jaxmp.CheckpointError, match=message):
+            call()
+        assert checkpointer.all_steps() == [1, 2]
+    checkpointer.save(3, bad, recipe="fp32", allow_nonfinite=True)
+    checkpointer.wait()
+    assert {2, 3} <= set(checkpointer.all_steps())
+    info = checkpointer.describe(3)
+    assert info.nonfinite == ("w",) and "not finite  1 leaves, such as w" in str(info)
+    checkpointer.save(4, good, recipe="fp32")
+    checkpointer.close()
+    assert checkpointer.all_steps() == [3, 4] and not checkpointer.describe(4).nonfinite
+    restored = checkpointer.restore({"v": jnp.zeros(2), "w": jnp.zeros(2)}, step=3, recipe="fp32")
+    assert np.isinf(restored["w"][1])
+
+
+def poisoned(state, part):
+    """Returns the state with a NaN in one of its leaves, and the path of this leaf."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    number = next(i for i, name in enumerate(names) if part in name and "kernel" in name)
+    leaves = [leaf for _, leaf in flat]
+    leaves[number] = leaves[number].at[0, 0].set(jnp.nan)
+    return treedef.unflatten(leaves), names[number]
+
+
+@pytest.mark.parametrize("part", ["params/", "fp32_masters", "mu/", "average"])
+def test_the_leaf_that_is_not_finite_is_named(part, tmp_path):
+    state = {"train": make_state(), "average": make_state("fp32", seed=1).params}
+    state, path = poisoned(state, part)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, recipe=BF16_PARAMS)
+    with pytest.raises(jaxmp.CheckpointError, match=f"infinity in '{path}'"):
+        checkpointer.wait()
+    # Marked steps can be migrated; parameters are made from the masters.
+    checkpointer.save(1, state, recipe=BF16_PARAMS, allow_nonfinite=True)
+    info = checkpointer.migrate(tmp_path / "out", BF16_PARAMS.replace(master="packed"))
+    assert checkpointer.describe().nonfinite == (path,)
+    assert len(info.nonfinite) == (part != "params/")
+
+
+@pytest.mark.parametrize("master", ["none", "fp32", "packed"])
+@pytest.mark.parametrize("name", ["reduce_on_plateau", "lbfgs"])
+def test_scalars_of_optimizers_may_be_infinite(name, master, tmp_path):
+    inner = {
+        "lbfgs": lambda rate: optax.lbfgs(rate, memory_size=2),
+        "reduce_on_plateau": lambda rate: optax.chain(
+            optax.adam(rate), optax.contrib.reduce_on_plateau()
+        ),
+    }[name]
+    state = make_state("bf16_params", master, inner=inner)
+    infinite = [x for x in jax.tree.leaves(state) if np.isinf(np.asarray(x, float)).any()]
+    assert infinite and all(x.shape == () for x in infinite)
+    checkpointer = save(tmp_path, state, BF16_PARAMS.replace(master=master))
+    assert not checkpointer.describe().nonfinite
+    like = make_state("bf16_params", master, seed=1, inner=inner)
+    assert same(checkpointer.restore(like), state)
+    tx = optax.contrib.reduce_on_plateau()
+    params = {"w": jnp.array(jnp.nan)}
+    scalar = jaxmp.TrainState.create(apply_fn=None, params=params, tx=FP32.optimizer(tx))
+    with pytest.raises(jaxmp.CheckpointError, match="infinity in 'params/w'"):
+        save(tmp_path, scalar, FP32, step=2)
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ class Auditor:
           variables: the values.
           harm: the consequence, as a part of a sentence.
         """
-        for label in self.flow.of_all(variables):
-            if isinstance(label, cls):
-                label.report(harm, self.findings)
+        labels = [label for label in self.flow.of_all(variables) if isinstance(label, cls)]
+        for label in sorted(labels, key=lambda label: label.number):
+            label.report(harm, self.findings)
 
     # -- the walk ---------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Checks attach labels to results and read those of operands.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -57,6 +58,9 @@ class RoundedInput(NamedTuple):
     dtype: str
 
 
+_NUMBERS = itertools.count()
+
+
 class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
@@ -64,6 +68,8 @@ class ConditionalFinding:
 
     def __init__(self, op: OpOccurrence, message: str, fix: str, severity: str = "") -> None:
         self.op, self.message, self.fix, self.severity = op, message, fix, severity
+        # Sets of labels are reported in this order.
+        self.number = next(_NUMBERS)
         self.finding: PendingFinding | None = None
 
     def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:

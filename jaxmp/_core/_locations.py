@@ -32,7 +32,11 @@ _LIBRARIES = (
 # Name scope of `jaxmp.full_precision`, which is not a module.
 FULL_PRECISION = "jaxmp_full_precision"
 
-_JAX = os.path.dirname(jax.__file__) + os.sep
+# Files whose frames are between the user's call and the equations that it makes.
+_HIDDEN = (
+    os.path.dirname(jax.__file__) + os.sep,
+    os.path.join(os.path.dirname(__file__), "_compat", "_watch_jit.py"),
+)
 
 
 class Location(NamedTuple):
@@ -150,6 +154,6 @@ def call_site(equation: Equation) -> tuple[CodeType, int] | None:
         return None
     codes, instructions = traceback.raw_frames()
     for code, instruction in zip(codes, instructions, strict=True):
-        if not code.co_filename.startswith(_JAX):
+        if not code.co_filename.startswith(_HIDDEN):
             return code, instruction
     return None

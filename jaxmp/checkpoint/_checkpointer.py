@@ -28,7 +28,7 @@ from jaxmp.checkpoint._arguments import (
     initial_scale,
     is_same_recipe,
 )
-from jaxmp.checkpoint._checksum import finish_checksums, start_checksums
+from jaxmp.checkpoint._checksum import start_checksums
 from jaxmp.checkpoint._convert import (
     is_written,
     read_leaves,
@@ -37,7 +37,13 @@ from jaxmp.checkpoint._convert import (
     stored_shape,
     to_stored,
 )
-from jaxmp.checkpoint._description import Description, FlatState, Leaf, flatten_state
+from jaxmp.checkpoint._description import (
+    Description,
+    FlatState,
+    Leaf,
+    finite_leaves,
+    flatten_state,
+)
 from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
 from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
 from jaxmp.checkpoint._manifest import (
@@ -47,7 +53,13 @@ from jaxmp.checkpoint._manifest import (
     read_manifest,
 )
 from jaxmp.checkpoint._migrate import abstract_state, describe_under
-from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration
+from jaxmp.checkpoint._plan import (
+    Plan,
+    differences,
+    plan_copy,
+    plan_migration,
+    plan_parameters,
+)
 from jaxmp.checkpoint._settle import Declared, declare
 from jaxmp.checkpoint._steps import Steps
 from jaxmp.errors import CheckpointError
@@ -142,6 +154,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         extra: Any = None,
         params: Declared = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Writes a state; returns as soon as its arrays are copied, and writes in the background.
 
@@ -158,6 +171,8 @@ class Checkpointer:
             dict from the path of each to that of its parameters. None: those of a train state or
             of the model of a `jaxmp.nnx.Optimizer`, or the leaves to which the masters round. If
             an average fits as well, the state is saved, but cannot be migrated without `params`.
+          allow_nonfinite: save parameters, masters, averages and moments also if they contain NaN
+            or infinity, and list them in the manifest. False: such a step stays incomplete.
 
         Raises:
           CheckpointError: if the step exists, the state was not made with this recipe, or an
@@ -172,10 +187,18 @@ class Checkpointer:
         check_recipe(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
-        self._save(as_step(step), flat, recipe, as_metrics(metrics), as_json(extra))
+        self._save(
+            as_step(step), flat, recipe, as_metrics(metrics), as_json(extra), allow_nonfinite
+        )
 
     def _save(
-        self, step: int, flat: FlatState, recipe: Recipe, metrics: dict[str, float], extra: object
+        self,
+        step: int,
+        flat: FlatState,
+        recipe: Recipe,
+        metrics: dict[str, float],
+        extra: object,
+        allow_nonfinite: bool,
     ) -> None:
         manager = self._open_for_writing()
         self.wait()
@@ -206,18 +229,26 @@ class Checkpointer:
             },
             manifest=manifest,
             sums=dict(zip((leaf.path for leaf in leaves), parts, strict=True)),
-            # Processes must agree on sums here: only the first of them writes the manifest.
-            checksums=finish_checksums(parts) if jax.process_count() > 1 else None,
+            tested=finite_leaves(flat.description),
+            allow_nonfinite=allow_nonfinite,
         )
         if not args.leaves:
             raise CheckpointError("The state contains no array.")
+        if jax.process_count() > 1:
+            # Processes must agree on sums here: only the first of them writes the manifest.
+            args.finish()
         self._steps.metrics[step] = manifest.metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
 
     def wait(self) -> None:
         """Waits until everything that was saved is on disk."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            try:
+                self._manager.wait_until_finished()
+            except Exception:
+                # The manager has already forgotten the steps that this one was to replace.
+                self._manager.reload()
+                raise
             self._purge()
 
     def close(self) -> None:
@@ -238,6 +269,7 @@ class Checkpointer:
         migrate: Migrate = False,
         verify: bool = True,
         params: Declared = None,
+        only: Literal["params"] | None = None,
     ) -> PyTree:
         """Reads a state.
 
@@ -254,6 +286,10 @@ class Checkpointer:
             reads faster, but does not detect damage.
           params: as in `save`, for the migration of a state in which averages or copies have the
             paths and dtypes of the parameters.
+          only: "params": `state_like` consists of the parameters alone, such as `state.params` or
+            an NNX model. FP32 parameters are read from the masters, whatever the recipe of the
+            checkpoint is; other dtypes are those of `state_like`. `params` is their path in the
+            checkpoint, which may also be that of an average.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
@@ -266,6 +302,8 @@ class Checkpointer:
         """
         if migrate not in (False, True, "lossy"):
             raise CheckpointError(f"migrate={migrate!r}. Allowed: False, True and 'lossy'.")
+        if only not in (None, "params") or (only and migrate):
+            raise CheckpointError(f"only={only!r}. Allowed: None, and 'params' without migrate.")
         wanted = None if recipe is None else load_recipe(recipe)
         flat = flatten_state(state_like)
         if wanted is not None:
@@ -278,16 +316,11 @@ class Checkpointer:
         manifest = read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest, step)
-        plan = self._plan(flat.description, manifest, wanted, migrate, params)
-        values = run_plan(
-            plan,
-            manifest.description.by_path,
-            flat.description.by_path,
-            flat.values,
-            lambda targets: self._read(directory, targets),
-            manifest.checksums if verify else None,
-        )
-        return flat.rebuild(values)
+        if only:
+            plan = plan_parameters(manifest.description, flat.description, params)
+        else:
+            plan = self._plan(flat.description, manifest, wanted, migrate, params)
+        return flat.rebuild(self._run(plan, directory, manifest, flat, verify))
 
     def verify(
         self, step: int | None = None, *, on_bytes: Callable[[int], None] | None = None
@@ -351,17 +384,11 @@ class Checkpointer:
             manifest = dataclasses.replace(manifest, description=source)
         target = abstract_state(describe_under(wanted, manifest.description))
         plan = self._plan(target.description, manifest, wanted, "lossy" if lossy else True)
-        values = run_plan(
-            plan,
-            manifest.description.by_path,
-            target.description.by_path,
-            target.values,
-            lambda targets: self._read(directory, targets),
-            manifest.checksums,
-        )
+        values = self._run(plan, directory, manifest, target)
         with Checkpointer(out) as new:
             flat = dataclasses.replace(target, values=values)
-            new._save(manifest.step, flat, wanted, dict(manifest.metrics), manifest.extra)
+            metrics, is_marked = dict(manifest.metrics), bool(manifest.nonfinite)
+            new._save(manifest.step, flat, wanted, metrics, manifest.extra, is_marked)
             new.wait()
             return new.describe(manifest.step)
 
@@ -459,6 +486,24 @@ class Checkpointer:
             except (ValueError, KeyError, OSError) as error:
                 raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
+    def _run(
+        self,
+        plan: Plan,
+        directory: epath.Path,
+        manifest: Manifest,
+        flat: FlatState,
+        verify: bool = True,
+    ) -> list[Any]:
+        """Makes the leaves of a state from those of a step."""
+        return run_plan(
+            plan,
+            manifest.description.by_path,
+            flat.description.leaves,
+            flat.values,
+            lambda targets: self._read(directory, targets),
+            manifest.checksums if verify else None,
+        )
+
     def _plan(
         self,
         target: Description,
@@ -521,7 +566,7 @@ class Checkpointer:
         values = run_plan(
             plan,
             stored.description.by_path,
-            target.by_path,
+            target.leaves,
             flat.values,
             stored.read,
             None,

@@ -32,7 +32,7 @@ _SUB_BYTE = ("int2", "int4", "uint2", "uint4")
 _FILE_THREADS = 8
 _READ_BYTES = 2**22
 
-# A sum of two uint32, of the elements that are on this process: an array of shape [2] or numbers.
+# Two sums of uint32 over the elements that are on this process, and 1 if one of them is not finite.
 _Parts = list[Any]
 
 
@@ -49,20 +49,23 @@ def start_checksums(leaves: list[Any]) -> list[_Parts]:
     return [_start(leaf) for leaf in leaves]
 
 
-def finish_checksums(parts: list[_Parts]) -> list[str]:
-    """Returns the checksums as 16 hexadecimal digits, the same on all processes."""
-    sums = np.zeros((len(parts), 2), np.uint32)
+def finish_checksums(parts: list[_Parts]) -> list[tuple[str, bool]]:
+    """Returns for each leaf its checksum as 16 hexadecimal digits, and whether it is finite.
+
+    The results are the same on all processes.
+    """
+    sums = np.zeros((len(parts), 3), np.uint32)
     for row, leaf_parts in zip(sums, parts, strict=True):
         for part in leaf_parts:
             row += np.asarray(part)
     if jax.process_count() > 1 and len(parts):
         sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
-    return [f"{first:08x}{second:08x}" for first, second in sums.tolist()]
+    return [(f"{first:08x}{second:08x}", not bad) for first, second, bad in sums.tolist()]
 
 
 def checksums(leaves: list[Any]) -> list[str]:
     """Returns the checksums of leaves; on several processes, all call it with the same leaves."""
-    return finish_checksums(start_checksums(leaves))
+    return [checksum for checksum, _ in finish_checksums(start_checksums(leaves))]
 
 
 def _start(leaf: Array | np.ndarray) -> _Parts:
@@ -106,7 +109,7 @@ def _device_sum(part: Array, offset: Array, strides: tuple[int, ...]) -> Array:
     index = jnp.full(part.shape, offset)
     for axis, stride in enumerate(strides):
         index = index + lax.broadcasted_iota(jnp.uint32, part.shape, axis) * np.uint32(stride)
-    return _sum_words(hashed_words, index, jnp)
+    return _sum_words(part, hashed_words, index, jnp)
 
 
 def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
@@ -117,10 +120,15 @@ def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) 
     for axis, stride in enumerate(strides):
         count = np.arange(part.shape[axis], dtype=np.uint32) * np.uint32(stride)
         index += count.reshape([-1 if i == axis else 1 for i in range(part.ndim)])
-    return _sum_words(_host_words(part), index, np)
+    return _sum_words(part, _host_words(part), index, np)
 
 
-def _sum_words(hashed_words: list[Any], index: Array | np.ndarray, numpy: ModuleType) -> Any:
+def _sum_words(
+    part: Array | np.ndarray,
+    hashed_words: list[Any],
+    index: Array | np.ndarray,
+    numpy: ModuleType,
+) -> Any:
     """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
     first, second = [], []
     for position, word in enumerate(hashed_words):
@@ -133,7 +141,9 @@ def _sum_words(hashed_words: list[Any], index: Array | np.ndarray, numpy: Module
         mixed = (mixed + place) * np.uint32(0x297A2D39)
         second.append(numpy.sum(mixed ^ (mixed >> np.uint32(15)), dtype=np.uint32))
     add = lambda sums: functools.reduce(numpy.add, sums)
-    return numpy.stack([add(first), add(second)])
+    is_float = jnp.issubdtype(part.dtype, jnp.inexact)
+    is_bad = numpy.any(~numpy.isfinite(part)) if is_float else numpy.zeros((), bool)
+    return numpy.stack([add(first), add(second), is_bad.astype(np.uint32)])
 
 
 # An 8-byte element is two words; any other is one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -123,7 +123,7 @@ def split(path: str) -> Path:
 def run_plan(
     plan: Plan,
     source: dict[str, Leaf],
-    target: dict[str, Leaf],
+    target: Sequence[Leaf],
     values: list[Any],
     read: Reader,
     expected: dict[str, str] | None,
@@ -133,8 +133,8 @@ def run_plan(
     Args:
       plan: the origin of each leaf of the state.
       source: the leaves of the checkpoint by path.
-      target: the leaves of the state by path.
-      values: the leaves of the given state, for their placement.
+      target: the leaves of the state, in the order of the plan.
+      values: the values of the given state, for their placement.
       read: function that reads leaves of the checkpoint.
       expected: checksums of the checkpoint; None: do not compare.
     """
@@ -146,8 +146,8 @@ def run_plan(
             placements[path] = placements.get(path) or sharding
     stored = read_leaves([(source[p], s) for p, s in placements.items()], read, expected)
     return [
-        _finish(target[action.target], _make(action, target[action.target], stored, value), value)
-        for action, value in zip(plan.actions, values, strict=True)
+        _finish(leaf, _make(action, leaf, stored, value), value)
+        for action, leaf, value in zip(plan.actions, target, values, strict=True)
     ]
 
 
@@ -165,17 +165,19 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
     sources = [stored[path] for path in action.sources]
     if action.operation == "copy":
         return sources[0]
+    dtype = stored_shape(leaf).dtype
     if action.operation == "cast":
-        return _cast(leaf, sources[0])
-    full = _full_value(*sources)
-    if action.operation == "master":
-        return full
-    param, remainder = _pack(full) if action.packed[1] else (None, None)
-    if action.operation == "remainder":
-        return remainder
-    dtype = jnp.dtype(leaf.dtype)
-    if param is None or param.dtype != dtype:
-        param = jax.jit(lambda x: x.astype(dtype))(full)
+        full = sources[0]
+        param = _cast(leaf, full)
+    else:
+        full = _full_value(*sources)
+        if action.operation == "master":
+            return full
+        param, remainder = _pack(full) if action.packed[1] else (None, None)
+        if action.operation == "remainder":
+            return remainder
+        if param is None or param.dtype != dtype:
+            param = jax.jit(lambda x: x.astype(dtype))(full)
     if dtype == FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
         raise CheckpointError(
             f"The checkpoint cannot be migrated: {leaf.path!r} has values of 65520 or more, which "
@@ -209,7 +211,8 @@ def _create(action: Action, leaf: Leaf, value: Any) -> np.ndarray:
 
 def _cast(leaf: Leaf, source: jax.Array) -> Any:
     dtype = stored_shape(leaf).dtype
-    result = source.astype(dtype)
+    with np.errstate(over="ignore"):  # `_make` refuses an infinity
+        result = source.astype(dtype)
     if np.dtype(dtype).kind in "iub" and not np.array_equal(
         np.asarray(result).astype(np.int64), np.asarray(source).astype(np.int64)
     ):

@@ -192,15 +192,14 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     overwritten: set[Path] = set()
     parts: list[tuple[Any, Any, int]] = []
     nodes: list[tuple[Path, Any]] = []
-    for key_path, value in outer:
-        names = _trees.path_names(key_path)
+    for names, value in _named(outer):
         if not _nnx_nodes.is_node(value):
             rows.append((names, value))
             typed.append(value)
             parts.append((None, None, 1))
             continue
         flat, treedef = jax.tree_util.tree_flatten_with_path(_nnx_nodes.pure_state(value))
-        rows += [(names + _trees.path_names(inner), leaf) for inner, leaf in flat]
+        rows += [(names + inner, leaf) for inner, leaf in _named(flat)]
         typed.append(_nnx_nodes.optimizer_states(value))
         nodes.append((names, value))
         overwritten |= {names + path for path in _nnx_nodes.overwritten_paths(value)}
@@ -221,6 +220,20 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
     description = _describe(rows, outer_def.unflatten(typed), overwritten, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
+
+
+def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
+    """Returns names instead of key paths.
+
+    The field `value` of a box is omitted, but not that of a node with other leaves, such as the
+    state of the line search of `optax.lbfgs`.
+    """
+    paths = [_trees.path_names(key_path) for key_path, _ in flat]
+    parents = {path[:end] for path in paths for end in range(1, len(path))}
+    return [
+        ((*path, _trees.path_names(key_path[-1:])[0]) if path in parents else path, leaf)
+        for path, (key_path, leaf) in zip(paths, flat, strict=True)
+    ]
 
 
 def _describe(
@@ -416,6 +429,30 @@ def choose_parameters(masters: Masters, root: str, description: Description) -> 
     """Returns masters whose parameters are those below one of the candidates."""
     row = _candidates(masters, outside_of(description))[root]
     return _with_candidates(masters, {root: row})
+
+
+def finite_leaves(description: Description) -> set[str]:
+    """Returns the paths of the leaves that a healthy state has finite.
+
+    These are parameters, masters, and arrays with the shape of a parameter, such as averages and
+    moments. Scalars of an optimizer may start at infinity. If no parameters are known, these are
+    all arrays except scalars.
+    """
+    leaves = description.by_path
+    rows = [
+        choose_parameters(row, row.candidates[0], description) if row.candidates else row
+        for row in description.masters
+    ]
+    stored = [p.leaf or p.master for row in rows for p in row.parameters]
+    shapes = {leaves[path].shape for path in stored if path} or {
+        leaf.shape for leaf in description.leaves
+    }
+    return {
+        leaf.path
+        for leaf in description.leaves
+        if leaf.role in (PARAMETER, MASTER)
+        or (leaf.role == OTHER and leaf.shape and leaf.shape in shapes)
+    }
 
 
 def outside_of(description: Description) -> list[tuple[str, str]]:

@@ -40,13 +40,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._check_written(directory, pending.leaves)
-            checksums = pending.checksums or finish_checksums(list(pending.sums.values()))
-            write_manifest(
-                directory,
-                dataclasses.replace(
-                    pending.manifest, checksums=dict(zip(pending.sums, checksums, strict=True))
-                ),
-            )
+            write_manifest(directory, pending.finish())
 
     def _check_written(self, directory: epath.Path, leaves: dict[Path, Any]) -> None:
         """Compares the arrays on disk with those to write, before an older step is deleted.
@@ -91,15 +85,41 @@ class SaveState(ocp.args.CheckpointArgs):
 
     Attributes:
       leaves: path -> array.
-      manifest: the manifest, without checksums.
+      manifest: the manifest, without checksums before `finish`.
       sums: path of each leaf of the manifest -> its sums, which devices may still compute.
-      checksums: the finished checksums, where processes had to agree on them; None: finish `sums`.
+      tested: paths of the leaves that must be finite.
+      allow_nonfinite: write the manifest even if they are not.
     """
 
     leaves: dict[Path, Any]
     manifest: Manifest
     sums: dict[str, list[Any]]
-    checksums: list[str] | None = None
+    tested: set[str]
+    allow_nonfinite: bool
+
+    def finish(self) -> Manifest:
+        """Returns the manifest with checksums; waits for the devices that compute them.
+
+        Raises:
+          CheckpointError: naming the first leaf that is not finite.
+        """
+        if not self.manifest.checksums:
+            rows = dict(zip(self.sums, finish_checksums(list(self.sums.values())), strict=True))
+            bad = [path for path, (_, is_finite) in rows.items() if not is_finite]
+            bad = [path for path in bad if path in self.tested]
+            if bad and not self.allow_nonfinite:
+                more = f" and {len(bad) - 1} other leaves" if len(bad) > 1 else ""
+                raise CheckpointError(
+                    f"Step {self.manifest.step} stays incomplete, because of NaN or infinity in "
+                    f"{bad[0]!r}{more}. Resume from an earlier step; or save it for a diagnosis: "
+                    "save(..., allow_nonfinite=True)."
+                )
+            self.manifest = dataclasses.replace(
+                self.manifest,
+                checksums={path: checksum for path, (checksum, _) in rows.items()},
+                nonfinite=bad,
+            )
+        return self.manifest
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)

@@ -29,6 +29,8 @@ class CheckpointInfo:
       jaxmp_version: version of jaxmp that wrote it.
       jax_version: version of JAX that wrote it.
       data_bytes: size of the data files.
+      nonfinite: paths of parameters, masters, averages and moments with NaN or infinity, which were
+        saved with `allow_nonfinite=True`.
     """
 
     step: int
@@ -41,6 +43,7 @@ class CheckpointInfo:
     jaxmp_version: str
     jax_version: str
     data_bytes: int
+    nonfinite: tuple[str, ...]
 
     @property
     def recipe(self) -> Recipe:
@@ -58,6 +61,8 @@ class CheckpointInfo:
             "extra": json.dumps(self.extra),
             "written by": f"jaxmp {self.jaxmp_version}, JAX {self.jax_version}",
         }
+        if self.nonfinite:
+            rows["not finite"] = f"{len(self.nonfinite)} leaves, such as {self.nonfinite[0]}"
         return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
@@ -74,4 +79,5 @@ def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
         jaxmp_version=manifest.jaxmp_version,
         jax_version=manifest.jax_version,
         data_bytes=sum(size for size, _ in manifest.files.values()),
+        nonfinite=tuple(manifest.nonfinite),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Manifest:
     extra: Any
     jaxmp_version: str
     jax_version: str
+    # Paths of parameters, masters, averages and moments with NaN or infinity.
+    nonfinite: Sequence[str] = ()
 
     @property
     def recipe(self) -> Recipe:

@@ -22,9 +22,10 @@ from jaxmp.checkpoint._description import (
     Leaf,
     Masters,
     Parameter,
+    choose_parameters,
     is_below,
 )
-from jaxmp.checkpoint._settle import Declared, declare, settle
+from jaxmp.checkpoint._settle import Declared, declare, place_parameters, settle
 from jaxmp.errors import CheckpointError
 
 # First values of new counters; all others start at 0.
@@ -37,7 +38,6 @@ class Action:
     """Origin of one leaf of the new state.
 
     Attributes:
-      target: path of the leaf.
       operation: "copy"; "cast"; "parameter", "master" and "remainder", from the FP32 value;
         "create".
       sources: paths in the checkpoint: the leaf; or the parameter and, if it has one, its master
@@ -46,7 +46,6 @@ class Action:
       packed: two flags: the FP32 value is read from a packed master; it is written to one.
     """
 
-    target: str
     operation: str
     sources: tuple[str, ...] = ()
     value: Any = None
@@ -79,7 +78,7 @@ class Plan:
 
 def plan_copy(target: Description) -> Plan:
     """Returns the plan for a checkpoint of the same state."""
-    return Plan(tuple(Action(leaf.path, "copy", (leaf.path,)) for leaf in target.leaves))
+    return Plan(tuple(Action("copy", (leaf.path,)) for leaf in target.leaves))
 
 
 def differences(source: Description, target: Description) -> list[str]:
@@ -121,6 +120,25 @@ def plan_migration(
         source = declare(source, params) if source.masters else source
         target = declare(target, params) if target.masters else target
     return _Migration(*settle(source, target), first_scale).plan()
+
+
+def plan_parameters(source: Description, target: Description, params: Declared = None) -> Plan:
+    """Plans how parameters alone are read: from FP32 masters where their dtype is FP32.
+
+    Args:
+      source: description of the checkpoint.
+      target: description of the parameters, without the path at which the checkpoint has them.
+      params: that path; None: that of the parameters of the optimizer.
+
+    Raises:
+      CheckpointError: if a parameter is missing, or it is not known which leaves they are.
+    """
+    root, target = place_parameters(source, target, params)
+    rows = [
+        choose_parameters(row, root, source) if root in row.candidates else row
+        for row in source.masters
+    ]
+    return _Migration(dataclasses.replace(source, masters=tuple(rows)), target, None).plan()
 
 
 # Master layout and parameter of a checkpoint.
@@ -197,12 +215,12 @@ class _Migration:
         if operation == "parameter":
             same_rounding = bool(stored.master) == bool(parameter.master) and packed[0] == packed[1]
             if before.dtype == leaf.dtype and same_rounding:
-                return Action(leaf.path, "copy", (stored.leaf,))
+                return Action("copy", (stored.leaf,))
             self._note_parameter(before, stored, leaf, parameter, packed)
         is_same_form = packed[0] if operation == "remainder" else not packed[0]
         if operation != "parameter" and stored.master and is_same_form:
-            return Action(leaf.path, "copy", (stored.master,))
-        return Action(leaf.path, operation, sources, packed=packed)
+            return Action("copy", (stored.master,))
+        return Action(operation, sources, packed=packed)
 
     def _note_parameter(
         self,
@@ -248,15 +266,15 @@ class _Migration:
             return self._loss_scale(leaf)
         if leaf.role == FP8 and not self._fp8:
             self._note("leaf of FP8 scaling: created, calibrated in the first step")
-            return Action(leaf.path, "create", value=int(leaf.path.endswith("_scale")))
+            return Action("create", value=int(leaf.path.endswith("_scale")))
         name = leaf.path.rpartition("/")[2]
         if leaf.role == COUNTER and name in _INDICES:
             self._use(self._find(leaf.path))
-            return Action(leaf.path, "create", value=-1)
+            return Action("create", value=-1)
         path = self._find(leaf.path)
         if path is None and leaf.role == COUNTER:
             self._note("counter of skipped steps: created")
-            return Action(leaf.path, "create", value=_FIRST_VALUES.get(name, 0))
+            return Action("create", value=_FIRST_VALUES.get(name, 0))
         if path is None:
             raise self._refusal(leaf, "the checkpoint has no such leaf")
         before = self._stored[path]
@@ -264,7 +282,7 @@ class _Migration:
             raise self._refusal(leaf, f"the checkpoint has {before} at {path!r}")
         self._use(path)
         if before.dtype == leaf.dtype:
-            return Action(leaf.path, "copy", (path,))
+            return Action("copy", (path,))
         entry = self._parameters.get(path)
         if entry and entry[1].master and _kind(_numpy_dtype(leaf.dtype)) == "float":
             # The new state lacks an optimizer, but its parameters are still read from the masters.
@@ -274,7 +292,7 @@ class _Migration:
         if exact is None:
             raise self._refusal(leaf, f"the checkpoint has {before} at {path!r}")
         self._note(f"leaf: {before.dtype} -> {leaf.dtype}", loses=not exact)
-        return Action(leaf.path, "cast", (path,))
+        return Action("cast", (path,))
 
     def _use(self, path: str | None) -> None:
         if path is not None:
@@ -284,13 +302,13 @@ class _Migration:
         source = self._scales.get(leaf.path)
         if source is not None:
             self._use(source)
-            return Action(leaf.path, "copy", (source,))
+            return Action("copy", (source,))
         name = leaf.path.rpartition("/")[2]
         value = None if self._first_scale is None else self._first_scale.get(name)
         if name == "scale_value":
             at = "" if value is None else f" at {float(value):g}"
             self._note(f"loss scale: created{at}")
-        return Action(leaf.path, "create", value=value)
+        return Action("create", value=value)
 
     def _pair_scales(self) -> dict[str, str]:
         """Pairs the leaves of loss scales that have the same leaves on both sides."""

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxmp.checkpoint._description import (
+    FP8,
     Description,
     Masters,
     choose_parameters,
     is_below,
+    outside_of,
 )
 from jaxmp.errors import CheckpointError
 
@@ -77,6 +79,40 @@ def settle(source: Description, target: Description) -> tuple[Description, Descr
         dataclasses.replace(source, masters=tuple(before)),
         dataclasses.replace(target, masters=tuple(after)),
     )
+
+
+def place_parameters(
+    source: Description, target: Description, params: Declared
+) -> tuple[str, Description]:
+    """Returns the path of parameters in a checkpoint, and their description with their full paths.
+
+    Raises:
+      CheckpointError: if several leaves have the names of the parameters and an optimizer trains
+        none or several of them.
+    """
+    names = [leaf.path for leaf in target.leaves if leaf.role != FP8]
+    if target.optimizers or not names:
+        raise CheckpointError(
+            "only='params' takes the parameters alone, as arrays or shapes. Pass them, such as "
+            "state.params, or the NNX model without its optimizer."
+        )
+    stored = {path for path, _ in outside_of(source)}
+    trained = {root for row in source.masters for root in row.candidates}
+    ends = [path for path in stored if f"/{path}".endswith(f"/{names[0]}")]
+    roots = {path[: len(path) - len(names[0])].rstrip("/") for path in ends}
+    fits = {root for root in roots if all(_below(root, name) in stored for name in names)}
+    found = sorted({params} if isinstance(params, str) else fits & trained or fits or trained)
+    if len(found) != 1:
+        raise CheckpointError(
+            f"The leaves at {_listed(found)} of the checkpoint have names such as {names[0]!r}. "
+            "Declare those to read: restore(params, only='params', params='PATH')."
+        )
+    leaves = [dataclasses.replace(x, path=_below(found[0], x.path)) for x in target.leaves]
+    return found[0], dataclasses.replace(target, leaves=tuple(leaves))
+
+
+def _below(root: str, name: str) -> str:
+    return "/".join(filter(None, (root, name)))
 
 
 def check_decided(row: Masters) -> None:
