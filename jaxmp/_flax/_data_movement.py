@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import array_aval, sub_jaxprs
+from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._typing import Array
 
 # Equations whose result consists of elements of all operands.
@@ -26,7 +27,6 @@ _INDICES = LAYOUT | {
     *("add", "sub", "mul", "neg", "max", "min", "rem", "clamp", "sign", "iota"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
 }
-CALLS = frozenset({"jit", "pjit"})
 
 
 class ComputedError(Exception):
