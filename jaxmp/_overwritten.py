@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
@@ -36,7 +37,6 @@ from jaxmp.fp8._state import (
     USES,
     State,
     is_active,
-    is_in_unchecked_shard_map,
     to_float32,
     to_fm32,
 )
@@ -222,7 +222,7 @@ def _can_begin(indices: dict[str, int], leaves: list[Any]) -> bool:
 def _max_accumulates(arrays: list[Any]) -> bool:
     """Returns True if JAX can combine the gradients of these leaves of states by max."""
     traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
-    if not arrays or not traced or is_in_unchecked_shard_map():
+    if not arrays or not traced or _compat.is_in_unchecked_shard_map():
         return False
     return importlib.util.find_spec("flax") is not None
 

@@ -113,6 +113,41 @@ MUTATIONS = [
         "",
         ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
     ),
+    # Traced programs.
+    Mutation(
+        "calls of `Traced` objects are not entered",
+        "jaxmp/_core/_programs/_constructs.py",
+        '"closed_call", "eval_jaxpr", "jit"',
+        '"closed_call", "jit"',
+        (
+            "test_autocast.py::test_the_call_of_a_traced_object_is_entered",
+            "test_fp32_gradients.py::test_gradients_are_summed_in_fp32[in_traced-float32]",
+        ),
+    ),
+    Mutation(
+        "a scan that runs again loses its direction",
+        "jaxmp/_core/_programs/_constructs.py",
+        'for name in ("length", "reverse", "unroll")}',
+        'for name in ("length", "unroll")}',
+        (
+            "test_programs.py::test_running_a_construct_again_changes_nothing[reversed scan]",
+            "test_validate_capture.py::test_outputs_of_a_reversed_scan",
+        ),
+    ),
+    Mutation(
+        "a recomputation that runs again is merged with the forward pass",
+        "jaxmp/_core/_programs/_interpreter.py",
+        "self.run(call.jaxpr, call.separated(args), place, state)",
+        "self.run(call.jaxpr, args, place, state)",
+        ("test_programs.py::test_running_a_construct_again_changes_nothing[remat]",),
+    ),
+    Mutation(
+        "an unknown operation with a jaxpr is not reported",
+        "jaxmp/_core/_programs/_interpreter.py",
+        "if self.consequence and name not in",
+        "if not self.consequence and name not in",
+        ("test_programs.py::test_an_unknown_operation_with_a_jaxpr_is_reported_once",),
+    ),
     # Loss scale.
     Mutation(
         "the scale grows one step late",

@@ -81,6 +81,11 @@ def test_a_product_that_only_fp32_operations_read_is_not_rounded():
     assert set(operands(grad, W, X)) == {(BF16, BF16)}
 
 
+def test_the_call_of_a_traced_object_is_entered():
+    traced = jax.jit(lambda w, x: jnp.tanh(x @ w)).trace(W, X)
+    assert operands(autocast(lambda w, x: traced(w, x).sum(), MIXED), W, X) == [(BF16, BF16)]
+
+
 def test_a_softmax_is_in_fp32_throughout():
     """Not only the exponentials are in FP32: `x - max(x)` is not rounded before them."""
 

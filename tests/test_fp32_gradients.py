@@ -91,6 +91,11 @@ def in_jit(params, x, dtype):
     return jax.jit(dense, static_argnums=2)(params, x, dtype)
 
 
+def in_traced(params, x, dtype):
+    """A `Traced` object, of which JAX 0.12 leaves a call in the program."""
+    return jax.jit(dense, static_argnums=2).trace(params, x, dtype)(params, x)
+
+
 def in_remat(params, x, dtype):
     return jax.checkpoint(functools.partial(dense, dtype=dtype))(params, x)
 
@@ -214,6 +219,7 @@ USES = {
         (weight_on_the_left, MATRIX),
         (wide_result, MATRIX),
         (in_jit, LAYER),
+        (in_traced, LAYER),
         (in_remat, LAYER),
         (in_scan, LAYER),
         (outside_of_scan, LAYER),

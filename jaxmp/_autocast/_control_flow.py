@@ -20,7 +20,8 @@ from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, AutocastConfig
 from jaxmp._autocast._values import Environment, Priority, Value, in_recorded_dtypes, to_aval, wrap
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._jaxprs import Path, array_aval
-from jaxmp._core._replay import bind
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array
 
@@ -55,12 +56,9 @@ def _call(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
-    effects = env.magnified.of(equation.outvars)
-    inner = equation.params["jaxpr"]
-    jaxpr, priorities = runner.retraced(inner, values, scope_path, effects=effects)
-    outs = equation.primitive.bind(
-        *(v.array for v in values), **{**equation.params, "jaxpr": jaxpr}
-    )
+    call, effects = call_of(equation), env.magnified.of(equation.outvars)
+    jaxpr, priorities = runner.retraced(call.jaxpr, values, scope_path, effects=effects)
+    outs = bind(equation, [v.array for v in values], **{call.parameter: jaxpr})
     return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 
@@ -254,10 +252,7 @@ def _shard_map(
 
 
 INSIDE: dict[str, Callable[..., list[Value]]] = {
-    "jit": _call,
-    "pjit": _call,
-    "remat2": _call,
-    "checkpoint": _call,
+    **dict.fromkeys(CALLS | REMATS, _call),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -41,7 +41,7 @@ from jaxmp._autocast._values import (
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product

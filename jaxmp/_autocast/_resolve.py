@@ -11,7 +11,7 @@ from jaxmp._autocast._fp8 import autocast_scaling
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, Path, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._core._replay import SCATTERS
+from jaxmp._core._programs._bind import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required

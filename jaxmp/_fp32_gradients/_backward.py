@@ -12,10 +12,11 @@ from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import consumers, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, call_of
 from jaxmp._core._typing import Array
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._fp32_gradients._layout import CALLS, ELEMENTWISE, REDUCTIONS
+from jaxmp._fp32_gradients._layout import ELEMENTWISE, REDUCTIONS
 from jaxmp._fp32_gradients._values import results_of
 
 # Operations that move the elements of their first operand, and compute nothing.
@@ -121,7 +122,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
             with as_recorded(equation):
                 if equation.primitive.name in CALLS:
-                    results = run(equation.params["jaxpr"], *operands)
+                    results = run(call_of(equation).jaxpr, *operands)
                 else:
                     results = results_of(equation, bind(equation, operands))
             values |= zip(equation.outvars, results, strict=True)

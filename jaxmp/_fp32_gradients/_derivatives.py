@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._replay import bind
+from jaxmp._core._programs._bind import bind
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import (
     MATMULS,

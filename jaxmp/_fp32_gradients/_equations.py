@@ -7,18 +7,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._jaxprs import equations, sub_jaxprs
-from jaxmp._fp32_gradients._layout import CALLS
-
-# Operations that run a jaxpr once.
-_INLINE = CALLS | {"checkpoint", "remat2"}
+from jaxmp._core._programs._constructs import CALLS, LOOPS, REMATS, call_of
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """Returns for each result the index of the argument that it is; None if it is computed."""
     arguments: dict[Var, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _INLINE:
-            inner, _ = jaxpr_body(equation.params["jaxpr"])
+        if equation.primitive.name in CALLS | REMATS:
+            inner, _ = jaxpr_body(call_of(equation).jaxpr)
             for var, index in zip(equation.outvars, forwarded(inner), strict=True):
                 operand = None if index is None else equation.invars[index]
                 if isinstance(operand, Var) and operand in arguments:
@@ -38,7 +35,7 @@ def quantizes(equation: JaxprEqn) -> bool:
 def loops(equation: JaxprEqn) -> bool:
     """Returns True if a function contains a loop."""
     return any(
-        inner.primitive.name in ("scan", "while")
+        inner.primitive.name in LOOPS
         for jaxpr in sub_jaxprs(equation)
         for inner in equations(jaxpr)
     )

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
 from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
 from jaxmp._fp32_gradients._equations import forwarded, quantizes
 from jaxmp._fp32_gradients._layout import (
-    CALLS,
     ELEMENTWISE,
     REDUCTIONS,
     Layout,
@@ -59,7 +59,8 @@ _OF_ROWS = (
     MOVES
     | MATMULS
     | CALLS
-    | {"checkpoint", "cond", "convert_element_type", "name", "remat2", "sharding_constraint"}
+    | REMATS
+    | {"cond", "convert_element_type", "name", "sharding_constraint"}
 )
 
 
@@ -354,7 +355,7 @@ def _is_gathered_later(value: Value) -> bool:
 
 def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Inlines the jaxpr of a jitted function."""
-    jaxpr, consts = jaxpr_body(equation.params["jaxpr"])
+    jaxpr, consts = jaxpr_body(call_of(equation).jaxpr)
     return _run(jaxpr, consts, operands)
 
 
@@ -450,15 +451,14 @@ def _shard_map(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
-    "checkpoint": _remat,
     "cond": _cond,
     "convert_element_type": _convert,
     "custom_jvp_call": run_custom_derivative,
     "custom_vjp_call": _custom_derivative,
-    "remat2": _remat,
     "reshard": _reshard,
     "scan": _scan,
     "shard_map": _shard_map,
     "sharding_constraint": _constrain,
     **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(REMATS, _remat),
 }

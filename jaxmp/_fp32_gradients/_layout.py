@@ -18,13 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import equations, sub_jaxprs
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, call_of
 from jaxmp._core._typing import Array
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
-
-CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
 
 # Operations on single elements, which a device can apply to its part of a weight.
 ELEMENTWISE = frozenset(
@@ -368,7 +367,7 @@ def _run(
                 sources[result] = sources.get(operand, operand)
         with as_recorded(equation):
             if equation.primitive.name in CALLS and _has_split(operands):
-                inner, inner_consts = jaxpr_body(equation.params["jaxpr"])
+                inner, inner_consts = jaxpr_body(call_of(equation).jaxpr)
                 results = _run(inner, [(const, None) for const in inner_consts], operands)
             elif _is_identity(equation):
                 out = bind(equation, [array for array, _ in operands])

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._replay import bind
+from jaxmp._core._programs._bind import bind
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._layout import Layout, gathered
 

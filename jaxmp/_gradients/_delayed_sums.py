@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._jaxprs import consumers, without_unused
+from jaxmp._core._programs._constructs import CALLS, call_of
 from jaxmp._gradients._unreduced import (
-    CALLS,
     FACTORS,
     MERGES,
     NO_AXES,
@@ -296,13 +296,13 @@ def _has_sum_type(var: Var | Literal) -> bool:
 
 
 def _delay_call(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
-    return _delay(equation.params["jaxpr"], asked, before)
+    return _delay(call_of(equation).jaxpr, asked, before)
 
 
 def _delay_remat(
     equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
 ) -> Delayed:
-    return _delay(equation.params["jaxpr"], asked, {})
+    return _delay(call_of(equation).jaxpr, asked, {})
 
 
 def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:

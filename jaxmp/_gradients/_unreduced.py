@@ -18,14 +18,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_like, scan_counts
-from jaxmp._core._replay import OF_SCATTER, SCATTERS, as_recorded, bind
+from jaxmp._core._programs._bind import OF_SCATTER, SCATTERS, as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._typing import Array
 
 # Mesh axes over which an array is unreduced; empty: it is an ordinary array.
 Axes: TypeAlias = frozenset[Any]
 
-CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
-REMATS = frozenset({"checkpoint", "remat2"})
 # Linear operations of one array.
 UNARY = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "pad", "reshape"}
@@ -222,7 +221,7 @@ def kind_of(equation: JaxprEqn) -> str:
 
 def _run_call(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
     call = lambda *args: inner.run(*args)
-    call.__name__ = equation.params.get("name", "call")
+    call.__name__ = call_of(equation).name or "call"
     return jax.jit(call)(*operands)
 
 

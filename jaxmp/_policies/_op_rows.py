@@ -356,7 +356,7 @@ _OPAQUE_CALLS = _rows(
         "custom_vjp_call": "its backward rule was written for the dtypes that its forward rule"
         " saves",
         "custom_vmap_call linear_call": "a program and a user's rule for it, recorded together",
-        "custom_jvp_call_jaxpr custom_lin remat_opt eval_jaxpr unreachable program_order": "exists"
+        "custom_jvp_call_jaxpr custom_lin remat_opt unreachable program_order": "exists"
         " in a program only while JAX transforms it",
         "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done"
         " pbroadcast_start pbroadcast_done ppermute_start ppermute_done psum_start psum_done"
@@ -384,7 +384,7 @@ _OPAQUE_SPARSE = _rows(
 _INSIDE = _rows(
     "inside",
     {
-        "jit call closed_call": "a function, with its shardings and donations",
+        "jit call closed_call eval_jaxpr": "a function, with its shardings and donations",
         "scan while": "a loop, whose carry keeps its dtype from step to step",
         "cond": "branches, which return the same dtypes",
         "remat2": "a function that the backward pass recomputes in the same dtypes",

@@ -24,7 +24,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body, scan_counts, vary
+from jaxmp._core._compat import is_in_unchecked_shard_map, jaxpr_body, scan_counts, vary
 from jaxmp._core._jaxprs import (
     FORWARD,
     Atom,
@@ -36,13 +36,11 @@ from jaxmp._core._jaxprs import (
     sub_jaxprs,
 )
 from jaxmp._core._locations import FULL_PRECISION
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
 from jaxmp._core._typing import Array, PyTree
-from jaxmp.fp8._state import is_in_unchecked_shard_map
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.
 SAMPLES = 65536
-# Call primitives, which are evaluated by interpreting their first jaxpr.
-CALLS = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 class Output(NamedTuple):
@@ -325,7 +323,7 @@ _RULES: dict[str, Callable[[Equation, list[Any], _Scope], _Results]] = {
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,
-    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(CALLS | REMATS | CUSTOM_DERIVATIVES, _call),
 }
 
 

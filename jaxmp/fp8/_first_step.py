@@ -21,7 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._core import _compat
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import FIRST_STEP, equations, is_jaxpr, is_literal, sub_jaxprs
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, REMATS
 from jaxmp._core._typing import PyTree
 from jaxmp.fp8._scaling import DelayedScaling
 from jaxmp.fp8._state import AGE, OPERANDS, State
@@ -30,8 +31,6 @@ _T = TypeVar("_T")
 
 # Prefix of the names of predicates of `if_known`; `amax_compute` follows.
 _IS_KNOWN = "jaxmp_fp8_is_known_"
-# Calls, which are evaluated by interpreting their first jaxpr.
-_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit", "checkpoint", "remat2"})
 
 
 def if_known(
@@ -135,7 +134,9 @@ def _result(equation: JaxprEqn, operands: list[Any], are_known: jax.Array | None
     if are_known is not None and inner is not None and _predicates(inner):
         if name == "scan":
             return _branch_on(are_known, equation, operands)
-        if name in _CALLS and any(each.primitive.name == "scan" for each in equations(inner)):
+        if name in CALLS | REMATS and any(
+            each.primitive.name == "scan" for each in equations(inner)
+        ):
             if params.get("prevent_cse") and params.get("differentiated"):
                 # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
                 operands = list(lax.optimization_barrier(tuple(operands)))

@@ -20,7 +20,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import leaves_with_path
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.fp8._operands import amax, partial_maxima
-from jaxmp.fp8._state import ACTIVE_AMAX, KERNEL_AMAX, PREFIX, is_in_unchecked_shard_map
+from jaxmp.fp8._state import ACTIVE_AMAX, KERNEL_AMAX, PREFIX
 from jaxmp.fp8._step_state import PARTIALS
 
 # Name of the parameter that FP8 layers of Flax multiply.
@@ -109,7 +109,7 @@ def _locate(params: PyTree, states: PyTree) -> dict[int, Array]:
     is not known which devices have the same kernel.
     """
     indices = kernel_amaxes(states)
-    if not indices or is_in_unchecked_shard_map():
+    if not indices or _compat.is_in_unchecked_shard_map():
         return {}
     kernels = dict(leaves_with_path(params))
     located = {}

@@ -20,15 +20,14 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._jaxprs import equations, is_literal, sub_jaxprs
-from jaxmp._core._replay import as_recorded, bind
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, REMATS
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.fp8._copies import COPIES
 from jaxmp.fp8._operands import QUANTIZE
 
 # Names of the jitted functions that quantize kernels.
 _KERNELS = frozenset({QUANTIZE + "kernel", COPIES + "kernel"})
-# Calls, which are evaluated by interpreting their first jaxpr.
-_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit", "checkpoint", "remat2"})
 
 _is_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxmp_fp8_is_repeated", default=False
@@ -162,7 +161,7 @@ def _inner_plan(equation: JaxprEqn, levels: list[_Level]) -> _Plan | None:
         of_consts = [of(own, _CONSTANT) for own in levels[:consts]]
         of_xs = [of(own, _SCANNED) for own in levels[consts + carried :]]
         return _make_plan(params["jaxpr"], [*of_consts, *[None] * carried, *of_xs])
-    return _make_plan(sub_jaxprs(equation)[0], levels) if name in _CALLS else None
+    return _make_plan(sub_jaxprs(equation)[0], levels) if name in CALLS | REMATS else None
 
 
 # ---------------------------------------------------------------------------

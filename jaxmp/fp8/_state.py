@@ -220,7 +220,7 @@ def check_reducible(leaf: jax.Array) -> None:
     Raises:
       CompositionError: as in `to_float32`.
     """
-    if _is_max(leaf) and is_in_unchecked_shard_map():
+    if _is_max(leaf) and _compat.is_in_unchecked_shard_map():
         raise CompositionError(
             "DelayedScaling: the state of an FP8 layer is read inside shard_map(..., "
             "check_vma=False), where JAX cannot combine states over devices by max. Use "
@@ -228,12 +228,6 @@ def check_reducible(leaf: jax.Array) -> None:
             "over devices instead, convert the state in front of the mapped function: "
             "mapped(jaxmp.fp8.to_float32(variables), x)."
         )
-
-
-def is_in_unchecked_shard_map() -> bool:
-    """Returns True while tracing inside `shard_map(..., check_vma=False)`."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(manual) and not _compat.varying_axes(lax.axis_index(manual[0]))
 
 
 # ---------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from jaxmp._core._jaxprs import (
     scope_names,
     sub_jaxprs,
 )
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._first_step import is_first_step
@@ -162,7 +163,7 @@ class _Harvest:
         if name == "cond" and (branches := params["branches"]) and is_first_step(branches[0]):
             # The version for the first step also has the results of all other steps.
             return self.run(branches[0], operands[1:], place)
-        if name not in _CALLS:
+        if name not in CALLS | REMATS | CUSTOM_DERIVATIVES:
             return _bound(equation, operands), []
         if params.get("prevent_cse") and params.get("differentiated"):
             # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
@@ -185,10 +186,6 @@ class _Harvest:
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, (ys, stats) = lax.scan(body, operands[consts:first], operands[first:], **options)
         return [*carry, *ys], list(map(_Seen, places, stats))
-
-
-# Call primitives, which are evaluated by interpreting their first jaxpr.
-_CALLS = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 def _role(equation: Equation) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec, Sharding
 
 from jaxmp._core._compat._private import load_private
@@ -113,3 +114,9 @@ def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Returns the minimum of an integer scalar over all devices along `axes`."""
     return jax.lax.pmin(vary(value, axes), axes)
+
+
+def is_in_unchecked_shard_map() -> bool:
+    """Returns True while tracing inside `shard_map(..., check_vma=False)`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) and not varying_axes(lax.axis_index(manual[0]))

@@ -1,0 +1,194 @@
+"""Constructs: equations that contain jaxprs, and readers of their parameters.
+
+JAX documents neither the names of these primitives nor their parameters, and renames some of them:
+`eval_jaxpr` of JAX 0.12 is the `closed_call` of JAX 0.10. The records below are all that the rest
+of the package has to know about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._compat import scan_counts
+
+# Calls, which run their jaxpr once. `eval_jaxpr` is a call of a `Traced` object, and a loop that is
+# differentiated leaves a `closed_call`.
+CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
+# Calls of `jax.checkpoint`, whose jaxpr the backward pass runs again.
+REMATS = frozenset({"remat2"})
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+LOOPS = frozenset({"scan", "while"})
+CONSTRUCTS = CALLS | REMATS | CUSTOM_DERIVATIVES | LOOPS | {"cond", "shard_map"}
+# Equations whose jaxprs no interpreter enters: kernels, functions that combine two elements, and
+# functions that belong together with a rule of their author.
+OPAQUE = frozenset(
+    {"composite", "custom_linear_solve", "custom_partitioning", "custom_vmap_call", "linear_call"}
+    | {"mpmd_map", "pallas_call", "reduce", "reduce_window", "remat_opt", "scatter", "scatter-add"}
+    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "xla_metadata_call"}
+)
+
+
+class Call(NamedTuple):
+    """Equation that runs one jaxpr once: a call, `jax.checkpoint` or a custom derivative.
+
+    parameter: name of the parameter that contains the jaxpr.
+    jaxpr: the jaxpr.
+    name: name of a jitted function; "" if there is none.
+    is_recomputation: True for the part of a `jax.checkpoint` that belongs to a backward pass.
+    prevent_cse: for `jax.checkpoint`, True (or a flag per operand) if XLA must not merge the
+      recomputation with the forward pass.
+    policy: for `jax.checkpoint`, the residuals that are saved.
+    """
+
+    parameter: str
+    jaxpr: Any
+    name: str
+    is_recomputation: bool
+    prevent_cse: bool | tuple[bool, ...]
+    policy: Any
+
+    def separated(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns operands behind the barrier with which JAX lowers a recomputation."""
+        flags = self.is_recomputation and self.prevent_cse
+        flags = flags if isinstance(flags, tuple) else (flags,) * len(operands)
+        chosen = [n for n, flag in enumerate(flags) if flag]
+        result = list(operands)
+        if chosen:
+            barred = lax.optimization_barrier([result[n] for n in chosen])
+            for n, operand in zip(chosen, barred, strict=True):
+                result[n] = operand
+        return result
+
+    def rematerialized(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `jax.checkpoint` of another function, with the same options."""
+        return jax.checkpoint(function, prevent_cse=self.prevent_cse, policy=self.policy)
+
+
+_Parts: TypeAlias = tuple[list[Any], list[Any], list[Any]]
+
+
+def _split(operands: Sequence[Any], first: int, second: int) -> _Parts:
+    return list(operands[:first]), list(operands[first:second]), list(operands[second:])
+
+
+class Scan(NamedTuple):
+    """`lax.scan`: operands are constants, the carry and scanned arrays."""
+
+    jaxpr: Any
+    consts: int
+    carry: int
+    options: dict[str, Any]
+
+    def split(self, operands: Sequence[Any]) -> _Parts:
+        """Returns constants, carry and scanned operands."""
+        first = self.consts + self.carry
+        return (
+            list(operands[: self.consts]),
+            list(operands[self.consts : first]),
+            [*operands[first:]],
+        )
+
+
+class While(NamedTuple):
+    """`lax.while_loop`: operands are constants of the test, constants of the body, the carry."""
+
+    test: Any
+    body: Any
+    test_consts: int
+    body_consts: int
+
+    def split(self, operands: Sequence[Any]) -> _Parts:
+        """Returns constants of the test, constants of the body, and the carry."""
+        first, second = self.test_consts, self.test_consts + self.body_consts
+        return _split(operands, first, second)
+
+
+class Cond(NamedTuple):
+    """`lax.cond` and `lax.switch`: the first operand is the index of the branch.
+
+    by_platform: True for `lax.platform_dependent`, of which a branch may not lower on the others'
+      platforms.
+    """
+
+    branches: tuple[Any, ...]
+    by_platform: bool
+
+
+class ShardMap(NamedTuple):
+    """`jax.shard_map`."""
+
+    jaxpr: Any
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    check_vma: bool
+    axis_names: frozenset[Any]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Any],
+        in_specs: Any = None,
+        out_specs: Any = None,
+    ) -> Any:
+        """Returns the results of another function on the same mesh, by default with its specs."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=self.in_specs if in_specs is None else in_specs,
+            out_specs=self.out_specs if out_specs is None else out_specs,
+            check_vma=self.check_vma,
+            axis_names=self.axis_names,
+        )(*operands)
+
+
+def call_of(equation: JaxprEqn) -> Call:
+    """Returns the record of an equation in `CALLS`, `REMATS` or `CUSTOM_DERIVATIVES`."""
+    params = equation.params
+    parameter = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    return Call(
+        parameter,
+        params[parameter],
+        params.get("name", ""),
+        params.get("differentiated", False),
+        params.get("prevent_cse", False),
+        params.get("policy"),
+    )
+
+
+def scan_of(equation: JaxprEqn) -> Scan:
+    """Returns the record of a `scan`."""
+    params = equation.params
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return Scan(params["jaxpr"], *scan_counts(params), options)
+
+
+def while_of(equation: JaxprEqn) -> While:
+    """Returns the record of a `while`."""
+    params = equation.params
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
+
+
+def cond_of(equation: JaxprEqn) -> Cond:
+    """Returns the record of a `cond`."""
+    params = equation.params
+    return Cond(tuple(params["branches"]), params.get("branches_platforms") is not None)
+
+
+def shard_map_of(equation: JaxprEqn) -> ShardMap:
+    """Returns the record of a `shard_map`."""
+    params = equation.params
+    return ShardMap(
+        params["jaxpr"],
+        params["mesh"],
+        tuple(params["in_specs"]),
+        tuple(params["out_specs"]),
+        params["check_vma"],
+        params["newly_manual_axes"],
+    )

@@ -1,0 +1,361 @@
+"""Interpreter that runs a jaxpr again, equation by equation.
+
+`Interpreter` itself changes nothing: it computes the same values and gradients with the same
+operations. A client overrides some of these methods:
+
+* `constant` and `array` convert between arrays and the *values* to which a run binds variables,
+  which are arrays by default, and any pytree otherwise;
+* `equation` runs one equation; by default it enters a construct by a rule of this module, and binds
+  all other equations as they were recorded;
+* `entered` and `left` convert values at the border of a construct.
+
+Each run of a jaxpr has a `Frame`: its location in the program, and a state of the client, such as
+a plan or an analysis of that jaxpr.
+
+*Side results* are arrays that a client computes beside the program, such as statistics. It adds
+them to `side`; the rules return them from loops, branches and devices. Arrays of a scan and of a
+`shard_map` are stacked and then `joined`; of a while loop, those of the last iteration count; a
+branch or loop that does not run has the result of `absent`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from jaxmp._core._compat import is_in_unchecked_shard_map, jaxpr_body, vary
+from jaxmp._core._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._constructs import (
+    CALLS,
+    CONSTRUCTS,
+    CUSTOM_DERIVATIVES,
+    OPAQUE,
+    REMATS,
+    call_of,
+    cond_of,
+    scan_of,
+    shard_map_of,
+    while_of,
+)
+from jaxmp._core._typing import Array, PyTree
+from jaxmp.errors import RecipeWarning
+
+
+class Place(NamedTuple):
+    """Location in a program: name scopes, and "forward", "backward" or "recompute"."""
+
+    scopes: Path = ()
+    phase: str = FORWARD
+
+    def of(self, equation: JaxprEqn) -> Place:
+        """Returns the location of an equation of a jaxpr at this location."""
+        stack = str(equation.source_info.name_stack)
+        return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
+
+
+class Frame(NamedTuple):
+    """Run of one jaxpr: its location, the state of the client, and the values of its variables."""
+
+    place: Place
+    state: Any
+    body: Jaxpr
+    values: dict[Any, Any]
+
+
+class Entry(enum.Enum):
+    """How operands enter a construct."""
+
+    CALL = enum.auto()  # unchanged: of a call, and constants of a loop
+    REMAT = enum.auto()  # into a function that the backward pass runs again
+    CARRY = enum.auto()
+    ROWS = enum.auto()  # as slices of scanned arrays
+    BRANCH = enum.auto()
+    SHARD = enum.auto()  # as the parts of one device
+
+
+class Interpreter:
+    """Runs a jaxpr again; see the documentation of this module."""
+
+    # Consequence for an equation with a jaxpr that is not a known construct, as the end of a
+    # warning; "" if there is none.
+    consequence = ""
+    # True if the client adds to `side`.
+    has_side_results = False
+    # True: functions with custom derivatives are run as calls, without their rules, in a program
+    # that is not differentiated again.
+    drops_derivatives = False
+
+    def __init__(self) -> None:
+        self.side: dict[Hashable, PyTree] = {}
+
+    # -- values ----------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> Any:
+        """Converts a literal or a constant of a jaxpr to a value."""
+        return array
+
+    def array(self, value: Any) -> Any:
+        """Converts a value to the array that equations read which the client does not change."""
+        return value
+
+    def entered(self, values: list[Any], entry: Entry, operands: list[Any]) -> list[Any]:
+        """Converts some of the operands of a construct to arguments of its jaxpr."""
+        return values
+
+    def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
+        """Converts results of the jaxpr of a loop, branch or remat to results of the construct."""
+        return list(map(self.array, results))
+
+    def joined(self, value: PyTree) -> PyTree:
+        """Returns the side result of a loop, for those of all iterations, stacked."""
+        return value
+
+    def absent(self, value: PyTree) -> PyTree:
+        """Returns a side result of code that does not run, for its shapes."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value)
+
+    # -- the loop over equations -----------------------------------------------------------
+
+    def run(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> list[Any]:
+        """Runs an open or closed jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          args: values of its arguments.
+          place: location of the equation that contains it; None: it is the whole program.
+          state: state of the client for this jaxpr.
+        """
+        body, consts = jaxpr_body(jaxpr)
+        values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
+        values |= zip(body.invars, args, strict=True)
+        frame = Frame(place or Place(), state, body, values)
+        read = lambda var: self.constant(var.val) if is_literal(var) else values[var]
+        for equation in body.eqns:
+            operands = list(map(read, equation.invars))
+            with as_recorded(equation):
+                results = self.equation(equation, operands, frame)
+            values |= zip(equation.outvars, results, strict=True)
+        return list(map(read, body.outvars))
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        """Runs one equation."""
+        return self.enter(equation, operands, frame)
+
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Array]:
+        """Runs an equation as it was recorded."""
+        out = bind(equation, list(map(self.array, operands)))
+        return list(out) if isinstance(out, (list, tuple)) else [out]
+
+    def enter(
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+    ) -> list[Any]:
+        """Runs the jaxprs inside of an equation; other equations are run as recorded.
+
+        Args:
+          equation: the equation.
+          operands: its operands.
+          frame: the run of the jaxpr that contains it.
+          state: state of the client for the jaxprs.
+        """
+        name = equation.primitive.name
+        is_call = name in CALLS or (self.drops_derivatives and name in CUSTOM_DERIVATIVES)
+        rule = Interpreter._call if is_call else _RULES.get(name)
+        if rule is not None:
+            return rule(self, equation, operands, frame.place.of(equation), state)
+        if self.consequence and name not in CONSTRUCTS | OPAQUE and sub_jaxprs(equation):
+            _warn_of_unknown(name, self.consequence)
+        return self.bound(equation, operands)
+
+    # -- rules of constructs ---------------------------------------------------------------
+
+    def _inside(self, function: Callable[[], list[Any]]) -> tuple[list[Any], dict[Hashable, Any]]:
+        """Returns the results of a function, and the side results that it adds."""
+        outside, self.side = self.side, {}
+        try:
+            return function(), self.side
+        finally:
+            self.side = outside
+
+    def _add(self, side: dict[Hashable, Any]) -> None:
+        for key, value in side.items():
+            self.side.pop(key, None)  # moves the result to its position in the program
+            self.side[key] = value
+
+    def _call(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        """Runs the jaxpr of a call in place of the call."""
+        args = self.entered(operands, Entry.CALL, operands)
+        return self.run(call_of(equation).jaxpr, args, place, state)
+
+    def _remat(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        call, keys = call_of(equation), []
+        args = self.entered(operands, Entry.REMAT, operands)
+        if call.is_recomputation:
+            results = self.run(call.jaxpr, call.separated(args), place, state)
+            return self.left(results, operands)
+
+        def recomputed(*args: Any) -> tuple[list[Any], list[Any]]:
+            run = lambda: self.left(self.run(call.jaxpr, args, place, state), operands)
+            results, side = self._inside(run)
+            keys[:] = side
+            return results, list(side.values())
+
+        results, side = call.rematerialized(recomputed)(*args)
+        self._add(dict(zip(keys, side, strict=True)))
+        return results
+
+    def _scan(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        loop, keys = scan_of(equation), []
+        consts, carry, rows = loop.split(operands)
+        consts = self.entered(consts, Entry.CALL, operands)
+
+        def body(carry: list[Any], rows: list[Any]) -> Any:
+            run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], place, state)
+            results, side = self._inside(lambda: self.left(run(), operands))
+            keys[:] = side
+            return results[: loop.carry], (results[loop.carry :], list(side.values()))
+
+        carry = self.entered(carry, Entry.CARRY, operands)
+        rows = self.entered(rows, Entry.ROWS, operands)
+        carry, (stacked, side) = lax.scan(body, carry, rows, **loop.options)
+        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        return [*carry, *stacked]
+
+    def _while(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        loop = while_of(equation)
+        of_test, of_body, carry = loop.split(operands)
+        of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
+        carry = self.entered(carry, Entry.CARRY, operands)
+
+        def test(carry: Any) -> Any:
+            run = lambda: self.run(loop.test, [*of_test, *carry[0]], place, state)
+            return self.array(self._inside(run)[0][0])
+
+        def body(*carry: Any) -> tuple[list[Any], dict[Hashable, Any]]:
+            run = lambda: self.run(loop.body, [*of_body, *carry], place, state)
+            return self._inside(lambda: self.left(run(), operands))
+
+        none = self._absent(body, carry)
+
+        def step(carry: Any) -> Any:
+            results, side = body(*carry[0])
+            return results, vary_as_here(list(side.values()))
+
+        results, side = lax.while_loop(test, step, (carry, list(none.values())))
+        self._add(dict(zip(none, side, strict=True)))
+        return results
+
+    def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        (index, *rest), cond = operands, cond_of(equation)
+        if cond.by_platform:
+            return self.bound(equation, operands)
+        args = self.entered(rest, Entry.BRANCH, rest)
+
+        def branch(jaxpr: Any) -> Callable[..., Any]:
+            run = lambda args: self.left(self.run(jaxpr, args, place, state), rest)
+            return lambda *args: self._inside(lambda: run(args))
+
+        branches = list(map(branch, cond.branches))
+        none: dict[Hashable, Any] = {}
+        for each in branches:
+            for key, value in self._absent(each, args).items():
+                # Side results of different shapes in two branches are left out.
+                none[key] = value if key not in none or _same(none[key], value) else None
+
+        def padded(branch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                results, side = branch(*args)
+                rows = {k: side.get(k, default) for k, default in none.items()}
+                kept = [None if none[k] is None else row for k, row in rows.items()]
+                return results, vary_as_here(kept)
+
+            return run
+
+        results, side = lax.switch(self.array(index), list(map(padded, branches)), *args)
+        self._add({k: v for k, v in zip(none, side, strict=True) if v is not None})
+        return results
+
+    def _shard_map(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        record, keys = shard_map_of(equation), []
+        args = self.entered(operands, Entry.SHARD, operands)
+        specs = [
+            jax.tree.map(lambda _, spec=spec: spec, arg)
+            for arg, spec in zip(args, record.in_specs, strict=True)
+        ]
+
+        def shard(*args: Any) -> tuple[tuple[Any, ...], list[Any]]:
+            results, side = self._inside(lambda: self.run(record.jaxpr, args, place, state))
+            keys[:] = side
+            rows = jax.tree.map(lambda x: x[None], list(side.values()))
+            return tuple(map(self.array, results)), rows
+
+        axes = tuple(axis for axis in record.mesh.axis_names if axis in record.axis_names)
+        out_specs = record.out_specs, PartitionSpec(axes)
+        results, side = record.run(shard, args, tuple(specs), out_specs)
+        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        return list(results)
+
+    def _absent(self, function: Callable[..., Any], args: Sequence[Any]) -> dict[Hashable, Any]:
+        """Returns the side results of a function for the case that it does not run."""
+        if not self.has_side_results:
+            return {}
+        keys: list[Hashable] = []
+
+        def side_results(*args: Any) -> list[Any]:
+            _, side = function(*args)
+            keys[:] = side
+            return list(side.values())
+
+        shapes = jax.eval_shape(side_results, *args)
+        values = (vary_as_here(self.absent(shape)) for shape in shapes)
+        return dict(zip(keys, values, strict=True))
+
+
+_RULES: dict[str, Callable[..., list[Any]]] = {
+    **dict.fromkeys(REMATS, Interpreter._remat),
+    "cond": Interpreter._cond,
+    "scan": Interpreter._scan,
+    "shard_map": Interpreter._shard_map,
+    "while": Interpreter._while,
+}
+
+
+def _same(first: PyTree, second: PyTree) -> bool:
+    return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
+
+
+def vary_as_here(tree: PyTree) -> PyTree:
+    """Casts to varying over the axes of a `shard_map`, so that all branches have one type."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.empty or is_in_unchecked_shard_map() else vary(tree, mesh.manual_axes)
+
+
+@functools.cache
+def _warn_of_unknown(name: str, consequence: str) -> None:
+    warnings.warn(
+        f"jaxmp does not know the operation {name!r} of JAX {jax.__version__}, which contains a "
+        f"function. It runs as it was recorded: {consequence}.",
+        RecipeWarning,
+        stacklevel=2,
+    )

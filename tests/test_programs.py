@@ -1,0 +1,249 @@
+"""The interpreter of traced programs: every construct of JAX that puts a jaxpr into an equation."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of
+from jaxmp._core._programs._interpreter import Interpreter
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+CELL = lambda carry, row: (jnp.tanh(carry * row + carry), jnp.sin(carry))
+TRACED = jax.jit(lambda x: jnp.tanh(x @ x)).trace(X)
+
+
+@jax.custom_jvp
+def own_tangent(x):
+    return jnp.tanh(x)
+
+
+own_tangent.defjvp(lambda primals, tangents: (own_tangent(*primals), 2 * tangents[0]))
+
+
+def own_gradient(symbolic_zeros=False, optimize_remat=False):
+    """Returns a function with a gradient that is not its derivative."""
+
+    @jax.custom_vjp
+    def fn(x):
+        return jnp.tanh(x)
+
+    def forward(x):
+        x = x.value if symbolic_zeros else x
+        return jnp.tanh(x), x
+
+    options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat}
+    fn.defvjp(forward, lambda saved, cotangent: (3 * cotangent * saved,), **options)
+    return fn
+
+
+@jax.custom_batching.custom_vmap
+def own_batching(x):
+    return jnp.sin(x)
+
+
+own_batching.def_vmap(lambda size, batched, x: (jnp.sin(x), batched[0]))
+
+
+def scan(x, **options):
+    carry, rows = lax.scan(CELL, x[0], x, **options)
+    return carry + rows
+
+
+def remat(policy=None, prevent_cse=True):
+    options = {"policy": policy, "prevent_cse": prevent_cse}
+    return jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x @ x)), **options)
+
+
+def linear_solve(x):
+    double = lambda v: 2 * v
+    return lax.custom_linear_solve(double, x, lambda _, b: b / 2, lambda _, b: b / 2)
+
+
+def sharded(x, check_vma=True):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    total = lambda x: lax.psum(jnp.tanh(x), "data")
+    specs = {"in_specs": P("data"), "out_specs": P()}
+    return jax.shard_map(total, mesh=mesh, check_vma=check_vma, **specs)(x)
+
+
+def kernel(x):
+    def double(source, target):
+        target[...] = 2 * source[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
+
+
+# Name of a construct -> function of a matrix. Those in `ONCE` have no gradient.
+DOTS = jax.checkpoint_policies.checkpoint_dots
+PROGRAMS = {
+    "jit": jax.jit(lambda x: jnp.tanh(x @ x), inline=False),
+    "Traced": lambda x: TRACED(x),
+    "remat": remat(),
+    "remat with a policy": remat(DOTS),
+    "remat that XLA may merge": remat(prevent_cse=False),
+    "scan": scan,
+    "reversed scan": functools.partial(scan, reverse=True),
+    "unrolled scan": functools.partial(scan, unroll=2),
+    "scan with a split transpose": functools.partial(scan, _split_transpose=True),
+    "scan of a remat": lambda x: lax.scan(jax.checkpoint(CELL), x[0], x)[0],
+    "while": lambda x: lax.while_loop(lambda c: c.sum() < 100, lambda c: c * c + 1, x),
+    "fori": lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * x + i, x),
+    "fori with unknown bounds": lambda x: lax.fori_loop(
+        0, x[0, 0].astype(int) + 3, lambda i, c: jnp.sin(c), x
+    ),
+    "cond": lambda x: lax.cond(x.sum() > 0, jnp.sin, lambda y: y @ y, x),
+    "switch": lambda x: lax.switch(1, [jnp.sin, jnp.cos, jnp.tanh], x),
+    "platform_dependent": lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+    "shard_map": sharded,
+    "shard_map without types": functools.partial(sharded, check_vma=False),
+    "custom_jvp": own_tangent,
+    "custom_vjp": own_gradient(),
+    "custom_vjp with symbolic zeros": own_gradient(symbolic_zeros=True),
+    "custom_vjp with optimized remat": own_gradient(optimize_remat=True),
+    "custom_linear_solve": linear_solve,
+    "custom_vmap": own_batching,
+    "associative_scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    "pallas_call": kernel,
+    "combined elements": lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,)),
+}
+ONCE = {"while", "fori with unknown bounds", "pallas_call", "combined elements", "custom_vmap"}
+
+
+def again(fn):
+    """Returns `fn`, traced and run again by the interpreter without a client."""
+
+    def run(*args):
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        leaves = Interpreter().run(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+    return run
+
+
+def gradient(fn):
+    return jax.grad(lambda x: jnp.square(fn(x)).sum())
+
+
+def counts(fn):
+    """Returns the number of each operation.
+
+    Calls, which may be inlined, do not count, and neither does the clamp of the index of a branch.
+    A recomputation is lowered to its operations behind a barrier, and runs again in that form.
+    """
+    names = []
+    for equation in equations(jax.make_jaxpr(fn)(X)):
+        name = equation.primitive.name
+        if name in REMATS and call_of(equation).is_recomputation:
+            name = "optimization_barrier" if call_of(equation).prevent_cse else "jit"
+        names += [] if name in CALLS | {"clamp"} else [name]
+    return Counter(names)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_running_a_construct_again_changes_nothing(name):
+    fn = PROGRAMS[name]
+    # The gradient of the program that ran again, and the gradient's program, run again.
+    pairs = [(fn, again(fn))]
+    if name not in ONCE:
+        pairs += [(gradient(fn), gradient(again(fn))), (gradient(fn), again(gradient(fn)))]
+    for plain, replayed in pairs:
+        assert counts(plain) == counts(replayed)
+        expected, result = jax.jit(lambda x, fns=(plain, replayed): [f(x) for f in fns])(X)
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_the_programs_contain_every_construct():
+    inside = set()
+    for name, fn in PROGRAMS.items():
+        inside |= set(counts(fn)) | (set() if name in ONCE else set(counts(gradient(fn))))
+    assert inside >= CONSTRUCTS - CALLS
+    assert {"custom_linear_solve", "custom_vmap_call", "pallas_call", "reduce"} <= inside & OPAQUE
+
+
+class Largest(Interpreter):
+    """Client with side results: the largest element of each sine, by the scopes of the sine."""
+
+    has_side_results = True
+
+    def equation(self, equation, operands, frame):
+        results = super().equation(equation, operands, frame)
+        if equation.primitive.name == "sin":
+            scopes = frame.place.of(equation).scopes
+            self.side["/".join(scopes)] = jnp.max(results[0]), jnp.array(True)
+        return results
+
+    def joined(self, value):
+        return jax.tree.map(jnp.max, value)
+
+
+def sine(x):
+    with jax.named_scope("sine"):
+        return jnp.sin(x)
+
+
+SINES = {
+    "call": jax.jit(sine),
+    "remat": jax.checkpoint(sine),
+    "reversed scan": lambda x: lax.scan(lambda c, r: (c, sine(r)), 0, x, reverse=True)[1],
+    "while": lambda x: lax.while_loop(lambda c: c.sum() < 1e3, lambda c: c + 10 + sine(x), x),
+    "branch": lambda x: lax.cond(x.sum() < 1e3, sine, jnp.cos, x),
+    "other branch": lambda x: lax.cond(x.sum() > 1e3, sine, jnp.cos, x),
+    "shard_map": lambda x: jax.shard_map(
+        sine,
+        mesh=jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", SINES)
+def test_side_results_leave_constructs(name):
+    @jax.jit
+    def run(x):
+        client = Largest()
+        closed = jax.make_jaxpr(SINES[name])(x)
+        return client.run(closed, [x])[0], client.side["sine"]
+
+    result, (largest, runs) = run(X)
+    np.testing.assert_array_equal(result, SINES[name](X))
+    assert runs == (name != "other branch")
+    assert largest == (jnp.sin(X).max() if runs else 0)
+
+
+def unknown_operation(name):
+    """Returns a function that records a primitive with a jaxpr, as a later JAX might."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, jaxpr: x)
+    primitive.def_abstract_eval(lambda x, jaxpr: x)
+    mlir.register_lowering(primitive, lambda ctx, x, jaxpr: [x])
+    closed = jax.make_jaxpr(lambda x: x @ x)(X)
+    return lambda x: primitive.bind(x, jaxpr=closed)
+
+
+def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
+    class Client(Interpreter):
+        consequence = "nothing is certain"
+
+    closed = jax.make_jaxpr(unknown_operation("jaxmp_test_operation"))(X)
+    message = (
+        f"does not know the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
+        "It runs as it was recorded: nothing is certain"
+    )
+    with pytest.warns(jaxmp.RecipeWarning, match=message):
+        np.testing.assert_array_equal(Client().run(closed, [X])[0], X)
+    Client().run(closed, [X])
