@@ -48,7 +48,9 @@ def sources_of(jaxpr: Jaxpr, results: Iterable[Any]) -> set[Any]:
         inside = inners(equation)
         is_loop = equation.primitive.name in ("scan", "while")
         if not inside or equation.primitive.name == "cond":
-            sources.update(v for v in equation.invars[: None if not inside else 1] if not is_literal(v))
+            sources.update(
+                v for v in equation.invars[: None if not inside else 1] if not is_literal(v)
+            )
         for inner in inside:
             pairs = zip(inner.jaxpr.outvars, inner.results, strict=True)
             read = [v for v, outer in pairs if is_loop or outer is None or outer in sources]
