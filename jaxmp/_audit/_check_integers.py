@@ -72,6 +72,11 @@ class RoundedIndex(ConditionalFinding):
     check = ROUNDED_INTEGER
     survives = _MOVES | named("add sub max min clamp")
 
+    @property
+    def limit(self) -> int:
+        """The integer up to which indices are distinct."""
+        return _limit(dtype_of(self.op.equation.invars[0]))
+
 
 # ---------------------------------------------------------------------------
 # Counts and positions

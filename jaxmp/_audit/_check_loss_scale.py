@@ -83,7 +83,8 @@ def collect_scales(op: OpOccurrence, audit: Auditor) -> None:
                 _scales(audit).divisors.add(number)
                 if powers_of(audit.flow.of(var)).get(number, 0) == 0:
                     text = "gradients are divided by the loss scale a second time."
-                    fix = f"Remove the second division by the loss scale, at {audit.findings.where(op)}."
+                    where = audit.findings.where(op)
+                    fix = f"Remove the second division by the loss scale, at {where}."
                     audit.collected[_Event].append(_Event(number, op, text, fix))
 
 

@@ -82,8 +82,8 @@ ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
     severity=ERROR,
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
-    " averaged, or a step updates other state in 16 bits: counters, metrics, running statistics, and"
-    " the decayed sums of loops.",
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics, and the"
+    " decayed sums of loops.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,
 )

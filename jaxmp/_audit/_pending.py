@@ -24,9 +24,9 @@ class PendingFinding:
     fix: str
     count: int = 0
     flops: int = 0
-    # Results of the operations, if these are outside of modules and derivatives and read values that
-    # were computed from gradients. Such an operation belongs to the optimizer if a parameter or the
-    # optimizer's state is computed from its result.
+    # Results of the operations, if these are outside of modules and derivatives and read values
+    # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
+    # or the optimizer's state is computed from its result.
     after_gradient: list[Atom] = dataclasses.field(default_factory=list)
     # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
     harmed_flops: int = 0
