@@ -82,7 +82,7 @@ ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
     severity=ERROR,
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
-    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics, and the"
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics and"
     " decayed sums of loops.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,

@@ -10,7 +10,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
 from jaxmp._audit._check_state import MISSING_MASTER, step_of
 from jaxmp._audit._checks import ERROR
-from jaxmp._audit._dataflow import PLUS, Update
+from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._labels import ConditionalFinding, Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._rows import Finding
@@ -101,9 +101,12 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
 @MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
-    copies = [x for x in audit.flow.of_all(op.equation.invars) if isinstance(x, Copy)]
+    labels = audit.flow.of_all(op.equation.invars)
+    copies = [x for x in labels if isinstance(x, Copy)]
+    # A sum with another argument is an average.
+    numbers = {x.number for x in labels if isinstance(x, (Copy, From))}
     dtype = half_of(op.equation.outvars)
-    if not copies or dtype is None or op.location.differentiated:
+    if not copies or len(numbers) > 1 or dtype is None or op.location.differentiated:
         return None
     message = (
         f"16-bit copies of parameters are changed in {dtype.name} after the FP32 masters are cast"

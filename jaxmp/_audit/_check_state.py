@@ -54,6 +54,7 @@ MISSING_MASTER = Check(
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
     ' what rounding loses. A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+    includes_optimizer=True,
 )
 
 # A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
