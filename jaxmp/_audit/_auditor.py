@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr
 
 from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
 from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import FLOATS, Body, OpOccurrence, dtype_of, half_of, is_attention, named
@@ -58,7 +59,8 @@ class Auditor:
     """Walk over one program, with its findings and counts."""
 
     def __init__(self, context: PolicyContext) -> None:
-        self.context, self.findings, self.locations = context, PendingFindings(), Locations()
+        self.context, self.locations = context, Locations()
+        self.findings = PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow, self.known = Flow(context.ops), Known()
@@ -79,6 +81,9 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
+        # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
+        # computed from gradients, by line.
+        self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
         self._flops: dict[int, tuple[Any, int]] = {}
 
     @functools.cached_property
@@ -99,6 +104,9 @@ class Auditor:
         labels = [label for label in self.flow.of_all(variables) if isinstance(label, cls)]
         for label in sorted(labels, key=lambda label: label.number):
             label.report(harm, self.findings)
+
+    def _is_after_gradient(self, op: OpOccurrence) -> bool:
+        return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
 
     # -- the walk ---------------------------------------------------------------------------
 
@@ -208,6 +216,9 @@ class Auditor:
             self._count_integers(op, matmul)
             return
         flops = self._count(op, matmul)
+        if self._is_after_gradient(op):
+            row = op.equation.outvars, flops
+            self.after_gradient[self.findings.where(op)].append(row)
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not is_inner_product(op.equation):

@@ -45,6 +45,7 @@ SOFTMAX_16BIT = Check(
     severity=ERROR,
     explanation="A softmax is computed in 16 bits.",
     fix="jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)",
+    includes_optimizer=True,
 )
 LOSS_16BIT = Check(
     id="loss_16bit",
@@ -52,12 +53,14 @@ LOSS_16BIT = Check(
     explanation="A log-softmax, a log-sum-exp or a scalar result of the program is computed in"
     " 16 bits.",
     fix="logits = logits.astype(jnp.float32)",
+    includes_optimizer=True,
 )
 NORM_16BIT = Check(
     id="norm_16bit",
     severity=ERROR,
     explanation="The statistics of a normalization are computed in 16 bits.",
     fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
 )
 REDUCTION_16BIT = Check(
     id="reduction_16bit",
@@ -65,6 +68,7 @@ REDUCTION_16BIT = Check(
     explanation="A sum, a product or a cumulative sum accumulates in 16 bits. A warning for the"
     " sums of a backward pass, which JAX makes for values that were broadcast or gathered.",
     fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
 )
 EXP_16BIT = Check(
     id="exp_16bit",
@@ -77,8 +81,9 @@ EXP_16BIT = Check(
 ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
     severity=ERROR,
-    explanation="Gradients are accumulated in 16 bits over microbatches or steps, or parameters are"
-    " averaged in 16 bits.",
+    explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics and"
+    " decayed sums of loops.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -143,11 +148,14 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
     del audit
-    for path, aval in traced.results:
+    for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         if aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            yield Finding(check=LOSS_16BIT.id, message=message, fix=LOSS_16BIT.fix)
+            file, line = traced.line_of(var)
+            yield Finding(
+                check=LOSS_16BIT.id, message=message, fix=LOSS_16BIT.fix, file=file, line=line
+            )
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:

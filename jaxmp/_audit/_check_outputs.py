@@ -8,7 +8,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import ConditionalFinding, Logits, WideValue
-from jaxmp._audit._program import OpOccurrence, dtype_of
+from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import FORWARD, Atom, is_literal, module_paths_of
 
@@ -32,6 +32,7 @@ class RoundedOutput(ConditionalFinding, WideValue):
     """
 
     check = ROUNDED_OUTPUT
+    survives = LAYOUT | named("slice gather dynamic_slice select_n split concatenate mul div add")
 
 
 @ROUNDED_OUTPUT.on_operation("convert_element_type")
@@ -62,7 +63,8 @@ def check_difference(op: OpOccurrence, audit: Auditor) -> None:
         for label in labels if op.location.phase == FORWARD else ():
             root = label.op.location.names[:1]
             is_inside = bool(root) and op.location.names[:1] == root
-            if not (is_literal(other) or is_inside or _depends(other, label, op, audit)):
+            is_constant = is_literal(op.body.source_of(other, LAYOUT))
+            if not (is_constant or is_inside or _depends(other, label, op, audit)):
                 harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
                 label.report(harm, audit.findings)
 

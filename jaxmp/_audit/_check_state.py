@@ -6,16 +6,19 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_integers import STEPS
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, FIX_ACCUMULATOR
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
 from jaxmp._audit._labels import SCALED
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
+from jaxmp._audit._scale_powers import Power
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
@@ -51,6 +54,7 @@ MISSING_MASTER = Check(
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
     ' what rounding loses. A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+    includes_optimizer=True,
 )
 
 # A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
@@ -83,7 +87,12 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
         audit.flow.mark(var, label)
     for number, var in traced.variables.items():
         if dtype_of(var) in FLOATS:
-            audit.flow.mark(var, SCALAR if var.aval.size == 1 else From(number, PLUS))
+            audit.flow.mark(var, From(number, PLUS))
+            if var.aval.size == 1:
+                audit.flow.mark(var, SCALAR)
+                audit.flow.mark(var, Power(number, 1.0))
+        elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
+            audit.flow.mark(var, STEPS)
     for var in traced.jaxpr.constvars:
         if dtype_of(var) in FLOATS and var.aval.size == 1:
             audit.flow.mark(var, SCALAR)
@@ -112,7 +121,7 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     for (_, dtype), leaves in states.items():
         yield _optimizer_state_finding(dtype, leaves, traced)
     if not states:
-        yield from _check_moments(_step_of(audit, traced))
+        yield from _check_moments(step_of(audit, traced))
 
 
 @UNUSED_LOSS_SCALE.on_program
@@ -165,6 +174,8 @@ class _Step:
         self.audit, self.flow = audit, audit.flow
         leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
         self.locations = [argument_text(jtu.keystr(path)) for path, _ in leaves]
+        # The keys below an argument.
+        self.names = [jtu.keystr(path[2:]) for path, _ in leaves]
         self.in_optimizer = traced.optimizer_leaves()
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
@@ -187,6 +198,25 @@ class _Step:
         if not self.is_training:
             return {}
         return {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+
+    def state_16bit(self, returned: set[str]) -> dict[int, Update]:
+        """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
+
+        Args:
+          returned: key paths of the results. In a program that trains nothing, only scalars and
+            arguments that are returned under their own keys are state.
+        """
+        updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+        return {
+            n: update
+            for n, update in updates.items()
+            if not self.in_optimizer[n]
+            and (
+                not (update.has_gradient or self.is_average(update))
+                if self.is_training
+                else self.avals[n].size == 1 or self.names[n] in returned
+            )
+        }
 
     def is_parameter(self, number: int, update: Update) -> bool:
         """Returns True for an argument that the loss reads and gradients update."""
@@ -247,7 +277,7 @@ class _Step:
             )
 
 
-def _step_of(audit: Auditor, traced: Traced) -> _Step:
+def step_of(audit: Auditor, traced: Traced) -> _Step:
     """Returns the step of an audit, which is made once."""
     if not audit.collected[_Step]:
         audit.collected[_Step].append(_Step(audit, traced))
@@ -263,7 +293,7 @@ def _fill(text: str, dtype: str) -> str:
 @MISSING_MASTER.on_program
 def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit parameters that are updated in 16 bits."""
-    step = _step_of(audit, traced)
+    step = step_of(audit, traced)
     updates = {n: u for n, u in step.updates_16bit().items() if step.is_parameter(n, u)}
     recipe = audit.context.recipe
     severity = WARNING if recipe is not None and recipe.master == "none" else ERROR
@@ -281,7 +311,7 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 @ACCUMULATOR_16BIT.on_program
 def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
-    step = _step_of(audit, traced)
+    step = step_of(audit, traced)
     updates = step.updates_16bit()
     sums = {
         n: update
@@ -310,7 +340,7 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
 @MISSING_LOSS_SCALE.on_program
 def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
-    op, step = audit.float16_backward, _step_of(audit, traced)
+    op, step = audit.float16_backward, step_of(audit, traced)
     if op is None or not step.is_training or audit.flow.scale_used or audit.flow.has_scale:
         return
     if traced.scales():

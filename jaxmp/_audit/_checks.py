@@ -33,8 +33,8 @@ class Check:
       fix: the remedy, as code. A function may report a more specific one.
       needs_target: "no" if the traced program suffices, "yes" if only a compiled program shows the
         defect, or the circumstances in which a compiled program is needed.
-      includes_optimizer: True if it also applies to operations outside of modules and derivatives,
-        which belong to the optimizer if there is a backward pass.
+      includes_optimizer: True if it also applies to the optimizer's operations: those that read
+        values computed from gradients, and from which parameters or moments are computed.
     """
 
     id: str

@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 
 
 class Update:
-    """Label of a sum of an argument and of values computed from gradients or other arguments."""
+    """Label of a sum of an argument and of other values."""
 
     def __init__(
         self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
@@ -72,11 +72,11 @@ def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> fro
     """Returns the labels of an equation's results, given those of its operands.
 
     Args:
-      op: the equation; differentiated functions and derivatives have no lineage.
+      op: the equation; derivatives have no lineage.
       labels_of: operand -> its labels.
     """
     equation, name = op.equation, op.name
-    if name not in _RULES or op.location.phase != FORWARD or op.location.differentiated:
+    if name not in _RULES or op.location.phase != FORWARD:
         return frozenset()
     each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
     if name in _SAME:
@@ -117,8 +117,8 @@ def _negated(labels: Iterable[Any]) -> frozenset[Any]:
 def _scaled(name: str, operands: Sequence[Atom], each: list[frozenset[Any]]) -> frozenset[Any]:
     for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
         factor = _factor(name, operands[scalar], each[scalar])
-        if factor is not None:
-            own = (x for x in each[array] if isinstance(x, From))
+        own = [x for x in each[array] if isinstance(x, From)]
+        if factor is not None and own:
             return frozenset(From(x.number, _times(x.factor, factor)) for x in own)
     return frozenset()
 
@@ -156,7 +156,7 @@ def _updates(
     for summand in summands:
         others = frozenset(numbers - {summand.number})
         is_updated = summand.factor in _UPDATED and summand.number not in replaced
-        if is_updated and (has_gradient or others):
+        if is_updated:
             updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
     return updates
 

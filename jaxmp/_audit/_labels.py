@@ -23,6 +23,7 @@ from jaxmp._audit._dataflow import (
 )
 from jaxmp._audit._pending import PendingFinding, PendingFindings
 from jaxmp._audit._program import OpOccurrence, dtype_of, named
+from jaxmp._audit._scale_powers import Power, powers_after
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, Inner, inners, is_literal
 from jaxmp._policies._op_table import OpTable
@@ -65,6 +66,8 @@ class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
     check: ClassVar[Check]
+    # The primitives that propagate the label; None: all but reductions.
+    survives: ClassVar[frozenset[str] | None] = None
 
     def __init__(self, op: OpOccurrence, message: str, fix: str, severity: str = "") -> None:
         self.op, self.message, self.fix, self.severity = op, message, fix, severity
@@ -86,6 +89,12 @@ class ConditionalFinding:
                 self.check, self.op, message, self.fix, severity=self.severity
             )
         self.finding.add_harm(flops)
+
+
+class Fact:
+    """Label that only some primitives of the forward pass propagate."""
+
+    survives: ClassVar[frozenset[str]]
 
 
 class WideValue:
@@ -151,7 +160,7 @@ _PLAIN = named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that special rules propagate.
-_SPECIAL = (ConditionalFinding, Reduction16Bit, Stream)
+_SPECIAL = (ConditionalFinding, Fact, Power, Reduction16Bit, Stream)
 
 
 # ---------------------------------------------------------------------------
@@ -254,12 +263,25 @@ class Flow:
             kept -= {GRADIENT} if phase == FORWARD and _is_matched(equation) else set()
         else:
             kept |= lineage(op, self.of)
-            if name not in REDUCES:
-                lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
-                kept |= {x for x in special if isinstance(x, lasting)}
+            lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+            moved = self._of_moved(op)
+            kept |= {
+                x
+                for x in special
+                if isinstance(x, lasting) and _survives(x, name) and (moved is None or x in moved)
+            }
+            if any(isinstance(x, Power) for x in special):
+                kept |= powers_after(op, self.of)
         for var in equation.outvars:
             wide = dtype_of(var) in (FLOAT32, FLOAT64)
             self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))
+
+    def _of_moved(self, op: OpOccurrence) -> set[Any] | None:
+        """Returns the labels of the operands that `op` selects from; None for other operations."""
+        operands = op.equation.invars
+        if op.name in ("gather", "dynamic_slice"):
+            return self.of_all(operands[:1])
+        return self.of_all(operands[1:]) if op.name == "select_n" else None
 
     def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
@@ -303,6 +325,13 @@ def _are_scalars(equation: Equation) -> bool:
 def _is_matched(equation: Equation) -> bool:
     """Returns True if each result of an equation is a known result of its jaxpr."""
     return all(None not in inner.results for inner in inners(equation)[-1:])
+
+
+def _survives(label: object, name: str) -> bool:
+    if isinstance(label, Power):
+        return False
+    survives = getattr(label, "survives", None)
+    return name not in REDUCES if survives is None else name in survives
 
 
 def _is_wide(label: object) -> bool:

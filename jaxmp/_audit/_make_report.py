@@ -17,6 +17,7 @@ from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._gpu_rows import Compilation
 from jaxmp._audit._hlo_stats import read_program
+from jaxmp._audit._optimizer import checked_findings
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow
@@ -43,7 +44,7 @@ def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> 
       compiled: the program compiled for a GPU, if there is one.
     """
     of_program = [f for function in ON_PROGRAM for f in function(auditor, traced)]
-    findings = [*_final_findings(auditor), *of_program]
+    findings = [*_final_findings(auditor, traced), *of_program]
     modules, rules = decisions(auditor)
     policies = auditor.context.policies
     rows: dict[str, Any] = {}
@@ -131,13 +132,13 @@ def _gpu_text(compiled: Compiled) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _final_findings(auditor: Auditor) -> list[Finding]:
+def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     """Returns the findings of the traced program with their modules and severities.
 
     Findings of scopes that differ but belong to the same module are merged.
     """
     total = sum(flops for flops, _ in auditor.matmuls.values())
-    pending = [f for f in auditor.findings if not (f.outside and auditor.has_backward)]
+    pending = checked_findings(auditor, traced)
     fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
     are_few = fp32_flops < _SMALL_SHARE * total
     merged: dict[Any, Finding] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxmp._audit._checks import Check
 from jaxmp._audit._program import OpOccurrence
-from jaxmp._core._jaxprs import Equation, Path
+from jaxmp._core._jaxprs import Atom, Equation, Path
 from jaxmp._core._locations import Lines, call_site
 
 
@@ -24,9 +24,10 @@ class PendingFinding:
     fix: str
     count: int = 0
     flops: int = 0
-    # True for an operation outside of modules and derivatives. If the program has a backward pass,
-    # such an operation belongs to the optimizer, and the finding is dropped.
-    outside: bool = False
+    # Results of the operations, if these are outside of modules and derivatives and read values
+    # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
+    # or the optimizer's state is computed from its result.
+    after_gradient: list[Atom] = dataclasses.field(default_factory=list)
     # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
     harmed_flops: int = 0
     has_other_harm: bool = False
@@ -40,7 +41,8 @@ class PendingFinding:
 class PendingFindings:
     """Findings of the walk, one for each check, module and source line."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
+        self._is_after_gradient = is_after_gradient
         self._by_key: dict[tuple[object, ...], PendingFinding] = {}
         self._lines = Lines()
 
@@ -69,8 +71,8 @@ class PendingFindings:
         """
         severity = severity or check.severity
         line = self.line_of(op)
-        outside = op.location.is_outside and not check.includes_optimizer
-        key = check.id, severity, op.location.names, line, outside
+        is_after = self._is_after_gradient(op)
+        key = check.id, severity, op.location.names, line, is_after
         finding = self._by_key.get(key)
         if finding is None:
             finding = self._by_key[key] = PendingFinding(
@@ -81,8 +83,8 @@ class PendingFindings:
                 line,
                 message,
                 fix or check.fix,
-                outside=outside,
             )
+        finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1
         finding.flops += flops
         return finding

@@ -1,0 +1,181 @@
+"""Check of constants, squares and logits beyond the range of float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_ops import NORM_16BIT
+from jaxmp._audit._checks import ERROR, Check
+from jaxmp._audit._dataflow import From, Update
+from jaxmp._audit._labels import ConditionalFinding, Logits
+from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
+from jaxmp._audit._rows import Finding
+from jaxmp._audit._trace import Traced
+from jaxmp._core._dtypes import FLOAT16
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
+
+FLOAT16_RANGE = Check(
+    id="float16_range",
+    severity=ERROR,
+    explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
+    " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
+    " overflow from 256 on; or attention multiplies queries and keys before it scales them.",
+    fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
+)
+
+_LARGEST = 65504
+_BROADCASTS = named("broadcast_in_dim reshape")
+# The factor of head size 8; smaller ones scale the logits of attention.
+_ATTENTION_SCALE = 8**-0.5
+
+
+class LostEpsilon(ConditionalFinding):
+    """Label of a float16 value to which an epsilon was added that is 0 in float16."""
+
+    check = FLOAT16_RANGE
+    survives = LAYOUT | named("sqrt")
+
+
+class Square(ConditionalFinding):
+    """Label of the square of a float16 value."""
+
+    check = FLOAT16_RANGE
+    survives = LAYOUT | named("mul div")
+
+
+class _Sum(NamedTuple):
+    square: Square
+    op: OpOccurrence
+
+
+class UnscaledLogits(ConditionalFinding):
+    """Label of float16 logits that were scaled after their matmul."""
+
+    check = FLOAT16_RANGE
+    survives = LAYOUT | named("sub add select_n max")
+
+
+@FLOAT16_RANGE.on_operation("add", "add_any", "max")
+def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
+    """Labels the sum with, or the maximum of, a value and a constant 0."""
+    if dtype_of(op.equation.outvars[0]) != FLOAT16 or op.location.phase == BACKWARD:
+        return None
+    if not any(_constant(var, op, audit) == 0 for var in op.equation.invars):
+        return None
+    message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
+    fix = "Add the constant in FP32:\n    x = x.astype(jnp.float32)"
+    return LostEpsilon(op, message, fix)
+
+
+@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
+def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports an epsilon of 0 where 0 has no finite result."""
+    if op.location.phase != BACKWARD:
+        divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
+        harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
+        audit.report(LostEpsilon, divisor, harm)
+
+
+@FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
+def check_constant(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a finite constant that is infinite in float16."""
+    if dtype_of(op.equation.outvars[0]) != FLOAT16 or op.location.phase != FORWARD:
+        return
+    values = [_constant(var, op, audit) for var in op.equation.invars]
+    is_cast = op.name == "convert_element_type"
+    for value in values:
+        if value is None or math.isnan(value) or abs(value) <= _LARGEST:
+            continue
+        if is_cast and math.isinf(value):
+            continue
+        text = f"the constant {value:g} is" if is_cast else "a constant is"
+        sign = "-" if value < 0 else ""
+        message = f"{text} {sign}inf in float16: a row that is masked everywhere becomes NaN."
+        fix = (
+            "Use the largest finite number of the dtype:\n"
+            f"    jnp.where(mask, logits, jnp.finfo(logits.dtype).{'min' if sign else 'max'})"
+        )
+        audit.add(FLOAT16_RANGE, op, message, fix)
+
+
+@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
+def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
+    """Labels the square of a float16 value."""
+    del audit
+    operands = op.equation.invars
+    if dtype_of(operands[0]) != FLOAT16 or op.location.phase == BACKWARD:
+        return None
+    if op.name == "mul" and operands[0] is not operands[1]:
+        return None
+    if op.name == "integer_pow" and op.equation.params["y"] < 2:
+        return None
+    message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
+    return Square(op, message, "Square in FP32:\n    x = x.astype(jnp.float32)")
+
+
+@FLOAT16_RANGE.on_operation("reduce_sum")
+def report_square(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports squares that are summed, as for a norm."""
+    if op.location.phase != BACKWARD:
+        squares = [x for x in audit.flow.of_all(op.equation.invars) if isinstance(x, Square)]
+        audit.collected[_Sum] += [_Sum(square, op) for square in squares]
+
+
+@FLOAT16_RANGE.on_program
+def report_sums(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Reports summed squares, unless they are the statistics of a norm that is reported."""
+    del traced
+    norms = {f.line for f in audit.findings if f.check is NORM_16BIT}
+    for square, op in audit.collected[_Sum]:
+        if audit.findings.line_of(op) not in norms:
+            square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
+    return ()
+
+
+@FLOAT16_RANGE.on_operation("mul", "div")
+def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
+    """Labels logits of queries and keys that are scaled after their matmul in float16."""
+    if op.location.phase != FORWARD:
+        return None
+    value = _constant(op.equation.invars[1], op, audit)
+    if value is None or not value:
+        return None
+    factor = abs(value if op.name == "mul" else 1 / value)
+    for label in audit.flow.of(op.equation.invars[0]) if factor <= _ATTENTION_SCALE else ():
+        if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
+            message = "queries and keys are multiplied in float16, and the logits are scaled later"
+            scale = f"* {value:.6g}" if op.name == "mul" else f"/ {value:.6g}"
+            fix = f"Scale the queries before the matmul:\n    q = q {scale}"
+            return UnscaledLogits(label.op, message, fix)
+    return None
+
+
+@FLOAT16_RANGE.on_operation("exp", "exp2")
+def report_logits(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports logits of a softmax that may overflow before they are scaled."""
+    audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
+
+
+def _is_of_activations(logits: Logits, audit: Auditor) -> bool:
+    equation = logits.op.equation
+    if dtype_of(equation.outvars[0]) != FLOAT16:
+        return False
+    for var in equation.invars[:2]:
+        types = {type(label) for label in audit.flow.of(var)}
+        # A weight is an argument to which nothing was added.
+        if From in types and Update not in types:
+            return False
+    return True
+
+
+def _constant(var: Atom, op: OpOccurrence, audit: Auditor) -> float | None:
+    """Returns the value of a constant scalar, which may be broadcast."""
+    source = op.body.source_of(var, _BROADCASTS)
+    if math.prod(getattr(source.aval, "shape", (0,))) != 1:
+        return None
+    value = audit.known.value(source)
+    return None if value is None or value.dtype.kind == "b" else float(value.reshape(()))
