@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from jaxmp._attention import ASKED, FUSED, AttentionExplanation, choice_of, implementation_of
 from jaxmp._audit._auditor import Auditor
@@ -11,7 +12,7 @@ from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
 from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._jaxprs import FORWARD, inners
+from jaxmp._core._jaxprs import FORWARD, Equation, inners
 from jaxmp._core._matmuls import matmul_of
 
 UNFUSED_ATTENTION = Check(
@@ -22,11 +23,28 @@ UNFUSED_ATTENTION = Check(
     fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
 )
 
+# Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
+# saves nothing beyond that.
+_BLOCK = 64 * 64
 # Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
     "blockwise": "computes one block of keys after another in a loop",
 }
+
+
+class _Summed(NamedTuple):
+    """Matmul whose exponentials are added up, as a softmax does and a softplus does not."""
+
+    logits: Equation
+
+
+@UNFUSED_ATTENTION.on_operation("reduce_sum")
+def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the matmuls of which a softmax is computed."""
+    labels = audit.flow.of(op.equation.invars[0]) if op.location.phase == FORWARD else ()
+    sums = (_Summed(x.op.equation) for x in labels if isinstance(x, Logits) and x.normalized)
+    audit.collected[_Summed].extend(sums)
 
 
 @UNFUSED_ATTENTION.on_operation("dot_general")
@@ -73,7 +91,10 @@ def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
             batches = logits.params["dimension_numbers"][1][0]
             is_one_axis = len(contracted[index]) == 1 and len(batches) == len(batch[0])
             size = math.prod(logits.outvars[0].aval.shape)
-            if is_one_axis and size == math.prod(var.aval.shape):
+            is_softmax = any(logits is each.logits for each in audit.collected[_Summed])
+            heads = math.prod(logits.outvars[0].aval.shape[: len(batches)])
+            is_softmax &= size > _BLOCK * heads
+            if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
                 return label.op
     return None
 

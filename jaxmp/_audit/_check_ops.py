@@ -21,6 +21,7 @@ from jaxmp._audit._program import (
     half_of,
     named,
 )
+from jaxmp._audit._rounding import error_text, rounding_error
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import scan_counts
@@ -65,8 +66,9 @@ NORM_16BIT = Check(
 REDUCTION_16BIT = Check(
     id="reduction_16bit",
     severity=ERROR,
-    explanation="A sum, a product or a cumulative sum accumulates in 16 bits. A warning for the"
-    " sums of a backward pass, which JAX makes for values that were broadcast or gathered.",
+    explanation="A sum, a product or a cumulative sum accumulates in 16 bits; the message estimates"
+    " its error. A warning for pooling and for the sums of a backward pass, which JAX makes for"
+    " values that were broadcast or gathered, if the estimate is at least 5 %.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -74,8 +76,8 @@ EXP_16BIT = Check(
     id="exp_16bit",
     severity=ERROR,
     explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
-    " computed in 16 bits. A warning for small integer powers, and for exponentials of at most 0 as"
-    " in ELU and softplus.",
+    " computed in 16 bits. A warning for squares and other integer powers in float16, which"
+    " overflow.",
     fix="x = x.astype(jnp.float32)",
 )
 ACCUMULATOR_16BIT = Check(
@@ -97,8 +99,13 @@ _REDUCTIONS = _SUMS | named(
 _BOUNDED = frozenset({"elu", "celu", "selu"})
 # `one_minus_square` is the derivative of tanh.
 _POWERS = named("integer_pow square one_minus_square")
+# Reductions that XLA divides into chunks; the others add one term after another.
+_IN_CHUNKS = _SUMS | named("reduce_prod cumprod cumlogsumexp")
 # Sums of fewer terms lose less than three bits.
 _FEW_TERMS = 8
+# Estimated error from which a sum of a backward pass is reported. That of a bias over a batch has
+# less, and the rounding of its terms is of the same size.
+_NOTABLE = 0.05
 
 _FIX_SUMS = {
     "reduce_sum": "jnp.sum(x, axis, dtype=jnp.float32).astype(x.dtype)",
@@ -107,9 +114,6 @@ _FIX_SUMS = {
     "scatter-add": "total.astype(jnp.float32).at[index].add(x.astype(jnp.float32))",
 }
 _FIX_SUM = "Sum in FP32:\n    x = x.astype(jnp.float32)"
-_FIX_GRADIENT = (
-    "Accumulate the gradient in FP32:\n    grad = jaxmp.autocast(jax.grad(loss_fn), policies)"
-)
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
@@ -230,20 +234,22 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
     if op.name not in _REDUCTIONS:
         return
-    terms = _terms(op.equation)
+    terms = _terms(op)
     if terms < _FEW_TERMS or _counts_largest(op):
         return
-    limit = 256 if dtype.name == "bfloat16" else 2048
-    message = (
-        f"{op.name} adds {terms:,} terms in {dtype.name}, where a sum of ones stops at {limit}."
-    )
-    if op.location.phase == BACKWARD:
-        message = f"in the gradient of a broadcast or of indexing, {message}"
-        audit.add(REDUCTION_16BIT, op, message, _FIX_GRADIENT, severity=WARNING)
-    elif op.name == "reduce_window_sum":
-        audit.add(REDUCTION_16BIT, op, message, severity=WARNING)
-    else:
+    in_chunks = op.name in _IN_CHUNKS
+    verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
+    text = error_text(terms, dtype, in_chunks=in_chunks)
+    message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
+    is_backward = op.location.phase == BACKWARD
+    if not is_backward and op.name != "reduce_window_sum":
         audit.add(REDUCTION_16BIT, op, message, _FIX_SUMS.get(op.name, _FIX_SUM))
+    elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
+        fix = _FIX_SUM
+        if is_backward:
+            message = f"in the gradient of a broadcast or of indexing, {message}"
+            fix = _fix_gradient(audit)
+        audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
 
 
 @REDUCTION_16BIT.on_result("scan", "while")
@@ -279,18 +285,28 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(ACCUMULATOR_16BIT, op, message, FIX_ACCUMULATOR)
 
 
-def _terms(equation: Equation) -> int:
+def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
-    name, params = equation.primitive.name, equation.params
+    equation, params = op.equation, op.equation.params
     operand = equation.invars[0].aval
     if "axes" in params:
         return math.prod(operand.shape[axis] for axis in params["axes"])
     if "axis" in params:
         return operand.shape[params["axis"]]
-    if name == "reduce_window_sum":
+    if op.name == "reduce_window_sum":
         return math.prod(params["window_dimensions"])
-    # In a scatter, all indices may be equal.
-    return math.prod(equation.invars[1].aval.shape[:-1])
+    updates = math.prod(equation.invars[1].aval.shape[:-1])
+    if op.location.phase == BACKWARD:
+        # In the gradient of a lookup, the indices are those of different rows; the mean counts.
+        return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
+    # In a scatter of the forward pass, all indices may be equal.
+    return updates
+
+
+def _fix_gradient(audit: Auditor) -> str:
+    """Returns code that accumulates a gradient in FP32."""
+    code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
+    return f"Accumulate the gradient in FP32:\n    {code}"
 
 
 def _counts_largest(op: OpOccurrence) -> bool:
@@ -317,9 +333,17 @@ def _report_carry(op: OpOccurrence, addition: Equation, dtype: np.dtype, audit: 
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(ACCUMULATOR_16BIT, inner, message, FIX_ACCUMULATOR)
-    else:
-        message = f"a loop accumulates a sum in {dtype.name}."
-        audit.add(REDUCTION_16BIT, inner, message, _FIX_CARRY)
+        return
+    length = op.equation.params.get("length")
+    message = f"a loop adds terms in {dtype.name}."
+    if length is not None:
+        # The gradient of a weight that all iterations share is one sum.
+        is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
+        if op.location.phase == BACKWARD and is_small:
+            return
+        text = error_text(length, dtype, in_chunks=False)
+        message = f"a loop adds {length:,} terms in {dtype.name} {text}."
+    audit.add(REDUCTION_16BIT, inner, message, _FIX_CARRY)
 
 
 def _is_after_gradient(op: OpOccurrence) -> bool:
@@ -366,16 +390,17 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
     if op.name in _REDUCTIONS or op.name == "rsqrt" or op.location.phase == BACKWARD:
         return None
     if op.name in _POWERS:
-        suffix = "" if dtype.name == "float16" else " in float16"
-        message = f"{op.name} in {dtype.name}: values above 65504 overflow{suffix}"
+        if dtype.name != "float16":
+            return None
+        message = f"{op.name} in float16: results above 65504 overflow"
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
     if _role_of_exponential(op) or is_rounded(op, audit):
         return None
-    if op.enclosing and op.enclosing[0].params.get("name") in _BOUNDED:
+    is_call = bool(op.enclosing) and op.enclosing[0].params.get("name") in _BOUNDED
+    if is_call or _is_bounded(op.equation, op.body):
         return None
     fix = f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
-    severity = WARNING if _is_bounded(op.equation, op.body) else ERROR
-    return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, severity), audit)
+    return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
 
 
 @EXP_16BIT.on_operation(*REDUCES)

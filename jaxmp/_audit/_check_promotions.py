@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
-from jaxmp._audit._labels import STREAM, ConditionalFinding, WideValue
+from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._rows import Finding
@@ -119,6 +119,8 @@ def _label_promotion(
         for promotion in earlier:
             if not own_line or _own_line(promotion.op, audit.findings) != own_line:
                 promotion.report(harm, audit.findings)
+    elif any(_is_gated(var, reader, op, audit) for var in others):
+        audit.flow.mark(result, GATED)
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, STREAM)
         fix = f"Cast the stream at its start:\n    x = x.astype(jnp.{source})"
@@ -161,6 +163,12 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     if STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
     return _derives(operand, var, op.body)
+
+
+def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for the FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate."""
+    is_product = reader.primitive.name == "mul" and _is_carry(var, op)
+    return is_product or GATED in audit.flow.of(var)
 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:

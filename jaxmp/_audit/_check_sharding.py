@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT
+from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT, sum_note
 from jaxmp._audit._check_hlo import CompiledProgram, finding, requires_16_bits
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import Update
@@ -143,15 +143,15 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
             continue
-        is_gradient = row.content == GRADIENT
-        name = "gradients" if is_gradient else "activations"
+        if row.content != GRADIENT:
+            audit.notes[sum_note(row.dtype)] = None
+            continue
         size = bytes_text(row.bytes)
-        message = f"{size} of {name} are summed over devices in {row.dtype} ({row.operation})."
-        known = _FIX_MIXED if is_gradient and _has_fp32_gradients(audit) else _FIX_REDUCE
-        fix = known if is_gradient else "No change is required for activations."
-        is_error = is_gradient and audit.context.requires_fp32_reductions
+        message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
+        fix = _FIX_MIXED if _has_fp32_gradients(audit) else _FIX_REDUCE
+        severity = ERROR if audit.context.requires_fp32_reductions else WARNING
         reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
-        yield dataclasses.replace(reduction, severity=ERROR if is_error else WARNING)
+        yield dataclasses.replace(reduction, severity=severity)
 
 
 def _has_fp32_gradients(audit: Auditor) -> bool:

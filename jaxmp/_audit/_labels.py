@@ -106,6 +106,8 @@ class Stream(WideValue):
 
 
 STREAM = Stream()
+# The FP32 state of a recurrence that 16-bit gates multiply.
+GATED = Stream()
 
 
 class Reduction16Bit:
