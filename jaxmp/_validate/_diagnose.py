@@ -18,7 +18,7 @@ from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
 from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
 
 # Smallest shares of elements that count as a symptom.
-_UNDERFLOW, _STALLED, _FLUSHED = 0.02, 0.05, 0.01
+_UNDERFLOW, _STALLED = 0.02, 0.05
 # Difference of the size of an update that counts as a symptom.
 _CHANGED = 0.05
 # Error of a module's output relative to that of its predecessor that counts as growth.
@@ -86,7 +86,7 @@ def _percent(value: float) -> str:
 
 
 # ---------------------------------------------------------------------------
-# Scale, masters, moments
+# Loss scale and masters
 # ---------------------------------------------------------------------------
 
 
@@ -132,20 +132,26 @@ def _masters(evidence: Evidence) -> Diagnosis:
     )
 
 
-def _moments(evidence: Evidence) -> Diagnosis:
-    """Finds moments in 16 bits, if updates are not finite although the gradients are."""
-    findings = evidence.findings("optimizer_state_16bit")
-    gradients = evidence.measurements.gradients
-    if not findings or evidence.is_finite or any(row.nonfinite for row in gradients):
+def _skipped(evidence: Evidence) -> Diagnosis:
+    """Finds steps that were skipped while the loss scale was too large."""
+    training, share = evidence.training, evidence.training.skipped_share
+    if not training.skipped or not evidence.is_finite:
         return None
-    return 1.8, Cause(
-        id="optimizer_state_16bit",
-        summary="the optimizer's moments in 16 bits underflow, and updates are not finite",
+    low, _ = training.final_loss_scale
+    scale = f"until the loss scale had fallen to {low:g}"
+    fix = f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({low:g}))"
+    if share == 1:
+        scale = f"with a loss scale of {low:g}"
+        fix = "recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())"
+    return share, Cause(
+        id="skipped_steps",
+        summary=f"{_percent(share)} of the steps were skipped {scale}",
         evidence=(
-            "On the reference's parameters the gradients are finite, and the losses of the "
-            f"training are not. {findings[0].message}"
+            f"{training.skipped} steps were skipped in all seeds, {training.skipped_after_warmup} "
+            "of them after the first tenth of the training. In a short run, such steps delay the "
+            "loss curve."
         ),
-        fix=findings[0].fix,
+        fix=fix,
     )
 
 
@@ -174,20 +180,26 @@ def _lines(evidence: Evidence) -> Diagnosis:
     for field, quantity in _QUANTITIES.items():
         error = trial.explained(field)
         alone = [(finite(line.row, field), line) for line in trial.lines]
-        top = max((value for value, _ in alone), default=0.0)
-        if not error or min(top, 1.0) < SHARE * min(error, 1.0):
+        # What is not finite counts as much as the largest finite error, and at least as 100 %.
+        limit = max([1.0, *(value for value, _ in alone if math.isfinite(value))])
+        top = max((min(value, limit) for value, _ in alone), default=0.0)
+        if not error or top < SHARE * min(error, limit):
             continue
         # Later lines may have the effect of an earlier one, which is the origin.
-        causes = [pair for pair in alone if min(pair[0], 1.0) >= _ORIGIN * min(top, 1.0)]
-        # A loss scale that is too large overflows in the backward pass alone.
-        is_scale = math.isinf(error) and math.isfinite(trial.rounded.loss_error)
-        score = 0.4 if is_scale and evidence.scale > 1 else min(error, 1.5)
+        causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
+        score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
         (value, line), *later = causes
         cause = _line_cause(evidence, line, _effect(trial, quantity, value))
         also = ", ".join(each.origin.location or each.module for _, each in later)
         more = f" So do those of each of these lines alone: {also}." if later else ""
         return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
     return None
+
+
+def _is_scale(evidence: Evidence) -> bool:
+    """Returns True if a loss scale may be the cause of an overflow: the forward pass agrees."""
+    outputs = [row.activation_error or 0.0 for row in evidence.measurements.modules]
+    return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
 
 
 def _effect(trial: Trial, quantity: str, error: float) -> str:
@@ -259,99 +271,10 @@ _FIXES = {
 }
 
 
-# ---------------------------------------------------------------------------
-# FP8 and range
-# ---------------------------------------------------------------------------
-
-
-def _fp8(evidence: Evidence) -> Diagnosis:
-    """Finds FP8 modules whose kernel loses elements, or whose output is large at the end."""
-    fp8 = evidence.measurements.fp8
-    modules = {key.rpartition(":")[0] for key in fp8}
-    scores: dict[str, tuple[float, str]] = {}
-    for key, (flushed, _) in fp8.items():
-        module, _, operand = key.rpartition(":")
-        if operand.partition("#")[0] == "kernel" and flushed >= _FLUSHED:
-            text = f"{_percent(flushed)} of its weights become zero in FP8"
-            scores[module] = max(scores.get(module, (0.0, "")), (flushed, text))
-    last = _last_module(evidence.measurements.modules, modules)
-    if last is not None:
-        error = (last.activation_error or 0.0) * (last.activation_rms or 0.0)
-        # An absolute error e of logits changes probabilities by a factor exp(e).
-        if error > 0.2:
-            text = f"its outputs reach {last.activation_amax:.3g}, and their error is {error:.2g}"
-            scores[last.module] = max(scores.get(last.module, (0.0, "")), (min(error, 2.0), text))
-    if not scores:
-        return None
-    module = max(scores, key=lambda key: scores[key])
-    score, text = scores[module]
-    return score, Cause(
-        id="fp8_weights",
-        summary=f"the weights of {module!r} are too large for FP8: {text}",
-        evidence=f"The gradient has an error of {_percent(evidence.gradient_error)}.",
-        fix=f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="large weights")',
-    )
-
-
-def _last_module(rows: Sequence[ModuleRow], modules: set[str]) -> ModuleRow | None:
-    """Returns the row of the last module of the forward pass, if it multiplies in FP8."""
-    known = [row for row in rows if row.activation_error is not None and row.module]
-    if not known:
-        return None
-    last = max(known, key=lambda row: row.order)
-    rows = [row for row in known if row.module == last.module and row.module in modules]
-    return max(rows, key=lambda row: row.activation_error or 0.0, default=None)
-
-
-def _overflow(evidence: Evidence) -> Diagnosis:
-    rows = evidence.measurements.modules
-    broken = [row for row in rows if row.activation_error == math.inf]
-    share = max((row.nonfinite for row in evidence.measurements.gradients), default=0.0)
-    if evidence.is_finite and not broken and (share == 0 or evidence.training.skipped):
-        return  # gradients that overflow with the loss scale alone are skipped
-    first = min(broken, key=lambda row: (row.step, row.order)).module if broken else ""
-    where = f"the output of {first or '(root)'}" if broken else "a gradient or the loss"
-    return (1.4 if broken else 1.0), Cause(
-        id="overflow",
-        summary=f"{where} is not finite",
-        evidence=(
-            f"{_percent(share)} of the gradient elements are not finite on the reference's "
-            f"parameters; {evidence.training.skipped} steps were skipped."
-        ),
-        fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
-    )
-
-
-def _skipped(evidence: Evidence) -> Diagnosis:
-    """Finds steps that were skipped while the loss scale was too large."""
-    training, share = evidence.training, evidence.training.skipped_share
-    if not training.skipped or not evidence.is_finite:
-        return None
-    low, _ = training.final_loss_scale
-    scale = f"until the loss scale had fallen to {low:g}"
-    fix = f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({low:g}))"
-    if share == 1:
-        scale = f"with a loss scale of {low:g}"
-        fix = "recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())"
-    return share, Cause(
-        id="skipped_steps",
-        summary=f"{_percent(share)} of the steps were skipped {scale}",
-        evidence=(
-            f"{training.skipped} steps were skipped in all seeds, {training.skipped_after_warmup} "
-            "of them after the first tenth of the training. In a short run, such steps delay the "
-            "loss curve."
-        ),
-        fix=fix,
-    )
-
-
 _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _underflow,
     _masters,
-    _moments,
     _lines,
-    _fp8,
-    _overflow,
     _skipped,
 )
 

@@ -19,7 +19,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
-from jaxmp._validate._budget import Budget, choose_metrics, choose_training, format_of
+from jaxmp._validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._validate._compare import (
     compare_figures,
     compare_metrics,
@@ -326,7 +326,7 @@ def _train_recipe(
         return current_print
 
     prints = {seed: check(seed) for seed in seeds}
-    on_compare = _Comparer(first, format_of(recipe) == "fp8", store, is_reference)
+    on_compare = _Comparer(first, store, is_reference)
     if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
         done[seeds[0]] = None  # the comparisons belong to the run of the first seed
     missing = [seed for seed in seeds if done[seed] is None]
@@ -420,9 +420,9 @@ def _check_initial(name: str, seed: int, run: PureRun, store: Store, is_referenc
 class _Comparer:
     """Measures the steps to compare: saves those of the reference, compares those of others."""
 
-    def __init__(self, run: PureRun, is_fp8: bool, store: Store, is_reference: bool) -> None:
+    def __init__(self, run: PureRun, store: Store, is_reference: bool) -> None:
         self._run, self._store, self._is_reference = run, store, is_reference
-        self._probe = make_probe(run, is_fp8)
+        self._probe = make_probe(run)
         self.measurements = Measurements()
 
     def __call__(self, index: int, step: int, arrays: PyTree, batch: PyTree) -> None:

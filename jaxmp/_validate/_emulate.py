@@ -1,9 +1,9 @@
-"""Evaluates a training step with emulated 16-bit operations, whose roundings can be removed.
+"""Evaluates a training step with emulated narrow operations, whose roundings can be removed.
 
-Each array of 16 bits becomes an FP32 array, and the result of each operation that the step computes
-in 16 bits is rounded to the values of that format. The program receives the mode of each source
-line, so that one compiled program measures the effect of every line. Operations that contain
-other functions, such as kernels and callbacks, run in the dtypes of the step.
+Each array of 16 bits or in FP8 becomes an FP32 array, and the result of each operation that the
+step computes in such a format is rounded to its values. The program receives the mode of each
+source line, so that one compiled program measures the effect of every line. Operations that contain
+other functions, such as while loops, kernels and callbacks, run in the dtypes of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
 from jaxmp._core._jaxprs import Equation, is_literal, sub_jaxprs
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
 from jaxmp._core._replay import SCATTERS, as_recorded, bind
@@ -138,21 +138,22 @@ class Emulation:
             return self._eval(sub_jaxprs(equation)[0], operands, place, labels)
         if name == "scan":
             return self._scan(params, operands, place, labels)
-        if name == "while":
-            return self._while(params, operands, place)
         if name == "cond" and params.get("branches_platforms") is None:
             run = lambda branch: lambda *args: self._eval(branch, args, place)
             return lax.switch(operands[0], list(map(run, params["branches"])), *operands[1:])
+        avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+        if name == "bitcast_convert_type" and any(is_fp8(aval.dtype) for aval in avals):
+            return operands  # FP8 arrays are saved for the backward pass as bytes
         changes: dict[str, Any] = {}
         if name in _OPAQUE or (sub_jaxprs(equation) and name not in SCATTERS):
             operands = [
-                x.astype(var.aval.dtype) if _is_half(var.aval) else x
+                x.astype(var.aval.dtype) if _is_narrow(var.aval) else x
                 for x, var in zip(operands, equation.invars, strict=True)
             ]
         else:
-            is_half = lambda value: isinstance(value, np.dtype) and value in FLOATS_16BIT
-            changes = {key: FLOAT32 for key, value in params.items() if is_half(value)}
-            if "precision" in params and any(_is_half(var.aval) for var in equation.invars):
+            dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
+            changes = {key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)}
+            if "precision" in params and any(_is_narrow(var.aval) for var in equation.invars):
                 changes["precision"] = (lax.Precision.HIGHEST,) * 2
         outs = bind(equation, operands, **changes)  # type: ignore[arg-type]
         return list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
@@ -172,15 +173,6 @@ class Emulation:
         carry, ys = lax.scan(body, operands[consts:first], operands[first:], **options)
         return [*carry, *ys]
 
-    def _while(self, params: dict[str, Any], operands: list[Any], place: _Place) -> list[Any]:
-        first = params["cond_nconsts"]
-        second = first + params["body_nconsts"]
-        test = lambda carry: self._eval(params["cond_jaxpr"], [*operands[:first], *carry], place)[0]
-        body = lambda carry: self._eval(
-            params["body_jaxpr"], [*operands[first:second], *carry], place
-        )
-        return lax.while_loop(test, body, operands[second:])
-
     # -- roundings --------------------------------------------------------------------------
 
     def _rounded(
@@ -188,7 +180,7 @@ class Emulation:
     ) -> list[Any]:
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
-        dtypes = [var.aval.dtype if _is_half(var.aval) else None for var in equation.outvars]
+        dtypes = [var.aval.dtype if _is_narrow(var.aval) else None for var in equation.outvars]
         is_inner = bool(sub_jaxprs(equation)) and name not in SCATTERS
         if name in _MOVES or is_inner or not any(dtypes):
             return outs
@@ -209,30 +201,34 @@ class Emulation:
         """Returns the number of the line of an operation, and registers a new one."""
         file, line = self._lines.of(place[1])
         location = f"{os.path.basename(file)}:{line}" if file else ""
-        key = location, "" if location else "/".join(place[0].names), source
+        # Modules that share a line, such as those of a loop, are separate in FP8.
+        is_line = location and not is_fp8(dtype)
+        key = location, "" if is_line else "/".join(place[0].names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)
             self.origins.append(Origin(location, place[0].names, dtype, source))
         return self._numbers[key]
 
 
-def _is_half(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) in FLOATS_16BIT
+def _is_narrow(aval: Any) -> bool:
+    """Returns True for a float of 16 bits or FP8."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
 
 
 def _wide(x: Any) -> Any:
-    return jnp.asarray(x, FLOAT32) if _is_half(x) else x
+    return jnp.asarray(x, FLOAT32) if _is_narrow(x) else x
 
 
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
-    """Returns FP32 values rounded to a 16-bit format, as far as the mode demands."""
-    if dtype == jnp.bfloat16:
-        rounded = wide = lax.reduce_precision(x, 8, 7)
-    else:
-        wide, spacing = lax.reduce_precision(x, 8, 10), np.float32(2.0**24)
-        # `reduce_precision` replaces subnormal numbers by zero.
-        scaled = lax.round(x * spacing, lax.RoundingMethod.TO_NEAREST_EVEN) / spacing
-        rounded = jnp.where(
-            jnp.abs(x) < np.float32(2.0**-14), scaled, lax.reduce_precision(x, 5, 10)
-        )
+    """Returns FP32 values rounded to a format, as far as the mode demands."""
+    info = jnp.finfo(dtype)
+    rounded = wide = lax.reduce_precision(x, 8, info.nmant)
+    if info.nexp < 8:
+        # `lax.reduce_precision` replaces subnormal numbers by zero.
+        spacing = np.float32(info.smallest_subnormal)
+        steps = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
+        rounded = jnp.where(jnp.abs(x) < np.float32(info.tiny), steps * spacing, wide)
+        infinite = jnp.sign(x) * np.float32(np.inf)
+        rounded = jnp.where(jnp.abs(wide) > np.float32(info.max), infinite, rounded)
     return jnp.where(mode == ROUNDED, rounded, jnp.where(mode == WIDE_RANGE, wide, x))

@@ -7,11 +7,14 @@ each step, with the candidate's own optimizer state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxmp._validate._rows import GradientRow, Pattern
+
+if TYPE_CHECKING:
+    from jaxmp._validate._probe import Probe
 
 Leaves = Mapping[str, np.ndarray]
 
@@ -27,21 +30,6 @@ _STALLED = 0.25
 _FROZEN = 1e-3
 _SUBJECTS = {"gradient": "the gradients are", "update": "gradients agree, and the updates are"}
 _REASONS = {"gradient": "", "update": ", as with another learning rate"}
-
-
-class Probe(Protocol):
-    """Measurements of one step, as in `_probe`."""
-
-    @property
-    def grads(self) -> Leaves: ...
-    @property
-    def updates(self) -> Leaves: ...
-    @property
-    def changes(self) -> Leaves: ...
-    @property
-    def params(self) -> Leaves: ...
-    @property
-    def dtypes(self) -> Mapping[str, str]: ...
 
 
 def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Iterator[Pattern]:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._audit._check_fp8 import with_stats
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._locations import module_of, root_of
@@ -41,7 +40,6 @@ class Probe(NamedTuple):
       changes: a sample of the difference that it makes to other leaves of the state, by path.
       params: the same sample of the parameters before the step.
       dtypes: dtypes of these leaves; empty for a reference that was read from a file.
-      fp8: losses of the casts to FP8, as in `fp8.with_stats`; empty for other recipes.
     """
 
     loss: float
@@ -53,7 +51,6 @@ class Probe(NamedTuple):
     changes: Leaves
     params: Leaves = MappingProxyType({})
     dtypes: Mapping[str, str] = MappingProxyType({})
-    fp8: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,14 +60,11 @@ class Measurements:
     Args:
       gradients: a row for each step.
       modules: a row for each step and module.
-      fp8: module and operand, such as "lm_head:kernel" -> (largest share of elements that became
-        zero, largest share of elements that saturate).
       patterns: differences of gradients, updates and states that have a known form.
     """
 
     gradients: tuple[GradientRow, ...] = ()
     modules: tuple[ModuleRow, ...] = ()
-    fp8: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     patterns: tuple[Pattern, ...] = ()
 
     def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
@@ -83,37 +77,19 @@ class Measurements:
         return Measurements(
             gradients=gradients,
             modules=self.modules + tuple(module_rows(step, reference, candidate)),
-            fp8=_largest(self.fp8, _fp8_shares(candidate)),
             patterns=patterns,
         )
 
 
-Pairs = Mapping[str, tuple[float, float]]
-
-
-def _largest(first: Pairs, second: Pairs) -> dict[str, tuple[float, float]]:
-    merged = dict(first)
-    for key, (x, y) in second.items():
-        before = merged.get(key, (x, y))
-        merged[key] = max(before[0], x), max(before[1], y)
-    return merged
-
-
-def _fp8_shares(probe: Probe) -> dict[str, tuple[float, float]]:
-    return {key: (row["underflowed"], row["saturated"]) for key, row in probe.fp8.items()}
-
-
-def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree], Probe]:
+def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """Returns a function of (arrays, batch) that measures one step, compiled once.
 
     Args:
       run: the run.
-      is_fp8: also measure the losses of casts to FP8.
     """
 
     def measure(arrays: PyTree, batch: PyTree) -> PyTree:
-        step = with_stats(run.step) if is_fp8 else lambda *args: (run.step(*args), {})
-        ((new, result), fp8), outputs = with_outputs(step)(arrays, batch)
+        (new, result), outputs = with_outputs(run.step)(arrays, batch)
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         changes = _stalled(before, after, result.grads), _update_norm(before, after)
@@ -126,14 +102,14 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
             _samples(before),
         )
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
-        return result, list(outputs.values()), changes, samples, fp8
+        return result, list(outputs.values()), changes, samples
 
     paths: list[tuple[str, ...]] = []
     dtypes: dict[str, str] = {}
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
-        result, outputs, (stalled, update), samples, fp8 = jax.device_get(compiled(arrays, batch))
+        result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
         names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
         root = root_of(names)
         modules = [module_of(path, root) for path in paths]
@@ -151,21 +127,9 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
             changes=samples[1],
             params=samples[2],
             dtypes=dict(dtypes),
-            fp8={
-                _operand_name(place, root): {
-                    field: float(np.max(value)) for field, value in row._asdict().items()
-                }
-                for place, row in fp8.items()
-            },
         )
 
     return probe
-
-
-def _operand_name(place: str, root: tuple[str, ...]) -> str:
-    """Returns "lm_head:kernel" for the place "GPT/lm_head:kernel" in `fp8.with_stats`."""
-    scopes, colon, operand = place.rpartition(":")
-    return f"{module_of(tuple(scopes.split('/')), root)}{colon}{operand}"
 
 
 def leaves_of(tree: PyTree) -> dict[str, np.ndarray]:
