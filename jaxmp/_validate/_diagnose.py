@@ -1,8 +1,8 @@
 """Diagnoses the cause of a failure from measurements and from the audit of the training step.
 
-Each function below returns `(score, Cause)` or None. The score estimates the relative error of the
-gradients or of the updates that the cause explains; the causes of a report are sorted by it.
-Names of recipes are not used.
+Each function below returns `(score, Cause)` or None. The score is the relative error of the
+gradients, the loss or the updates that the cause explains, as far as it is measured; the causes of
+a report are sorted by it. Names of recipes are not used.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxmp._audit import AuditReport, Finding
-from jaxmp._audit._section import abbreviate
 from jaxmp._validate._probe import Measurements
 from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
+from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
 
 # Smallest shares of elements that count as a symptom.
-_UNDERFLOW, _STALLED, _FLUSHED = 0.02, 0.05, 0.01
+_UNDERFLOW, _STALLED = 0.02, 0.05
 # Difference of the size of an update that counts as a symptom.
 _CHANGED = 0.05
 # Error of a module's output relative to that of its predecessor that counts as growth.
 _GROWTH = 3.0
+# Error of a module's output or of a loss in FP32 that sums in another order do not explain.
+_DIFFERENT = 0.005
+# Part of the largest effect of a line from which on an earlier line is named.
+_ORIGIN = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Evidence:
       scale: smallest loss scale of the runs.
       gradient_budget: largest error of the gradient that passes.
       is_finite: False if a loss of the candidate is not finite.
+      trial: a compared step repeated without roundings; None if no gradients were compared.
+      note: the reason why a step was not repeated.
     """
 
     measurements: Measurements
@@ -46,29 +52,18 @@ class Evidence:
     scale: float
     gradient_budget: float
     is_finite: bool
+    trial: Trial | None = None
+    note: str = ""
 
     @property
     def gradient_error(self) -> float:
         """Largest relative error of the gradient."""
         return max((row.error for row in self.measurements.gradients), default=0.0)
 
-    @property
-    def uses_float16(self) -> bool:
-        """True if the step multiplies in float16."""
-        return any("float16" in (row.lhs, row.rhs) for row in self.audit.matmuls)
-
     def findings(self, *checks: str) -> list[Finding]:
         """Returns the errors of some checks of the audit, the most operations first."""
         errors = [each for each in self.audit.errors if each.check in checks]
         return sorted(errors, key=lambda each: -each.count)
-
-    def activation_error(self, modules: Iterable[str]) -> float:
-        """Returns the largest error of the outputs of some modules; of all if none is known."""
-        rows = self.measurements.modules
-        own = [row.activation_error for row in rows if row.module in set(modules)]
-        errors = [error for error in own if error is not None]
-        errors = errors or [row.activation_error or 0.0 for row in rows]
-        return max(errors, default=0.0)
 
 
 Diagnosis = tuple[float, Cause] | None
@@ -79,10 +74,10 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
 
     If there is none, and gradients were compared, the only item is the location of the error.
     """
-    results = [function(evidence) for function in _DIAGNOSES]
+    results = [*(function(evidence) for function in _DIAGNOSES), *_patterns(evidence)]
     supported = [result for result in results if result is not None]
     supported.sort(key=lambda result: -result[0])
-    causes = tuple(cause for _, cause in supported)
+    causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
     return causes if causes or not evidence.measurements.gradients else (_located(evidence),)
 
 
@@ -90,29 +85,28 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3g} %" if math.isfinite(value) else "infinite"
 
 
-def _location(findings: Sequence[Finding]) -> str:
-    modules = abbreviate(list(dict.fromkeys(each.module for each in findings)))
-    lines = list(dict.fromkeys(each.location for each in findings if each.location))
-    return f"{modules} ({lines[0]})" if lines else modules
-
-
 # ---------------------------------------------------------------------------
-# Scale, masters, accumulation
+# Loss scale and masters
 # ---------------------------------------------------------------------------
 
 
 def _underflow(evidence: Evidence) -> Diagnosis:
+    """Finds gradients that agree if float16 has the range of FP32."""
+    trial = evidence.trial
     share = max((row.underflow for row in evidence.measurements.gradients), default=0.0)
-    is_missing = bool(evidence.findings("missing_loss_scale"))
-    if share < _UNDERFLOW or not evidence.uses_float16:
+    if trial is None or not trial.uses_float16 or share < _UNDERFLOW:
         return None
+    before, after = finite(trial.rounded, "error"), finite(trial.wide_range, "error")
+    if not math.isfinite(before) or not after < SHARE * before:
+        return None
+    is_missing = bool(evidence.findings("missing_loss_scale"))
     cause = "without loss scaling" if is_missing else f"with a loss scale of {evidence.scale:g}"
-    return share, Cause(
+    return before + 2, Cause(
         id="fp16_underflow",
-        summary=f"training {cause}: {_percent(share)} of the gradient elements underflow to zero",
+        summary=(f"training {cause}: {_percent(share)} of the gradient elements underflow to zero"),
         evidence=(
-            f"{_percent(share)} of the elements that are nonzero in the reference are zero on the "
-            "same parameters and batch."
+            f"The gradient has an error of {_percent(before)}, and of "
+            f"{_percent(trial.wide_range.error)} if float16 had the range of FP32."
         ),
         fix="recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())",
     )
@@ -135,166 +129,6 @@ def _masters(evidence: Evidence) -> Diagnosis:
             "unchanged than in the reference."
         ),
         fix='recipe = recipe.replace(master="fp32")',
-    )
-
-
-def _moments(evidence: Evidence) -> Diagnosis:
-    """Finds moments in 16 bits, if updates are not finite although the gradients are."""
-    findings = evidence.findings("optimizer_state_16bit")
-    gradients = evidence.measurements.gradients
-    if not findings or evidence.is_finite or any(row.nonfinite for row in gradients):
-        return None
-    return 1.8, Cause(
-        id="optimizer_state_16bit",
-        summary="the optimizer's moments in 16 bits underflow, and updates are not finite",
-        evidence=(
-            "On the reference's parameters the gradients are finite, and the losses of the "
-            f"training are not. {findings[0].message}"
-        ),
-        fix=findings[0].fix,
-    )
-
-
-def _accumulator(evidence: Evidence) -> Diagnosis:
-    findings = evidence.findings("accumulator_16bit")
-    if not findings:
-        return None
-    error, forward = evidence.gradient_error, evidence.activation_error(())
-    # If the outputs of the modules are as wrong as the gradients, the sum is not the cause.
-    score = error if forward < error / 2 else error / 10
-    return score, Cause(
-        id="accumulator_16bit",
-        summary="gradients are accumulated over microbatches in 16 bits",
-        evidence=(
-            f"The gradient has an error of {_percent(error)}, and the outputs of the modules at "
-            f"most {_percent(forward)}. {findings[0].message}"
-        ),
-        fix=findings[0].fix,
-    )
-
-
-# ---------------------------------------------------------------------------
-# Operations in 16 bits
-# ---------------------------------------------------------------------------
-
-
-def _operation(identifier: str, checks: tuple[str, ...], text: str) -> Callable[..., Diagnosis]:
-    def check(evidence: Evidence) -> Diagnosis:
-        findings = evidence.findings(*checks)
-        if not findings:
-            return None
-        modules = {each.module for each in findings}
-        error = evidence.activation_error(modules)
-        # The gradient with respect to the input of an operation is wrong where its output is, or
-        # where it overflows.
-        score = min(max(error, evidence.gradient_error / 2), 2.0)
-        return score, Cause(
-            id=identifier,
-            summary=f"{text} in {_location(findings)}",
-            evidence=(
-                f"The outputs of these modules have an error of {_percent(error)}, and the "
-                f"gradient one of {_percent(evidence.gradient_error)}. {findings[0].message}"
-            ),
-            fix=findings[0].fix,
-        )
-
-    return check
-
-
-_softmax = _operation("softmax_16bit", ("softmax_16bit",), "a softmax in 16 bits")
-_loss = _operation("loss_16bit", ("loss_16bit",), "a loss in 16 bits")
-_norm = _operation("norm_statistics_16bit", ("norm_16bit",), "normalization statistics in 16 bits")
-
-
-def _reduction(evidence: Evidence) -> Diagnosis:
-    """Finds sums and powers in 16 bits, which the specific checks above exclude."""
-    diagnosis = _operation(
-        "reduction_16bit", ("reduction_16bit", "exp_16bit", "rounded_input"), "16-bit arithmetic"
-    )(evidence)
-    return None if diagnosis is None else (diagnosis[0] / 2, diagnosis[1])
-
-
-def _statistics(evidence: Evidence) -> Diagnosis:
-    stored = {
-        path: error
-        for path, (error, is_16bit) in evidence.measurements.statistics.items()
-        if is_16bit and not error < 0.001
-    }
-    if not stored:
-        return None
-    path = max(stored, key=lambda key: stored[key])
-    error = stored[path]
-    return min(error, 2.0) + 0.1, Cause(
-        id="norm_statistics_16bit",
-        summary=f"batch statistics are stored in 16 bits in {path.rpartition(':')[0] or '(root)'}",
-        evidence=(
-            f"{path} differs by {_percent(error)} from the reference. A running average changes "
-            "by less than half a ulp per step, so 16 bits do not store it."
-        ),
-        fix="# Store running averages in float32:\nmean = jnp.zeros(features, jnp.float32)",
-    )
-
-
-# ---------------------------------------------------------------------------
-# FP8 and range
-# ---------------------------------------------------------------------------
-
-
-def _fp8(evidence: Evidence) -> Diagnosis:
-    """Finds FP8 modules whose kernel loses elements, or whose output is large at the end."""
-    fp8 = evidence.measurements.fp8
-    modules = {key.rpartition(":")[0] for key in fp8}
-    scores: dict[str, tuple[float, str]] = {}
-    for key, (flushed, _) in fp8.items():
-        module, _, operand = key.rpartition(":")
-        if operand.partition("#")[0] == "kernel" and flushed >= _FLUSHED:
-            text = f"{_percent(flushed)} of its weights become zero in FP8"
-            scores[module] = max(scores.get(module, (0.0, "")), (flushed, text))
-    last = _last_module(evidence.measurements.modules, modules)
-    if last is not None:
-        error = (last.activation_error or 0.0) * (last.activation_rms or 0.0)
-        # An absolute error e of logits changes probabilities by a factor exp(e).
-        if error > 0.2:
-            text = f"its outputs reach {last.activation_amax:.3g}, and their error is {error:.2g}"
-            scores[last.module] = max(scores.get(last.module, (0.0, "")), (min(error, 2.0), text))
-    if not scores:
-        return None
-    module = max(scores, key=lambda key: scores[key])
-    score, text = scores[module]
-    return score, Cause(
-        id="fp8_weights",
-        summary=f"the weights of {module!r} are too large for FP8: {text}",
-        evidence=f"The gradient has an error of {_percent(evidence.gradient_error)}.",
-        fix=f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="large weights")',
-    )
-
-
-def _last_module(rows: Sequence[ModuleRow], modules: set[str]) -> ModuleRow | None:
-    """Returns the row of the last module of the forward pass, if it multiplies in FP8."""
-    known = [row for row in rows if row.activation_error is not None and row.module]
-    if not known:
-        return None
-    last = max(known, key=lambda row: row.order)
-    rows = [row for row in known if row.module == last.module and row.module in modules]
-    return max(rows, key=lambda row: row.activation_error or 0.0, default=None)
-
-
-def _overflow(evidence: Evidence) -> Diagnosis:
-    rows = evidence.measurements.modules
-    broken = [row for row in rows if row.activation_error == math.inf]
-    share = max((row.nonfinite for row in evidence.measurements.gradients), default=0.0)
-    if evidence.is_finite and not broken and (share == 0 or evidence.training.skipped):
-        return None  # gradients that overflow with the loss scale alone are skipped
-    first = min(broken, key=lambda row: (row.step, row.order)).module if broken else ""
-    where = f"the output of {first or '(root)'}" if broken else "a gradient or the loss"
-    return (1.5 if broken else 1.0), Cause(
-        id="overflow",
-        summary=f"{where} is not finite",
-        evidence=(
-            f"{_percent(share)} of the gradient elements are not finite on the reference's "
-            f"parameters; {evidence.training.skipped} steps were skipped."
-        ),
-        fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
     )
 
 
@@ -321,18 +155,126 @@ def _skipped(evidence: Evidence) -> Diagnosis:
     )
 
 
+# ---------------------------------------------------------------------------
+# Roundings
+# ---------------------------------------------------------------------------
+
+# Check of the audit -> what a line with this finding computes.
+_COMPUTED = {
+    "softmax_16bit": "a softmax",
+    "loss_16bit": "a loss",
+    "norm_16bit": "normalization statistics",
+    "accumulator_16bit": "gradients accumulated over microbatches",
+    "reduction_16bit": "a sum or product",
+    "exp_16bit": "an exponential",
+    "rounded_input": "an angle",
+}
+_QUANTITIES = {"error": "gradient", "loss_error": "loss", "update_error": "update"}
+
+
+def _lines(evidence: Evidence) -> Diagnosis:
+    """Finds the source line whose roundings alone cause an error that vanishes in FP32."""
+    trial = evidence.trial
+    if trial is None:
+        return None
+    for field, quantity in _QUANTITIES.items():
+        error = trial.explained(field)
+        alone = [(finite(line.row, field), line) for line in trial.lines]
+        # What is not finite counts as much as the largest finite error, and at least as 100 %.
+        limit = max([1.0, *(value for value, _ in alone if math.isfinite(value))])
+        top = max((min(value, limit) for value, _ in alone), default=0.0)
+        if not error or top < SHARE * min(error, limit):
+            continue
+        # Later lines may have the effect of an earlier one, which is the origin.
+        causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
+        score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
+        (value, line), *later = causes
+        cause = _line_cause(evidence, line, _effect(trial, quantity, value))
+        also = ", ".join(each.origin.location or each.module for _, each in later)
+        more = f" So do those of each of these lines alone: {also}." if later else ""
+        return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
+    return None
+
+
+def _is_scale(evidence: Evidence) -> bool:
+    """Returns True if a loss scale may be the cause of an overflow: the forward pass agrees."""
+    outputs = [row.activation_error or 0.0 for row in evidence.measurements.modules]
+    return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
+
+
+def _effect(trial: Trial, quantity: str, error: float) -> str:
+    """Returns the effect of one line on the gradient, the loss or the update."""
+    if math.isfinite(error):
+        return f"changes the {quantity} by {_percent(error)}"
+    reason = " by an overflow" if math.isfinite(trial.wide_range.error) else ""
+    return f"makes the {quantity} infinite or NaN{reason}"
+
+
+def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
+    origin = line.origin
+    findings = evidence.findings(*_COMPUTED)
+    finding = next((each for each in findings if each.location == origin.location), None)
+    module = line.module or "(root)"
+    where = f"{module} ({origin.location})" if origin.location else module
+    text = f"{_COMPUTED[finding.check] if finding else 'an operation'} in {origin.dtype}"
+    if origin.source:
+        finding, verb = None, "are" if origin.source == "integers" else "is"
+        text = f"{origin.source} {verb} rounded to {origin.dtype}"
+    return Cause(
+        id="rounding" if finding is None else finding.check,
+        summary=f"{text} in {where}, which alone {effect}",
+        evidence=(
+            f"{'' if finding is None else f'{finding.message} '}On the same parameters and batch, "
+            "the error vanishes if all operations are computed in FP32, and the roundings of this "
+            "line alone cause it."
+        ),
+        fix=f"x = x.astype(jnp.float32)  # before {where}" if finding is None else finding.fix,
+    )
+
+
+# ---------------------------------------------------------------------------
+# Patterns
+# ---------------------------------------------------------------------------
+
+
+def _patterns(evidence: Evidence) -> list[Diagnosis]:
+    """Returns the forms of differences that were found at the compared steps."""
+    return [
+        (
+            pattern.error,
+            Cause(
+                id=pattern.id,
+                summary=pattern.text + _as_scale(pattern.factor, evidence.scale),
+                evidence=f"It was measured at step {pattern.step}, on the reference's parameters.",
+                fix=_FIXES[pattern.id],
+            ),
+        )
+        for pattern in evidence.measurements.patterns
+    ]
+
+
+def _as_scale(factor: float, scale: float) -> str:
+    """Returns the meaning of a factor that is the loss scale or its reciprocal; otherwise ""."""
+    is_unit = lambda value: scale != 1 and abs(value - 1) < 0.01
+    twice = ": gradients are unscaled twice" if is_unit(factor * scale) else ""
+    return ": gradients are not unscaled" if is_unit(factor / scale) else twice
+
+
+_STEP = "loss, grads = state.value_and_grad(loss_fn)(batch)"
+_FIXES = {
+    "gradient_factor": f"{_STEP}  # the mean over batches, unscaled once",
+    "update_factor": "tx = recipe.optimizer(tx)  # with the same learning rate for every recipe",
+    "clipping": "tx = recipe.optimizer(tx)  # with the same clipping for every recipe",
+    "weight_decay": "tx = recipe.optimizer(tx)  # with the same weight decay for every recipe",
+    "zero_gradient": f"{_STEP}  # a loss_fn without stop_gradient",
+    "state": "average = jnp.zeros(shape, jnp.float32)  # and return the new one with the state",
+}
+
+
 _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _underflow,
     _masters,
-    _moments,
-    _accumulator,
-    _softmax,
-    _loss,
-    _norm,
-    _reduction,
-    _statistics,
-    _fp8,
-    _overflow,
+    _lines,
     _skipped,
 )
 
@@ -345,6 +287,9 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
 def _located(evidence: Evidence) -> Cause:
     """Returns where the error arises: in the update, in a module, or after the compared steps."""
     rows, error = evidence.measurements.gradients, evidence.gradient_error
+    cause = None if evidence.trial is None else _without_roundings(evidence.trial)
+    if cause is not None:
+        return cause
     changed = [row for row in rows if abs(row.update_ratio - 1) > _CHANGED]
     if changed and error <= evidence.gradient_budget:
         row = max(changed, key=lambda row: abs(math.log(max(row.update_ratio, 1e-30))))
@@ -357,8 +302,8 @@ def _located(evidence: Evidence) -> Cause:
             ),
             evidence=(
                 "On the same parameters and batch, the loss and its gradient agree, so the error "
-                "arises after them: in clipping, in the optimizer's state or in its arithmetic."
-            ),
+                f"arises after them: in the optimizer's state or in its arithmetic. {evidence.note}"
+            ).strip(),
             fix="tx = recipe.optimizer(tx)  # FP32 moments, masters and gradient norms",
         )
     origin = find_origin(evidence.measurements.modules)
@@ -368,7 +313,7 @@ def _located(evidence: Evidence) -> Cause:
         return Cause(
             id="module",
             summary=f"the error first appears in the output of {origin.forward}{grows}",
-            evidence=origin.text,
+            evidence=f"{origin.text} {evidence.note}".strip(),
             fix=f'jaxmp.Rule({module!r}, "c=f32", why="its error is too large in 16 bits")',
         )
     return Cause(
@@ -376,6 +321,35 @@ def _located(evidence: Evidence) -> Cause:
         summary=f"gradients agree at the compared steps (error {_percent(error)})",
         evidence="The error accumulates over many steps, or begins after these steps.",
         fix="report = jaxmp.validate(make_run, steps=500, compare_steps=[0, 100, 200, 300, 499])",
+    )
+
+
+def _without_roundings(trial: Trial) -> Cause | None:
+    """Returns the first difference that remains with all operations in FP32."""
+    exact, modules = trial.exact, trial.modules
+    outputs = [
+        row for row in modules if row.order >= 0 and (row.activation_error or 0) > _DIFFERENT
+    ]
+    if outputs:
+        first = min(outputs, key=lambda row: row.order)
+        where, error = f"the output of {first.module or '(root)'}", first.activation_error or 0.0
+    elif exact.loss_error > _DIFFERENT:
+        where, error = "the loss", exact.loss_error
+    elif finite(exact, "error"):
+        worst = max(modules, key=lambda row: row.gradient_error or 0.0)
+        where, error = f"the gradient of {worst.module or '(root)'}", worst.gradient_error or 0.0
+    else:
+        return None
+    return Cause(
+        id="module",
+        summary=(
+            f"with all operations in FP32, {where} is the first to differ, by {_percent(error)}"
+        ),
+        evidence=(
+            f"At step {exact.step}, on the same parameters and batch, what precedes it agrees, so "
+            "the candidate computes something else there."
+        ),
+        fix="# Compare the code of both runs there: the difference is not caused by 16 bits.",
     )
 
 

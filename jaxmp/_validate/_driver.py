@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
-from jaxmp._validate._budget import Budget, choose_metrics, choose_training, format_of
+from jaxmp._validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._validate._compare import (
     compare_figures,
     compare_metrics,
@@ -27,9 +27,9 @@ from jaxmp._validate._compare import (
     overall,
 )
 from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
-from jaxmp._validate._probe import Measurements, leaves_of, make_probe
+from jaxmp._validate._probe import Leaves, Measurements, leaves_of, make_probe
 from jaxmp._validate._progress import OnRun, OnSteps
-from jaxmp._validate._pure import PureRun, as_pure, check_same_params
+from jaxmp._validate._pure import PureRun, as_arrays, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._rows import (
     DIFFERS,
@@ -41,11 +41,13 @@ from jaxmp._validate._rows import (
     MetricChoice,
     ProgramRow,
     TrainingRecord,
+    TrainingRow,
 )
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
 from jaxmp._validate._store import Store
 from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, stack, train
+from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 
 # Part of the device memory that the states of all seeds may occupy in one program: a step needs
@@ -102,6 +104,8 @@ class Trained(NamedTuple):
     program: ProgramRow
     # True if a parameter is stored in 16 bits and has no FP32 master.
     lacks_masters: bool
+    # Repeats a compared step without roundings.
+    repeat: Callable[[int], Trial]
 
 
 def run_validation(
@@ -212,18 +216,8 @@ def _compare(
     checks += compare_figures(gradients, training, budget, steps, unit)
     decisive = overall(checks)
     causes = ()
-    if decisive.verdict == FAIL:
-        causes = diagnose(
-            Evidence(
-                measurements=candidate.measurements,
-                audit=candidate.audit,
-                training=training,
-                lacks_masters=candidate.lacks_masters,
-                scale=min(min(record.loss_scales) for record in candidate.records),
-                gradient_budget=budget.gradient,
-                is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
-            )
-        )
+    if decisive.verdict in (FAIL, DIFFERS):
+        causes = diagnose(_evidence(candidate, training, budget))
     return CandidateResult(
         name=name,
         recipe=settings.candidates[name].name,
@@ -241,18 +235,38 @@ def _compare(
     )
 
 
+def _evidence(candidate: Trained, training: TrainingRow, budget: Budget) -> Evidence:
+    trial, note, rows = None, "", candidate.measurements.gradients
+    try:
+        trial = candidate.repeat(step_to_repeat(rows)) if rows else None
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # A step that cannot be emulated does not invalidate the verdict.
+        note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
+    return Evidence(
+        measurements=candidate.measurements,
+        audit=candidate.audit,
+        training=training,
+        lacks_masters=candidate.lacks_masters,
+        scale=min(min(record.loss_scales) for record in candidate.records),
+        gradient_budget=budget.gradient,
+        is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
+        trial=trial,
+        note=note,
+    )
+
+
 def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
     figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
     budget = f"budget {figure(decisive.budget)}"
+    cause = f"{causes[0].summary}; " if causes else ""
     if decisive.verdict == FAIL:
-        cause = f"{causes[0].summary}; " if causes else ""
         excess = decisive.value - decisive.budget
         over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
         return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
     if decisive.verdict == DIFFERS:
         is_other = decisive.name == "loss_error"
         reason = "another loss on the same parameters" if is_other else "better by more than that"
-        return f"{name} DIFFERS: {decisive.text}, {budget}, {reason}"
+        return f"{name} DIFFERS: {cause}{decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
         return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
     return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
@@ -312,7 +326,7 @@ def _train_recipe(
         return current_print
 
     prints = {seed: check(seed) for seed in seeds}
-    on_compare = _Comparer(first, format_of(recipe) == "fp8", store, is_reference)
+    on_compare = _Comparer(first, store, is_reference)
     if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
         done[seeds[0]] = None  # the comparisons belong to the run of the first seed
     missing = [seed for seed in seeds if done[seed] is None]
@@ -358,13 +372,29 @@ def _train_recipe(
         on_run(f"{name}, seed {seed}")
         save(train_one(seed))
     measurements = store.measurements(name) or Measurements()
+
+    def repeat(step: int) -> Trial:
+        current, saved = run(seeds[0]), store.step(step)
+        assert saved is not None
+        batch = as_arrays(next(itertools.islice(current.batches, step, None)))
+        return repeat_step(current, _with_leaves(current, saved[0]), batch, step, saved[1])
+
     return Trained(
         records=[record for seed in seeds if (record := done[seed]) is not None],
         measurements=measurements,
         audit=report,
         program=size,
         lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
+        repeat=repeat,
     )
+
+
+def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:
+    """Returns a state, or the initial one, with parameters by path."""
+    arrays = run.arrays if arrays is None else arrays
+    params = run.params(arrays)
+    new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
+    return run.with_params(arrays, new)
 
 
 def _ignore(index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
@@ -390,21 +420,20 @@ def _check_initial(name: str, seed: int, run: PureRun, store: Store, is_referenc
 class _Comparer:
     """Measures the steps to compare: saves those of the reference, compares those of others."""
 
-    def __init__(self, run: PureRun, is_fp8: bool, store: Store, is_reference: bool) -> None:
+    def __init__(self, run: PureRun, store: Store, is_reference: bool) -> None:
         self._run, self._store, self._is_reference = run, store, is_reference
-        self._probe = make_probe(run, is_fp8)
+        self._probe = make_probe(run)
         self.measurements = Measurements()
 
     def __call__(self, index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
-        params = self._run.params(arrays)
         if self._is_reference:
-            self._store.save_step(step, leaves_of(params), self._probe(arrays, batch))
+            params = leaves_of(self._run.params(arrays))
+            self._store.save_step(step, params, self._probe(arrays, batch))
             return
         saved = self._store.step(step)
         assert saved is not None
         leaves, reference = saved
-        replaced = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
-        candidate = self._probe(self._run.with_params(arrays, replaced), batch)
+        candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
         self.measurements = self.measurements.add(step, reference, candidate)
 
 

@@ -10,13 +10,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxmp._audit._check_fp8 import with_stats
 from jaxmp._core import _trees
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._validate._capture import with_outputs
+from jaxmp._validate._capture import _sampled, with_outputs
 from jaxmp._validate._check_run import check_grads
+from jaxmp._validate._patterns import Pattern, difference, find_patterns, joined
 from jaxmp._validate._pure import PureRun
 from jaxmp._validate._rows import GradientRow, ModuleRow
 from jaxmp._validate._train import global_norm
@@ -34,8 +36,10 @@ class Probe(NamedTuple):
       outputs: a sample of the output of each module, in the order of the forward pass.
       stalled: share of the parameters with a nonzero gradient that the update does not change.
       update: norm of the difference that the step makes to all parameters.
-      statistics: batch statistics after the step, by path; empty for a state without any.
-      fp8: losses of the casts to FP8, as in `fp8.with_stats`; empty for other recipes.
+      updates: a sample of that difference, by path.
+      changes: a sample of the difference that it makes to other leaves of the state, by path.
+      params: the same sample of the parameters before the step.
+      dtypes: dtypes of these leaves; empty for a reference that was read from a file.
     """
 
     loss: float
@@ -43,8 +47,10 @@ class Probe(NamedTuple):
     outputs: Leaves
     stalled: float
     update: float
-    statistics: Leaves
-    fp8: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+    updates: Leaves
+    changes: Leaves
+    params: Leaves = MappingProxyType({})
+    dtypes: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,78 +60,56 @@ class Measurements:
     Args:
       gradients: a row for each step.
       modules: a row for each step and module.
-      fp8: module and operand, such as "lm_head:kernel" -> (largest share of elements that became
-        zero, largest share of elements that saturate).
-      statistics: path of a batch statistic -> (largest relative error, 1 if it is stored in 16
-        bits).
+      patterns: differences of gradients, updates and states that have a known form.
     """
 
     gradients: tuple[GradientRow, ...] = ()
     modules: tuple[ModuleRow, ...] = ()
-    fp8: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    statistics: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    patterns: tuple[Pattern, ...] = ()
 
     def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
         """Returns the measurements with those of another step."""
-        gradients, modules = self.gradients, self.modules
+        gradients, patterns = self.gradients, self.patterns
         if reference.grads and candidate.grads:
-            gradients += (gradient_row(step, reference, candidate),)
-        modules += tuple(module_rows(step, reference, candidate))
+            row = gradient_row(step, reference, candidate)
+            gradients += (row,)
+            patterns += tuple(find_patterns(row, reference, candidate))
         return Measurements(
             gradients=gradients,
-            modules=modules,
-            fp8=_largest(self.fp8, _fp8_shares(candidate)),
-            statistics=_largest(self.statistics, _statistic_errors(reference, candidate)),
+            modules=self.modules + tuple(module_rows(step, reference, candidate)),
+            patterns=patterns,
         )
 
 
-Pairs = Mapping[str, tuple[float, float]]
-
-
-def _largest(first: Pairs, second: Pairs) -> dict[str, tuple[float, float]]:
-    merged = dict(first)
-    for key, (x, y) in second.items():
-        before = merged.get(key, (x, y))
-        merged[key] = max(before[0], x), max(before[1], y)
-    return merged
-
-
-def _fp8_shares(probe: Probe) -> dict[str, tuple[float, float]]:
-    return {key: (row["underflowed"], row["saturated"]) for key, row in probe.fp8.items()}
-
-
-def _statistic_errors(reference: Probe, candidate: Probe) -> dict[str, tuple[float, float]]:
-    errors = {}
-    for path, statistic in candidate.statistics.items():
-        if path in reference.statistics:
-            error = difference(reference.statistics[path], statistic).error
-            errors[path] = error, float(statistic.dtype.itemsize < 4)
-    return errors
-
-
-def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree], Probe]:
+def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """Returns a function of (arrays, batch) that measures one step, compiled once.
 
     Args:
       run: the run.
-      is_fp8: also measure the losses of casts to FP8.
     """
 
     def measure(arrays: PyTree, batch: PyTree) -> PyTree:
-        step = with_stats(run.step) if is_fp8 else lambda *args: (run.step(*args), {})
-        ((new, result), fp8), outputs = with_outputs(step)(arrays, batch)
+        (new, result), outputs = with_outputs(run.step)(arrays, batch)
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         changes = _stalled(before, after, result.grads), _update_norm(before, after)
-        return result, list(outputs.values()), changes, run.statistics(new), fp8
+        state, other = (
+            {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
+        )
+        samples = (
+            _samples(jax.tree.map(_difference, after, before)),
+            {path: _sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
+            _samples(before),
+        )
+        dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
+        return result, list(outputs.values()), changes, samples
 
     paths: list[tuple[str, ...]] = []
+    dtypes: dict[str, str] = {}
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
-        result, outputs, (stalled, update), statistics, fp8 = jax.device_get(
-            compiled(arrays, batch)
-        )
+        result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
         names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
         root = root_of(names)
         modules = [module_of(path, root) for path in paths]
@@ -139,22 +123,13 @@ def make_probe(run: PureRun, is_fp8: bool = False) -> Callable[[PyTree, PyTree],
             },
             stalled=float(stalled),
             update=float(update),
-            statistics=leaves_of(statistics),
-            fp8={
-                _operand_name(place, root): {
-                    field: float(np.max(value)) for field, value in row._asdict().items()
-                }
-                for place, row in fp8.items()
-            },
+            updates=samples[0],
+            changes=samples[1],
+            params=samples[2],
+            dtypes=dict(dtypes),
         )
 
     return probe
-
-
-def _operand_name(place: str, root: tuple[str, ...]) -> str:
-    """Returns "lm_head:kernel" for the place "GPT/lm_head:kernel" in `fp8.with_stats`."""
-    scopes, colon, operand = place.rpartition(":")
-    return f"{module_of(tuple(scopes.split('/')), root)}{colon}{operand}"
 
 
 def leaves_of(tree: PyTree) -> dict[str, np.ndarray]:
@@ -180,8 +155,26 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
 
 def _update_norm(before: PyTree, after: PyTree) -> Array:
     """Returns the norm of the difference of two trees of parameters, in FP32."""
-    wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
-    return global_norm(jax.tree.map(jnp.subtract, wide(after), wide(before)))
+    return global_norm(jax.tree.map(_difference, after, before))
+
+
+def _difference(x: Array, y: Array) -> Array:
+    return _stored(x) - _stored(y)
+
+
+def _stored(x: Array) -> Array:
+    """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
+    wide = x.astype(jnp.float32)
+    if not is_16bit(x.dtype):
+        return wide
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(wide, info.nexp, info.nmant)
+
+
+def _samples(tree: PyTree) -> dict[str, Array]:
+    """Returns a sample of each leaf of a tree of parameters, by path."""
+    leaves = _trees.leaves_with_path(tree)
+    return {_trees.parameter_path(path): _sampled(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------
@@ -189,38 +182,11 @@ def _update_norm(before: PyTree, after: PyTree) -> Array:
 # ---------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
-    """Difference of two arrays: relative error, cosine and norm of the reference."""
-
-    error: float
-    cosine: float
-    norm: float
-
-
-def difference(reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Returns |candidate - reference| / |reference|, their cosine, and |reference|, in FP64.
-
-    Example:
-      >>> difference(np.array([3.0, 4.0]), np.array([3.0, 4.5])).error
-      0.1
-    """
-    x, y = (np.asarray(a, np.float64).ravel() for a in (reference, candidate))
-    norm = float(np.linalg.norm(x))
-    if not np.isfinite(y).all():
-        return Difference(float("inf"), float("nan"), norm)
-    distance, other = float(np.linalg.norm(y - x)), float(np.linalg.norm(y))
-    if norm == 0:
-        return Difference(0.0 if distance == 0 else float("inf"), float(other == 0), norm)
-    cosine = float(x @ y / (norm * other)) if other else 0.0
-    return Difference(distance / norm, min(cosine, 1.0), norm)
-
-
 def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
     """Returns the difference of the gradients of all parameters at one step."""
-    names = list(reference.grads)
-    x = np.concatenate([reference.grads[name].ravel() for name in names] or [np.zeros(0)])
-    y = np.concatenate([candidate.grads[name].ravel() for name in names] or [np.zeros(0)])
+    x, y = (joined(probe.grads, reference.grads) for probe in (reference, candidate))
     total = difference(x, y)
+    updates = (joined(probe.updates, reference.updates) for probe in (reference, candidate))
     return GradientRow(
         step=step,
         error=total.error,
@@ -233,6 +199,7 @@ def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
         update_ratio=candidate.update / reference.update if reference.update else float("nan"),
         loss_error=abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30),
         loss=reference.loss,
+        update_error=difference(*updates).error,
     )
 
 
@@ -259,8 +226,7 @@ def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: P
     fields = {"module": row.module, "step": row.step, "order": row.order}
     values: dict[str, float] = {}
     if paths:
-        x = np.concatenate([reference.grads[path].ravel() for path in paths])
-        y = np.concatenate([candidate.grads[path].ravel() for path in paths])
+        x, y = (joined(probe.grads, paths) for probe in (reference, candidate))
         gradient = difference(x, y)
         values |= {
             "gradient_error": gradient.error,

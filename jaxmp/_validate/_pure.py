@@ -44,7 +44,7 @@ class PureRun(NamedTuple):
       with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
       scale: arrays -> loss scale as a float32 scalar; 1 without a loss scale.
       skipped: arrays -> number of skipped steps as an int32 scalar.
-      statistics: arrays -> batch statistics; an empty tree without any.
+      state: arrays -> all other leaves by path, such as statistics, averages and moments.
       first: the first batch, with JAX arrays as leaves.
       batches: all batches; they can be read once.
       audited: the function to audit and the objects that precede the batch in its arguments.
@@ -57,7 +57,7 @@ class PureRun(NamedTuple):
     with_params: Callable[[PyTree, PyTree], PyTree]
     scale: Callable[[PyTree], Array]
     skipped: Callable[[PyTree], Array]
-    statistics: Callable[[PyTree], PyTree]
+    state: Callable[[PyTree], dict[str, Array]]
     first: PyTree
     batches: Iterator[PyTree]
     audited: tuple[Callable[..., PyTree], tuple[PyTree, ...]]
@@ -199,7 +199,7 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
         with_params=lambda arrays, params: jax.tree.leaves(_replace_params(opened(arrays), params)),
         scale=lambda arrays: _scale_of(getattr(opened(arrays), "opt_state", opened(arrays))),
         skipped=lambda arrays: _skipped_of(opened(arrays)),
-        statistics=lambda arrays: _statistics(opened(arrays)),
+        state=lambda arrays: _other_leaves(opened(arrays)),
         first=as_arrays(first),
         batches=batches,
         audited=(run.step, (state,)),
@@ -238,12 +238,11 @@ def _inner(tree: PyTree) -> PyTree:
     return tree[_trees.PARAMS] if _trees.has_collections(tree) else tree
 
 
-def _statistics(state: PyTree) -> PyTree:
-    """Returns the field `batch_stats` of a state; an empty tree without one."""
-    owner = _owner(state)
-    if isinstance(owner, Mapping):
-        return owner.get("batch_stats", {})
-    return getattr(owner, "batch_stats", {})
+def _other_leaves(state: PyTree) -> dict[str, Array]:
+    """Returns the leaves of a state besides its parameters, by path."""
+    params = set(map(id, jax.tree.leaves(_stored(state))))
+    leaves = _trees.leaves_with_path(state)
+    return {"/".join(path): leaf for path, leaf in leaves if id(leaf) not in params}
 
 
 def _full_params(state: PyTree) -> PyTree:
@@ -321,6 +320,14 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
             return stored
         return _find.replace_by_masters(stored, nnx.as_pure(optimizers[0].opt_state))
 
+    def state_of(arrays: PyTree) -> dict[str, Array]:
+        trees = {}
+        for index, node in enumerate(objects(arrays)):
+            kinds = (nnx.Not(nnx.Param),) if index == number else ()
+            values = node.opt_state if hasattr(node, "opt_state") else nnx.state(node, *kinds)
+            trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
+        return _other_leaves({"params": {}, **trees})
+
     return PureRun(
         arrays=arrays,
         step=step,
@@ -329,7 +336,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
         with_params=with_params,
         scale=lambda arrays: _scale_of(_opt_states(objects(arrays))),
         skipped=lambda arrays: _skipped_of(_opt_states(objects(arrays))),
-        statistics=lambda arrays: nnx.as_pure(nnx.state(objects(arrays)[number], nnx.BatchStat)),
+        state=state_of,
         first=as_arrays(first),
         batches=batches,
         audited=(run.step, nodes),

@@ -144,6 +144,7 @@ class GradientRow:
         reference; NaN if the reference's update is zero.
       loss_error: absolute difference of the loss of this batch over that of the reference.
       loss: loss of this batch in the reference; NaN in reports of earlier versions.
+      update_error: norm of (candidate - reference) of the updates over that of the reference.
     """
 
     step: int
@@ -157,6 +158,26 @@ class GradientRow:
     update_ratio: float = 1.0
     loss_error: float = 0.0
     loss: float = math.nan
+    update_error: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """Difference of gradients, updates or states at one step that has a known form.
+
+    Args:
+      step: number of updates before it.
+      id: id of the cause, such as "gradient_factor", "learning_rate" or "clipping".
+      text: the difference in a few words.
+      error: the relative error that it explains; at most 1.
+      factor: ratio of all gradients or updates; 0 for other forms.
+    """
+
+    step: int
+    id: str
+    text: str
+    error: float
+    factor: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,6 +368,7 @@ _ROWS: Mapping[str, Any] = {
     "pairs": SeedPair,
     "gradients": GradientRow,
     "modules": ModuleRow,
+    "patterns": Pattern,
     "metric": MetricChoice,
     "power": Power,
     "origin": ErrorOrigin,

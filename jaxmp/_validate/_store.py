@@ -133,7 +133,8 @@ class Store:
         arrays = {f"param {path}": leaf for path, leaf in params.items()}
         arrays |= {f"grad {path}": leaf for path, leaf in probe.grads.items()}
         arrays |= {f"output {module}": leaf for module, leaf in probe.outputs.items()}
-        arrays |= {f"statistic {path}": leaf for path, leaf in probe.statistics.items()}
+        arrays |= {f"update {path}": leaf for path, leaf in probe.updates.items()}
+        arrays |= {f"change {path}": leaf for path, leaf in probe.changes.items()}
         arrays["scalars"] = np.array([probe.loss, probe.stalled, probe.update])
         self._save_arrays(f"reference/{step}.npz", arrays)
 
@@ -154,7 +155,8 @@ class Store:
             outputs=select("output "),
             stalled=stalled,
             update=update,
-            statistics=select("statistic "),
+            updates=select("update "),
+            changes=select("change "),
         )
         return select("param "), probe
 

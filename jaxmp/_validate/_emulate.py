@@ -1,0 +1,234 @@
+"""Evaluates a training step with emulated narrow operations, whose roundings can be removed.
+
+Each array of 16 bits or in FP8 becomes an FP32 array, and the result of each operation that the
+step computes in such a format is rounded to its values. The program receives the mode of each
+source line, so that one compiled program measures the effect of every line. Operations that contain
+other functions, such as while loops, kernels and callbacks, run in the dtypes of the step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._core import _trees
+from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
+from jaxmp._core._jaxprs import Equation, is_literal, sub_jaxprs
+from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
+from jaxmp._core._replay import SCATTERS, as_recorded, bind
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._validate._capture import CALLS
+from jaxmp._validate._pure import PureRun, StepResult
+
+# Modes of a line: its results are FP32, are rounded to their format, or are rounded to its
+# precision with the range of FP32.
+EXACT, ROUNDED, WIDE_RANGE = 0, 1, 2
+# Lines with modes of their own; those beyond share the last mode.
+MAX_LINES = 1024
+# Operations whose results are elements of their operands.
+_MOVES = frozenset({
+    *("abs", "argmax", "argmin", "broadcast_in_dim", "clamp", "concatenate", "copy"),
+    *("dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "max", "min", "neg"),
+    *("optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "select_n"),
+    *("slice", "sort", "split", "squeeze", "transpose"),
+})  # fmt: skip
+# Operations with other results for operands in FP32.
+_OPAQUE = frozenset({"bitcast_convert_type", "nextafter"})
+
+
+class Origin(NamedTuple):
+    """Source line of 16-bit operations; conversions of the batch and of integers are separate.
+
+    Args:
+      location: file and line, such as "model.py:12"; "" if it is not known.
+      names: name scopes of its first operation.
+      dtype: name of the 16-bit format.
+      source: what it converts to 16 bits, a leaf of the batch or "integers"; "" otherwise.
+    """
+
+    location: str
+    names: tuple[str, ...]
+    dtype: str
+    source: str
+
+
+# Location of the equations of a jaxpr, and the enclosing equations, the innermost first.
+_Place = tuple[Location, tuple[Any, ...]]
+
+
+class Emulation:
+    """Step of a run with emulated 16-bit operations.
+
+    Args:
+      run: the run.
+
+    `origins` are the lines in the order of the program, known after the step was traced.
+    """
+
+    def __init__(self, run: PureRun) -> None:
+        self.origins: list[Origin] = []
+        self._run = run
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._lines, self._locations = Lines(), Locations()
+        self._modes: Array = jnp.zeros(MAX_LINES, jnp.int32)
+        self._closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(
+            run.arrays, run.first
+        )
+
+    @property
+    def run(self) -> PureRun:
+        """The run whose state is `(modes, arrays)`."""
+        inner = self._run
+        return inner._replace(
+            step=self._step,
+            params=lambda state: inner.params(state[1]),
+            state=lambda state: inner.state(state[1]),
+        )
+
+    def module(self, origin: Origin) -> str:
+        """Returns the path of the module of a line."""
+        return module_of(origin.names, root_of(self._locations.names))
+
+    def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        self._modes, arrays = state
+        paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
+        inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
+        labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
+        outs = self._eval(self._closed, jax.tree.leaves((arrays, batch)), (Location(), ()), labels)
+        new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
+        new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
+        return (state[0], new), result
+
+    # -- equations --------------------------------------------------------------------------
+
+    def _eval(
+        self, jaxpr: Any, args: Sequence[Any], place: _Place, labels: Sequence[str] = ()
+    ) -> list[Any]:
+        """Evaluates an open or closed jaxpr; `labels` are the names of leaves of the batch."""
+        body, consts = jaxpr_body(jaxpr)
+        values = dict(
+            zip((*body.constvars, *body.invars), map(_wide, (*consts, *args)), strict=True)
+        )
+        named = {var: label for var, label in zip(body.invars, labels, strict=False) if label}
+        read = lambda var: _wide(var.val) if is_literal(var) else values[var]
+        for equation in body.eqns:
+            location = self._locations.of(equation, place[0])
+            inner = location, (equation, *place[1])
+            with as_recorded(equation):
+                labels = ["" if is_literal(var) else named.get(var, "") for var in equation.invars]
+                outs = self._evaluated(equation, list(map(read, equation.invars)), inner, labels)
+                if equation.primitive.name in _MOVES and any(labels):
+                    named.update(dict.fromkeys(equation.outvars, max(labels)))
+                outs = self._rounded(equation, outs, inner, labels)
+            values.update(zip(equation.outvars, outs, strict=True))
+        return list(map(read, body.outvars))
+
+    def _evaluated(
+        self, equation: Equation, operands: list[Any], place: _Place, labels: Sequence[str]
+    ) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            return self._eval(sub_jaxprs(equation)[0], operands, place, labels)
+        if name == "scan":
+            return self._scan(params, operands, place, labels)
+        if name == "cond" and params.get("branches_platforms") is None:
+            run = lambda branch: lambda *args: self._eval(branch, args, place)
+            return lax.switch(operands[0], list(map(run, params["branches"])), *operands[1:])
+        avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+        if name == "bitcast_convert_type" and any(is_fp8(aval.dtype) for aval in avals):
+            return operands  # FP8 arrays are saved for the backward pass as bytes
+        changes: dict[str, Any] = {}
+        if name in _OPAQUE or (sub_jaxprs(equation) and name not in SCATTERS):
+            operands = [
+                x.astype(var.aval.dtype) if _is_narrow(var.aval) else x
+                for x, var in zip(operands, equation.invars, strict=True)
+            ]
+        else:
+            dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
+            changes = {key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)}
+            if "precision" in params and any(_is_narrow(var.aval) for var in equation.invars):
+                changes["precision"] = (lax.Precision.HIGHEST,) * 2
+        outs = bind(equation, operands, **changes)  # type: ignore[arg-type]
+        return list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
+
+    def _scan(
+        self, params: dict[str, Any], operands: list[Any], place: _Place, labels: Sequence[str]
+    ) -> list[Any]:
+        consts, carried = scan_counts(params)
+        first = consts + carried
+
+        def body(carry: list[Any], xs: list[Any]) -> Any:
+            args = [*operands[:consts], *carry, *xs]
+            outs = self._eval(params["jaxpr"], args, place, labels)
+            return outs[:carried], outs[carried:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, operands[consts:first], operands[first:], **options)
+        return [*carry, *ys]
+
+    # -- roundings --------------------------------------------------------------------------
+
+    def _rounded(
+        self, equation: Equation, outs: list[Any], place: _Place, labels: Sequence[str]
+    ) -> list[Any]:
+        """Rounds the results of an operation that computes, and registers its line."""
+        name = equation.primitive.name
+        dtypes = [var.aval.dtype if _is_narrow(var.aval) else None for var in equation.outvars]
+        is_inner = bool(sub_jaxprs(equation)) and name not in SCATTERS
+        if name in _MOVES or is_inner or not any(dtypes):
+            return outs
+        source = ""
+        if name == "convert_element_type":
+            is_integer = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.integer)
+            source = labels[0] or ("integers" if is_integer else "")
+        elif name == "iota":
+            source = "integers"
+        number = self._number(place, str(next(filter(None, dtypes))), source)
+        mode = self._modes[min(number, MAX_LINES - 1)]
+        return [
+            x if dtype is None else _as_format(x, dtype, mode)
+            for x, dtype in zip(outs, dtypes, strict=True)
+        ]
+
+    def _number(self, place: _Place, dtype: str, source: str) -> int:
+        """Returns the number of the line of an operation, and registers a new one."""
+        file, line = self._lines.of(place[1])
+        location = f"{os.path.basename(file)}:{line}" if file else ""
+        # Modules that share a line, such as those of a loop, are separate in FP8.
+        is_line = location and not is_fp8(dtype)
+        key = location, "" if is_line else "/".join(place[0].names), source
+        if key not in self._numbers:
+            self._numbers[key] = len(self.origins)
+            self.origins.append(Origin(location, place[0].names, dtype, source))
+        return self._numbers[key]
+
+
+def _is_narrow(aval: Any) -> bool:
+    """Returns True for a float of 16 bits or FP8."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
+
+
+def _wide(x: Any) -> Any:
+    return jnp.asarray(x, FLOAT32) if _is_narrow(x) else x
+
+
+def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
+    """Returns FP32 values rounded to a format, as far as the mode demands."""
+    info = jnp.finfo(dtype)
+    rounded = wide = lax.reduce_precision(x, 8, info.nmant)
+    if info.nexp < 8:
+        # `lax.reduce_precision` replaces subnormal numbers by zero.
+        spacing = np.float32(info.smallest_subnormal)
+        steps = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
+        rounded = jnp.where(jnp.abs(x) < np.float32(info.tiny), steps * spacing, wide)
+        infinite = jnp.sign(x) * np.float32(np.inf)
+        rounded = jnp.where(jnp.abs(wide) > np.float32(info.max), infinite, rounded)
+    return jnp.where(mode == ROUNDED, rounded, jnp.where(mode == WIDE_RANGE, wide, x))
