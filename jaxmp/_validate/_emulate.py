@@ -22,9 +22,9 @@ from jaxmp._core._compat import jaxpr_body, scan_counts
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
 from jaxmp._core._jaxprs import Equation, is_literal, sub_jaxprs
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._core._replay import SCATTERS, as_recorded, bind
+from jaxmp._core._programs._bind import SCATTERS, as_recorded, bind
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._validate._capture import CALLS
 from jaxmp._validate._pure import PureRun, StepResult
 
 # Modes of a line: its results are FP32, are rounded to their format, or are rounded to its
@@ -134,7 +134,7 @@ class Emulation:
         self, equation: Equation, operands: list[Any], place: _Place, labels: Sequence[str]
     ) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in CALLS:
+        if name in CALLS | CUSTOM_DERIVATIVES | REMATS:
             return self._eval(sub_jaxprs(equation)[0], operands, place, labels)
         if name == "scan":
             return self._scan(params, operands, place, labels)
