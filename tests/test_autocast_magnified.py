@@ -1,0 +1,155 @@
+"""autocast computes in FP32 what a logarithm, a root or a solver would magnify."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from grids import EXPENSIVE
+from jaxmp import autocast, explain_autocast
+
+X = jnp.ones((2, 4), jnp.float32)
+# The logits are 9.6: a sigmoid in 16 bits is 1, and log(1 - q) is infinite.
+W = jnp.full((4, 32), 2.4, jnp.float32)
+RECIPES = ("bf16", "fp16")
+
+
+def likelihood(q):
+    """Returns the loss of targets that are 0 and 1 in turns."""
+    y = jnp.arange(q.shape[-1]) % 2
+    return -jnp.where(y, jnp.log(q), jnp.log(1 - q)).mean()
+
+
+def direct(w):
+    return likelihood(jax.nn.sigmoid(X @ w))
+
+
+def in_jit(w):
+    return likelihood(jax.jit(lambda h: jax.nn.sigmoid(h) * 1)(X @ w))
+
+
+def in_scan(w):
+    _, q = lax.scan(lambda c, row: (c, jax.nn.sigmoid(row @ w)), 0, X)
+    return likelihood(q)
+
+
+def in_cond(w):
+    h = X @ w
+    return likelihood(lax.cond(h[0, 0] > 0, jax.nn.sigmoid, lambda h: h * 0 + 1, h))
+
+
+def in_checkpoint(w):
+    return likelihood(jax.checkpoint(lambda w: jax.nn.sigmoid(X @ w))(w))
+
+
+def quotient(w):
+    """A root and a quotient that are infinite where the hyperbolic tangent is 1."""
+    return (1 / jnp.sqrt(1 - jnp.tanh(X @ w / 2) ** 4)).mean()
+
+
+@pytest.mark.parametrize("loss", [direct, in_jit, in_scan, in_cond, in_checkpoint, quotient])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_saturated_value_is_not_rounded_to_one(loss, recipe):
+    exact, exact_grad = jax.jit(jax.value_and_grad(loss))(W)
+    value, grad = jax.jit(jax.value_and_grad(autocast(loss, recipe)))(W)
+    # The logits are rounded to 16 bits, by at most 2**-8 relatively, and enter an exponential.
+    tolerance = 9.6 * 2**-8
+    np.testing.assert_allclose(value, exact, rtol=tolerance)
+    np.testing.assert_allclose(grad, exact_grad, rtol=2 * tolerance, atol=1e-6)
+
+
+def primitives(fn, *args):
+    """Returns the name and the dtype of the results of all equations."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return {(eqn.primitive.name, str(eqn.outvars[0].aval.dtype)) for eqn in jaxpr.eqns}
+
+
+def test_other_consumers_of_the_value_compute_in_16_bits():
+    def loss(w):
+        h = jnp.dot(X, w)
+        q = lax.logistic(h)
+        return likelihood(q), (q * h) @ w.T
+
+    found = primitives(autocast(loss, "bf16"), W)
+    assert ("logistic", "float32") in found and ("logistic", "bfloat16") not in found
+    assert ("mul", "bfloat16") in found
+    gate = primitives(autocast(lambda w: lax.logistic(X @ w) * (X @ w), "bf16"), W)
+    assert ("logistic", "bfloat16") in gate, "nothing magnifies a gate"
+
+
+# ---------------------------------------------------------------------------
+# Matrices that are factorized or solved
+# ---------------------------------------------------------------------------
+
+POINTS = jnp.linspace(0, 6, 40, dtype=jnp.float32)[:, None]
+FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(1, 32)), jnp.float32)
+
+
+def features(w):
+    """Kernel matrix of features: the entries of `h @ h.T` are close to each other."""
+    h = jnp.tanh(POINTS @ w)
+    return h @ h.T + 1e-3 * jnp.eye(len(POINTS), dtype=jnp.float32)
+
+
+def distances(w):
+    """Kernel matrix of distances, which are differences of large numbers."""
+    z = POINTS * w[0, 0]
+    squares = (z**2).sum(1)
+    distance = jnp.maximum(squares[:, None] - 2 * z @ z.T + squares[None], 0)
+    return jnp.exp(-distance / 2) + 1e-3 * jnp.eye(len(POINTS), dtype=jnp.float32)
+
+
+def log_determinant(matrix, w):
+    return jnp.log(jnp.diag(jnp.linalg.cholesky(matrix(w)))).sum()
+
+
+@pytest.mark.parametrize("matrix", [features, distances])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gram_matrix_is_computed_in_fp32(matrix, recipe):
+    loss = functools.partial(log_determinant, matrix)
+    value, grad = jax.jit(jax.value_and_grad(autocast(loss, recipe)))(FEATURES)
+    assert np.isfinite(grad).all()
+    # Rounded features change the determinant; a rounded Gram matrix has none.
+    np.testing.assert_allclose(value, loss(FEATURES), rtol=0.05)
+
+
+def solved(w):
+    h = X @ w
+    return jnp.linalg.solve(h @ h.T + jnp.eye(2), X)
+
+
+@EXPENSIVE
+@pytest.mark.parametrize("factorize", [jnp.linalg.inv, jnp.linalg.eigvalsh, jnp.linalg.slogdet])
+def test_other_factorizations(factorize):
+    def fn(w):
+        h = jnp.ones((6, 4)) @ w
+        return factorize(h @ h.T)
+
+    first, gram = explain_autocast(fn, "bf16")(W).rows[:2]
+    assert (first.dtype, gram.dtype) == ("bfloat16", "float32")
+
+
+def test_the_explanation_names_the_reason():
+    rows = explain_autocast(solved, "bf16")(W).rows
+    assert [(row.dtype, row.shapes) for row in rows[:2]] == [
+        ("bfloat16", ((2, 4), (4, 32))),
+        ("float32", ((2, 32), (32, 2))),
+    ]
+    assert rows[1].reason == "a factorization or a solve reads its result"
+
+
+# ---------------------------------------------------------------------------
+# Range of float16
+# ---------------------------------------------------------------------------
+
+
+def test_a_large_matmul_is_not_rounded_before_it_is_divided():
+    def mean(a):
+        return ((a @ a.T) / 64).mean()
+
+    a = jnp.full((8, 8192), 4.0, jnp.float32)
+    # 4 * 4 * 8192 is beyond the largest float16, 65504.
+    assert autocast(mean, "fp16")(a) == mean(a) == 2048
