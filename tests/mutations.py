@@ -533,7 +533,7 @@ MUTATIONS = [
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
         "jaxmp/_flax/_fp8_use.py",
-        "        if _multiplies_without_fp8(fn, args, kwargs):",
+        "        if _multiplies_without_fp8(*call):",
         "        if True:",
         (
             "test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn",
@@ -826,9 +826,9 @@ MUTATIONS = [
     ),
     Mutation(
         "products of weights are summed over devices in 16 bits",
-        "jaxmp/_fp32_gradients/_derivatives.py",
-        "run = product_of_weights if equation.primitive.name in MATMULS else bind",
-        "run = bind",
+        "jaxmp/_fp32_gradients/_backward.py",
+        "    if equation.primitive.name not in MATMULS:\n        return bind",
+        "    if True:\n        return bind",
         ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),
     ),
     Mutation(

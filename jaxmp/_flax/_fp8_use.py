@@ -54,12 +54,7 @@ def note_weights(
 
 
 def warn_of_model(
-    key: tuple[type, PolicyMap],
-    rows: list[Any],
-    stacklevel: int,
-    fn: Callable[..., Any],
-    *args: PyTree,
-    **kwargs: PyTree,
+    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, call: tuple[Any, Any, Any]
 ) -> None:
     """Warns once of a model that has matmuls, none of which computes in FP8.
 
@@ -67,12 +62,12 @@ def warn_of_model(
       key: its class and policies.
       rows: the decisions of a call of the whole model.
       stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
-      fn, *args, **kwargs: the call.
+      call: function, positional and keyword arguments of the call.
     """
     if rows and all(row.exclusion_reason for row in rows):
         _reported.add(key)
         rows = [row for row in rows if row.path or not row.k]
-        if _multiplies_without_fp8(fn, args, kwargs):
+        if _multiplies_without_fp8(*call):
             warn_if_unused(key[0].__name__, rows, stacklevel + 1)
 
 

@@ -154,7 +154,7 @@ def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
             wrapped._jaxmp_suspects = ()
             warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
         key = cls, wrapped._jaxmp_policies
-        warn_of_model(key, rows, 2, call, variables, *args, **kwargs)
+        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
         return out
 
     return apply

@@ -134,7 +134,8 @@ def call_method(
         if at_boundary:
             note_weights(module_policy, bound.path, lambda: _own_params(module))
     if rows:
-        warn_of_model((bound.cls, bound.policies), rows, 3, _call_again, module, name, *incoming)
+        again = _call_again, (module, name, *incoming), {}
+        warn_of_model((bound.cls, bound.policies), rows, 3, again)
     out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
     expects_16bit = is_overridden and ignores_dtype(module_policy)
     if expects_16bit and not is_inside and returns_float32(out):

@@ -162,14 +162,15 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     return bind(equation, [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands])
 
 
-def product_of_weights(equation: JaxprEqn, operands: list[Array]) -> Array:
-    """Returns a matmul that is accumulated in FP32 over devices, too, and then rounded."""
+def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
+    """Runs an equation; a matmul is accumulated in FP32 over devices, too, and then rounded."""
+    if equation.primitive.name not in MATMULS:
+        return bind(equation, operands)
 
     def multiply(lhs: Array, rhs: Array, **wide: object) -> Any:
         return (_in_fp32 if wide else bind)(equation, [lhs, rhs, *operands[2:]])
 
-    dtype = equation.outvars[0].aval.dtype
-    return wide_product(multiply, *operands[:2], FLOAT32).astype(dtype)
+    return wide_product(multiply, *operands[:2], FLOAT32).astype(_dtype(equation.outvars[0]))
 
 
 def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:

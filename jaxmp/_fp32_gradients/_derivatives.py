@@ -13,13 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients._backward import (
-    MATMULS,
-    is_16bit_aval,
-    product_of_weights,
-    rounded,
-    run_in_fp32,
-)
+from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_forward, run_in_fp32
 from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
@@ -125,8 +119,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     is_weight = are_weights(operands)
 
     def forward(*arrays: Array) -> list[Array]:
-        run = product_of_weights if equation.primitive.name in MATMULS else bind
-        return results_of(equation, run(equation, list(arrays)))
+        return results_of(equation, run_forward(equation, list(arrays)))
 
     def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         # 16-bit results of a function of weights have carriers, whose gradients are in FP32.

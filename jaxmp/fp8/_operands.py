@@ -64,47 +64,29 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 @functools.cache
-def _state_amax(leading: int) -> Any:
-    """Returns a function that computes `amax` over all axes but the first `leading`, for a state.
+def _state_maxima(leading: int, count: int | None) -> Any:
+    """Returns a function of a tensor and the age of its state that measures the tensor.
 
-    Under `vmap`, examples that share a state share one amax. If each example has a separate state,
-    it also has a separate amax.
+    It computes `count` partial maxima over all axes but the first `leading`; with None, the amax.
+    Under `vmap`, examples that share a state share them. If each example has a separate state, it
+    also has separate maxima.
     """
 
     @custom_vmap
     def measure(x: jax.Array, age: jax.Array) -> jax.Array:
         del age
-        return amax(x, tuple(range(leading, x.ndim))).reshape(x.shape[:leading])
-
-    @measure.def_vmap
-    def _(axis_size: int, in_batched: list[bool], x: jax.Array, age: jax.Array) -> Any:
-        x_batched, has_state = in_batched
-        if not has_state:
-            return _state_amax(leading)(jnp.moveaxis(x, 0, leading), age), False
-        if not x_batched:
-            x = jnp.broadcast_to(x, (axis_size, *x.shape))
-        return _state_amax(leading + 1)(x, age), True
-
-    return measure
-
-
-@functools.cache
-def _state_partials(leading: int, count: int) -> Any:
-    """Returns a function like `_state_amax` that computes `count` partial maxima for a state."""
-
-    @custom_vmap
-    def measure(x: jax.Array, age: jax.Array) -> jax.Array:
-        del age
+        if count is None:
+            return amax(x, tuple(range(leading, x.ndim))).reshape(x.shape[:leading])
         return partial_maxima(x, leading, count)
 
     @measure.def_vmap
     def _(axis_size: int, in_batched: list[bool], x: jax.Array, age: jax.Array) -> Any:
         x_batched, has_state = in_batched
         if not has_state:
-            return _state_partials(leading, count)(jnp.moveaxis(x, 0, leading), age), False
+            return _state_maxima(leading, count)(jnp.moveaxis(x, 0, leading), age), False
         if not x_batched:
             x = jnp.broadcast_to(x, (axis_size, *x.shape))
-        return _state_partials(leading + 1, count)(x, age), True
+        return _state_maxima(leading + 1, count)(x, age), True
 
     return measure
 
@@ -201,13 +183,13 @@ def measure_amax(x: jax.Array, state: OperandState | None) -> jax.Array:
     """Returns the amax of `x`, over all examples and devices that share the state."""
     if state is None:
         return amax(x)
-    return _over_devices(_state_amax(0)(x, state.age), state)
+    return _over_devices(_state_maxima(0, None)(x, state.age), state)
 
 
 def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns partial maxima of `x`, as many as an active state has."""
     count = state.amax_history.shape[0]
-    return _over_devices(_state_partials(0, count)(x, state.age), state)
+    return _over_devices(_state_maxima(0, count)(x, state.age), state)
 
 
 @jax.jit

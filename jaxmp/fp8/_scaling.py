@@ -60,8 +60,8 @@ class Scaling:
         width = self.min_width
         if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
-        for name in ("power_of_two", "emulate"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("power_of_two", "emulate", "bounded_amax", "calibrate"):
+            if not isinstance(getattr(self, name, True), bool):
                 raise _bad(self, name, "True or False", "True")
         set_field("fast_accumulation", _gemm_names(self, "fast_accumulation"))
 
@@ -73,7 +73,7 @@ class Scaling:
     @property
     def uses_pallas(self) -> bool:
         """True if a Pallas kernel quantizes the operands where it applies."""
-        return False
+        return getattr(self, "kernels", "xla") == "pallas"
 
     @property
     def batch_note(self) -> str:
@@ -136,9 +136,8 @@ def _formats(scaling: Scaling, gemm: str) -> Any:
     error = _bad(scaling, gemm, allowed, "('e4m3fn', 'e4m3fn')")
     if isinstance(setting, str) and setting == HIGH:
         return HIGH
-    pair = (
-        (setting, setting) if isinstance(setting, str) or not _is_pair(setting) else tuple(setting)
-    )
+    is_pair = isinstance(setting, (tuple, list)) and len(setting) == 2
+    pair = tuple(setting) if is_pair else (setting, setting)
     try:
         dtypes = [canonical_dtype(name) for name in pair]
     except PolicyError as unknown:
@@ -148,10 +147,6 @@ def _formats(scaling: Scaling, gemm: str) -> Any:
     if all(dtype.name == "float8_e5m2" for dtype in dtypes):
         raise error
     return tuple(dtype.name.removeprefix("float8_") for dtype in dtypes)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _gemm_names(scaling: Scaling, name: str) -> tuple[str, ...]:
@@ -223,10 +218,6 @@ class CurrentScaling(Scaling):
     def is_stateful(self) -> bool:
         return self.kernel_amax == "optimizer"
 
-    @property
-    def uses_pallas(self) -> bool:
-        return self.kernels == "pallas"
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,23 +264,14 @@ class DelayedScaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.bounded_amax, bool):
-            raise _bad(self, "bounded_amax", "True or False", "True")
         _check_choice(self, "kernels", KERNELS)
-        if not isinstance(self.calibrate, bool):
-            raise _bad(self, "calibrate", "True or False", "True")
         check_count(self, "amax_history_len", low=1, high=2**20)
         check_count(self, "interval", low=1, high=2**20)
-        if self.amax_compute not in ("max", "most_recent"):
-            raise _bad(self, "amax_compute", "'max' or 'most_recent'", "'max'")
+        _check_choice(self, "amax_compute", ("max", "most_recent"))
 
     @property
     def is_stateful(self) -> bool:
         return True
-
-    @property
-    def uses_pallas(self) -> bool:
-        return self.kernels == "pallas"
 
 
 @jax.tree_util.register_static
@@ -356,8 +338,7 @@ class MXScaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounding not in ("up", "down"):
-            raise _bad(self, "rounding", "'up' or 'down'", "'up'")
+        _check_choice(self, "rounding", ("up", "down"))
         check_count(self, "margin", low=0, high=0)
         if not self.power_of_two:
             raise _bad(self, "power_of_two", "True: scales are in E8M0", "True")
