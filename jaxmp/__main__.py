@@ -8,6 +8,8 @@ try:
     from jaxmp.cli import main
 except MissingDependencyError as error:
     sys.exit(f"jaxmp: {error}")
+except KeyboardInterrupt:
+    sys.exit("Interrupted.")
 
 if __name__ == "__main__":
     main()

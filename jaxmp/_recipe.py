@@ -124,7 +124,8 @@ class Recipe:
             the metadata of Flax, if the model has any.
 
         Returns:
-          A model of the same class with the same parameter tree.
+          A model of the same class with the same parameter tree. If `model` was wrapped already,
+          this recipe replaces the other one.
 
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure

@@ -5,9 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Characters at the beginning and the end of a message that are printed if it has many more.
+_FIRST, _LAST = 300, 1000
+
 
 class JaxmpError(ValueError):
-    """Base class of all errors that jaxmp raises for mistakes of users."""
+    """Base class of all errors that jaxmp raises for mistakes of users.
+
+    A message that contains the text of a whole model or tree is shortened in the middle.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        omitted = len(message) - _FIRST - _LAST
+        if omitted > _FIRST and not isinstance(self, (AuditFailedError, ValidationFailedError)):
+            message = f"{message[:_FIRST]} ... ({omitted:,} characters) ... {message[-_LAST:]}"
+        super().__init__(message)
 
 
 class PolicyError(JaxmpError):

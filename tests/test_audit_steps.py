@@ -154,6 +154,32 @@ def test_masters_of_jaxmp(master):
         assert found.get("missing_master") == ("warning" if master == "none" else None)
 
 
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("master", ["fp32", "packed"])
+def test_an_average_beside_masters_has_its_own_fix(master, new):
+    recipe = jaxmp.load_recipe("bf16_params").replace(master=master)
+    tx = recipe.optimizer(relaxed(optax.adam(1e-3)))
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+
+    def step(state, averages, x):
+        _, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
+        after = state.apply_gradients(grads=grads)
+        params = (after if new else state).params
+        return after, {"ema": optax.incremental_update(params, averages["ema"], 0.005)}
+
+    report = audit(step, state, {"ema": state.params}, X, policies=recipe)
+    (finding,) = report.errors
+    assert finding.check == "accumulator_16bit" and "average parameters" in finding.message
+    assert "jaxmp.optim.incremental_update(params, ema, step_size)" in finding.fix
+
+    def fixed(state, averages, x):
+        _, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
+        state = state.apply_gradients(grads=grads)
+        return state, {"ema": jaxmp.optim.incremental_update(state, averages["ema"], 0.005)}
+
+    assert audit(fixed, state, {"ema": jaxmp.optim.fp32_copy(state)}, X, policies=recipe).ok
+
+
 def test_stochastic_rounding_needs_no_masters():
     inner = jaxmp.optim.mixed_precision(
         relaxed(optax.adam(1e-3)), policies="bf16_params", master="none"

@@ -93,6 +93,13 @@ def test_a_step_size_of_one_copies_and_of_zero_keeps():
     np.testing.assert_array_equal(traced["w"], new["w"])
 
 
+@pytest.mark.parametrize("name", ["bf16_params", "fp16_params", "packed"])
+def test_a_cast_average_causes_no_warning(name, recwarn):
+    average = {"ema": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
+    cast = recipe_of(name).cast_params(average)
+    assert all(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(cast)) and not recwarn.list
+
+
 def test_other_leaves_are_those_of_the_parameters():
     leaves = {"key": jax.random.key(0), "n": jnp.arange(2), "z": jnp.array([1j]), "none": None}
     new = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"a": jnp.ones(1)}}

@@ -227,7 +227,7 @@ class _Step:
         """Returns True for an average of parameters, such as an EMA."""
         masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
         # A parameter of the last step, which a master in the state replaces.
-        packed = (n for n, text in enumerate(self.locations) if ".packed_masters" in text)
+        packed = [n for n, text in enumerate(self.locations) if ".packed_masters" in text]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
         stored = {
             n
@@ -237,7 +237,11 @@ class _Step:
         trained = masters | stored | (self.flow.differentiated & self.updates.keys())
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
-        return not is_parameter and bool(update.others & trained)
+        # New parameters with packed masters are bits, which have no summands.
+        is_beside_packed = (
+            update.has_gradient and update.factor != PLUS and not self.in_optimizer[update.number]
+        ) and self.avals[update.number].shape in {self.avals[n].shape for n in packed}
+        return not is_parameter and (bool(update.others & trained) or is_beside_packed)
 
     def is_gradient_sum(self, number: int, update: Update) -> bool:
         """Returns True for an array, unknown to the loss, that gradients are added to."""

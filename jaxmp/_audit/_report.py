@@ -273,7 +273,7 @@ class AuditReport:
                 memory=None if memory is None else MemoryRow(**memory),
                 **fields,
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise AuditError(
                 f"{text[:80]!r} is not the JSON text of an audit ({error}). Write one with:\n"
                 "    pathlib.Path('audit.json').write_text(report.to_json())"

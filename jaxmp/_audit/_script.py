@@ -115,7 +115,7 @@ def audit_script(arguments: Sequence[str], *, module: bool = False, **options: A
       AuditError: if the script fails, or exits before it compiles a function with matmuls.
     """
     script = arguments[0]
-    if not module and not Path(script).is_file():
+    if not module and not os.path.isfile(script):
         raise AuditError(
             f"the script {script!r} does not exist. Pass a file, or a module after -m:\n"
             "    jaxmp audit --script train.py\n    jaxmp audit --script -m my_package.train"

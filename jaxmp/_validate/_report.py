@@ -208,7 +208,7 @@ class ValidationReport:
             elif schema != (SCHEMA, SCHEMA_VERSION):
                 raise ValueError(f"its schema is {schema}, not {(SCHEMA, SCHEMA_VERSION)}")
             return from_plain(cls, data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValidationError(
                 f"{text[:80]!r} is not the JSON text of a validation ({error}). Write one with:\n"
                 "    pathlib.Path('validation.json').write_text(report.to_json())"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -19,6 +20,9 @@ from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
+
+# Exit status of typer after Ctrl-C.
+_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Mixed precision for JAX and Flax: recipes, and reports on models and training steps.",
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
       SystemExit: always. 0: success. 1: a required rule matched nothing, or an audit or validation
         failed. 2: any other error. 3: no candidate of a validation failed, and one differs from the
-        reference without being worse.
+        reference without being worse. 130: Ctrl-C.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
@@ -64,3 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             error, (UnmatchedRuleError, AuditFailedError, ValidationFailedError)
         )
         raise SystemExit(1 if is_failure else 2) from None
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:
+            print("Interrupted.", file=sys.stderr)
+        raise

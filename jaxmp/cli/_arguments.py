@@ -96,12 +96,12 @@ def call(description: str, function: Callable[[], T]) -> T:
         return function()
     except JaxmpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
         raise JaxmpError(text) from error
 
 
-def _user_line(error: Exception) -> str:
+def _user_line(error: BaseException) -> str:
     """Returns the file and line of the last frame in the user's own code; "" if there is none."""
     others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
     frames = traceback.extract_tb(error.__traceback__)

@@ -55,7 +55,8 @@ def _load_model(name: str) -> tuple[Callable[[PolicyMap], PolicyExplanation], di
         name, "jaxmp explain my_package.model:make --recipe bf16", "model, example_input"
     )
     result = call(f"{name}()", make)
-    model, *inputs = result if isinstance(result, (tuple, list)) else (result,)
+    is_sequence = isinstance(result, (tuple, list)) and result
+    model, *inputs = result if is_sequence else (result,)
     if not inputs and not _is_nnx(model):
         raise JaxmpError(
             f"{name}() returned {type(result).__name__}, not a model and its example inputs. "

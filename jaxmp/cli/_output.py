@@ -84,9 +84,12 @@ def check_output(file: str | None) -> str | None:
     """
     if file in (None, "-"):
         return file
-    folder = os.path.dirname(os.path.realpath(file))
+    path = os.path.realpath(file)
+    folder = os.path.dirname(path)
     if not file:
         problem = "it is empty. Name a file"
+    elif os.path.islink(path):
+        problem = "it is a symbolic link to itself. Name a file"
     elif os.path.isdir(file):
         problem = "it is a directory. Name a file"
     elif not os.path.isdir(folder):

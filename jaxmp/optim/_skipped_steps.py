@@ -62,12 +62,14 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
       ScaleCollapsedError: if gradients still overflow at the minimum scale.
       MasterOverflowError: if a master became too large for the 16-bit dtype of its parameter in
         the last step.
+      JaxmpError: if the state has no counters.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
       >>> check(tx.init({"w": jnp.ones(2)}))
     """
-    for _, node in find(state, SkipNonfiniteState):
+    nodes = find(state, SkipNonfiniteState)
+    for _, node in nodes or [only([], "set of skip counters")]:
         stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
             raise JaxmpError(

@@ -1,0 +1,237 @@
+"""The command with bad arguments and files: one message each, and nothing is overwritten."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from grids import EXPENSIVE
+from jaxmp import cli
+from jaxmp.checkpoint import Checkpointer
+
+ROOT = Path(__file__).parents[1]
+LONG = "x" * 300
+MAKE = """
+import flax.linen as nn, jax.numpy as jnp, jaxmp
+def make(recipe=None):
+    return nn.Dense(2), jnp.ones((1, 3))
+def make_step(recipe=None):
+    return jnp.dot, jnp.ones((2, 2)), jnp.ones((2, 2))
+def make_run(recipe, seed):
+    open("started", "w").close()
+    return 3
+def empty():
+    return ()
+def leaves():
+    raise SystemExit(7)
+"""
+FILES = {
+    "good.py": MAKE,
+    "syntax.py": "def make(:\n",
+    "raises.py": "raise RuntimeError('x' * 100000)\n",
+    "leaves.py": "import sys; sys.exit(5)\n",
+    "surrogate.py": b"s = '\xff'\n",
+    "binary.py": bytes(range(256)),
+    "binary.toml": bytes(range(256)),
+    "binary.json": bytes(range(256)),
+    "list.json": "[1, 2]",
+    "deep.json": "[" * 100_000,
+    "text.toml": "[policy\n",
+    "other.toml": "[nothing]\na = 1\n",
+    "self.toml": 'extends = "self.toml"\n',
+    "file": "old",
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A directory with files, links, a FIFO and a checkpoint."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, text in FILES.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name in ("dir", "dir.py", "dir.toml", "dir.json", "7"):
+        (folder / name).mkdir()
+    for name in ("loop", "loop.py", "loop.toml", "loop.json"):
+        (folder / name).symlink_to(folder / name)
+    for name in ("broken.py", "broken.toml", "broken.json"):
+        (folder / name).symlink_to("gone/gone")
+    os.mkfifo(folder / "fifo")
+    for name in ("run", "damaged"):
+        with Checkpointer(folder / name) as checkpointer:
+            checkpointer.save(1, {"w": jnp.ones(2)}, recipe="fp32")
+    (folder / "damaged" / "1" / "state" / "jaxmp_manifest.json").write_text("{")
+    return folder
+
+
+SHOW = ["", " ", "bf61", "p=", "=,=", "🦄", "‮abc", "\udcff", LONG, f"{LONG}.toml", "-1", "a\nb"]
+SHOW += ["dir.toml", "loop.toml", "broken.toml", "binary.toml", "text.toml", "other.toml"]
+SHOW += ["self.toml", "file/x.toml", ".toml", "/.toml"]
+FUNCTIONS = ["", ":", "good.py", "good.py:", "good.py:1", "good.py:gone", "good.py:empty"]
+FUNCTIONS += ["good.py:leaves", "syntax.py:make", "raises.py:make", "leaves.py:make", "dir:make"]
+FUNCTIONS += ["surrogate.py:make", "binary.py:make", "dir.py:make", "loop.py:make", "no.é:make"]
+FUNCTIONS += ["broken.py:make", "file/x.py:make", f"{LONG}.py:make", "..:make", "🦄.py:make"]
+OUTPUTS = ["", ".", "dir", "loop", "file/x", "gone/x", "broken.json", "fifo", "/dev/full", LONG]
+VALIDATE = [
+    *(["--seeds", x] for x in ("0", "-1", "1.5", "x", "")),
+    *(["--steps", x] for x in ("0", "-1", "1e3", "nan")),
+    *(["--budget", x] for x in ("nan", "-1", "x")),
+    *(["--metrics", x] for x in ("reward=up", "=", "reward", "a=b=c")),
+    *(["--candidates", x] for x in ("", ",", "bf61", "bf16,bf61", "🦄")),
+    *(["--reference", x] for x in ("", "bf61", "dir.toml")),
+    *(["--baseline", x] for x in ("", "dir", "gone", "binary.json", "list.json", "deep.json")),
+    *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
+    ["--write-baseline"],
+    ["--target", "h300"],
+    ["--directory", "file"],
+    ["--nothing"],
+]
+AUDIT = [
+    *(["--max-seconds", x] for x in ("0", "-1", "inf", "nan", "x")),
+    *(["--fail-on", x] for x in ("fp32", "🦄", "any,none")),
+    *(["--baseline", x] for x in ("dir", "gone", "binary.json", "list.json", "deep.json")),
+    ["--target", "h300"],
+    ["--recipe", "bf61"],
+    ["--recipe", "text.toml"],
+    ["--function", "step"],
+    ["--list"],
+    ["more"],
+]
+SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/x.py", LONG]
+CHECKPOINTS = ["", "dir", "gone", "file", "fifo", "loop", "damaged", "7", "/dev/null", LONG, "*"]
+MIGRATE = [
+    ["--to", "bf61", "--out", "new"],
+    ["--to", "bf16_params", "--out", "file"],
+    ["--to", "bf16_params", "--out", "lr=[0.1]"],
+    ["--to", "bf16_params", "--out", "new", "--master", "half"],
+    ["--to", "bf16_params", "--out", "new", "--step", "9"],
+    ["--to", "bf16_params", "--out", "new"],
+    ["--to", "bf16_params"],
+]
+COMMANDS = [
+    *(["show", name] for name in SHOW),
+    *(["explain", name, "--recipe", "bf16"] for name in FUNCTIONS),
+    *(["audit", name] for name in FUNCTIONS),
+    *(["show", "bf16", "--json", name] for name in OUTPUTS),
+    *(["audit", "good.py:make_step", "--html", name] for name in OUTPUTS),
+    *(["validate", "good.py:make_run", *options] for options in VALIDATE),
+    *(["audit", "good.py:make_step", *options] for options in AUDIT),
+    *(["audit", "--script", name] for name in SCRIPTS),
+    *(["checkpoint", "show", name] for name in CHECKPOINTS),
+    *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
+    *(["checkpoint", "migrate", "run", *options] for options in MIGRATE),
+    ["checkpoint"],
+    ["checkpoint", "🦄"],
+    ["🦄"],
+]
+
+
+def contents(folder):
+    """Returns the type, and the bytes or the target, of all that a directory contains."""
+    rows = {}
+    for path in sorted(folder.rglob("*")):
+        value = b""
+        if path.is_symlink():
+            value = os.readlink(path)
+        elif path.is_file():
+            value = path.read_bytes()
+        if "__pycache__" not in str(path):
+            rows[str(path)] = path.lstat().st_mode, value
+    return rows
+
+
+@pytest.fixture
+def command(inputs, monkeypatch, capsys):
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("COLUMNS", "60")
+    modules = set(sys.modules)
+
+    def run(arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        return stop.value.code, printed.out, printed.err
+
+    yield run
+    for name in set(sys.modules) - modules:
+        if not name.startswith(("jax", "flax", "orbax", "rich", "typer")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda row: " ".join(row)[:80])
+def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, inputs, command):
+    assert len(COMMANDS) >= 100
+    before = contents(inputs)
+    code, out, error = command(arguments)
+    assert code in (1, 2) and error, (code, out)
+    assert "Traceback" not in out + error and len(error) < 4000
+    assert contents(inputs) == before
+    assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
+
+
+SLEEP = "import time; print('started', flush=True); time.sleep(60)\n"
+MOMENTS = {
+    # A script that prints "started" -> the command that runs it.
+    "import": (SLEEP, ["audit", "slow.py:make"]),
+    "make": ("def make():\n    " + SLEEP, ["explain", "slow.py:make", "--recipe", "bf16"]),
+    "trace": (
+        "import jax.numpy as jnp\ndef make():\n    return step, jnp.ones(2)\n"
+        "def step(x):\n    " + SLEEP,
+        ["audit", "slow.py:make"],
+    ),
+    "script": (SLEEP, ["audit", "--script", "slow.py"]),
+    "validation": (
+        "def make(recipe, seed):\n    " + SLEEP,
+        ["validate", "slow.py:make", "--json", "old.json"],
+    ),
+}
+
+
+def start(arguments, folder):
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxmp", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=[EXPENSIVE] * (name != "script")) for name in MOMENTS]
+)
+def test_an_interrupt_is_one_line(moment, tmp_path):
+    script, arguments = MOMENTS[moment]
+    (tmp_path / "slow.py").write_text(script)
+    (tmp_path / "old.json").write_text("old")
+    process = start(arguments, tmp_path)
+    assert any(line == "started\n" for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert (process.returncode, rest.split("\n")[-2]) == (130, "Interrupted.")
+    assert "Traceback" not in rest and rest.count("\n") == 1
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+@EXPENSIVE
+def test_an_interrupt_of_the_imports_is_one_line(tmp_path):
+    (tmp_path / "typer.py").write_text("import time; print('started', flush=True); time.sleep(60)")
+    process = start(["recipes"], tmp_path)
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "Interrupted.\n" and process.returncode == 1
+
+
+@EXPENSIVE
+def test_without_a_terminal_there_are_no_colors(tmp_path):
+    process = start(["show", "bf61"], tmp_path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and output.startswith("Error: 'bf61'") and "\x1b" not in output
