@@ -45,6 +45,16 @@ def check(outputs, expected):
         np.testing.assert_allclose(outputs[name], np.ravel(values), rtol=1e-6)
 
 
+def test_outputs_of_a_reversed_scan():
+    def dense(carry, row):
+        with jax.named_scope("dense"):
+            carry = jnp.sin(carry @ W + row)
+        return carry, carry
+
+    fn = lambda x: lax.scan(dense, x[0], x, reverse=True)[1]
+    check(captured(fn, X), {"dense": fn(X)})
+
+
 class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):

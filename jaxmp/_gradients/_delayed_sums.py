@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import consumers, without_unused
-from jaxmp._core._programs._constructs import CALLS, call_of
+from jaxmp._core._programs._constructs import CALLS, call_of, scan_of
 from jaxmp._gradients._unreduced import (
     FACTORS,
     MERGES,
@@ -307,18 +307,19 @@ def _delay_remat(
 
 def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
     """Chooses results of a scan. A carried sum is unreduced in all iterations or in none."""
-    num_consts, num_carry = scan_counts(equation.params)
+    loop = scan_of(equation)
+    num_consts, num_carry = loop.consts, loop.carry
     carried = frozenset(range(num_carry))
     while True:
         flags = tuple(flag and (n in carried or n >= num_carry) for n, flag in enumerate(asked))
-        first = _delay(equation.params["jaxpr"], flags, {})
+        first = _delay(loop.jaxpr, flags, {})
         axes = {n: first.results[n] for n in carried if first.results[n]}
         plan = _delay(
-            equation.params["jaxpr"],
+            loop.jaxpr,
             tuple(f and (n in axes or n >= num_carry) for n, f in enumerate(flags)),
             {num_consts + n: each for n, each in axes.items()},
         )
-        entering = plan.operands[num_consts : num_consts + num_carry]
+        _, entering, _ = loop.split(plan.operands)
         equal = {n for n, each in axes.items() if entering[n] == plan.results[n] == each}
         if equal == axes.keys():
             return plan

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._compat import jaxpr_like, scan_counts
-from jaxmp._core._programs._bind import OF_SCATTER, SCATTERS, as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
+from jaxmp._core._compat import jaxpr_like
+from jaxmp._core._programs._bind import OF_SCATTER, SCATTERS, bind
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
+from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import Array
 
 # Mesh axes over which an array is unreduced; empty: it is an ordinary array.
@@ -89,27 +90,22 @@ class Delayed:
 
     def run(self, *args: Array) -> list[Array]:
         """Runs the function."""
-        values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        values |= zip(self.jaxpr.invars, args, strict=True)
-        read = lambda var: var.val if isinstance(var, Literal) else values[var]
-        for index, equation in enumerate(self.jaxpr.eqns):
-            operands = [read(var) for var in equation.invars]
-            added = self.rows.get(index)
-            if added is not None:
-                operands = [values[added.indices], values[added.rows]]
-            with as_recorded(equation):
-                out = self._equation(index, equation, operands)
-            results = out if isinstance(out, (list, tuple)) else [out]
-            values |= zip(equation.outvars, results, strict=True)
-        return [read(var) for var in self.jaxpr.outvars]
+        return _Unreduced().run(ClosedJaxpr(self.jaxpr, self.consts), args, state=self)
 
-    def _equation(self, index: int, equation: JaxprEqn, operands: list[Array]) -> Any:
-        if index in self.inner:
-            return RUN_INNER[kind_of(equation)](equation, operands, self.inner[index])
-        axes = self.of(equation.outvars[0]) if equation.outvars else NO_AXES
-        if index in self.rows:
-            return _add_rows(equation, operands, self.rows[index], axes)
-        return _run_linear(equation, operands, axes) if axes else bind(equation, operands)
+
+class _Unreduced(Interpreter):
+    """Interpreter of `Delayed` functions, which are the state of their jaxprs."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        delayed, index = frame.state, frame.index
+        if index in delayed.inner:
+            return RUN_INNER[kind_of(equation)](equation, operands, delayed.inner[index])
+        axes = delayed.of(equation.outvars[0]) if equation.outvars else NO_AXES
+        added = delayed.rows.get(index)
+        if added is not None:
+            rows = [frame.values[added.indices], frame.values[added.rows]]
+            return [_add_rows(equation, rows, added, axes)]
+        return [_run_linear(equation, operands, axes)] if axes else self.bound(equation, operands)
 
 
 # ---------------------------------------------------------------------------
@@ -227,30 +223,23 @@ def _run_call(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list
 
 def _run_remat(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> Any:
     closed = jax.make_jaxpr(inner.run)(*operands)
-    return bind(equation, operands, jaxpr=jaxpr_like(closed, equation.params["jaxpr"]))
+    call = call_of(equation)
+    return bind(equation, operands, **{call.parameter: jaxpr_like(closed, call.jaxpr)})
 
 
 def _run_scan(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
-    params = equation.params
-    num_consts, num_carry = scan_counts(params)
-    consts, rest = operands[:num_consts], operands[num_consts:]
-    entering = zip(inner.jaxpr.invars[num_consts:], rest[:num_carry], strict=False)
+    loop = scan_of(equation)
+    consts, carry, rows = loop.split(operands)
+    _, carried, _ = loop.split(inner.jaxpr.invars)
+    entering = zip(carried, carry, strict=True)
     shardings = [(array, _with_axes(var, inner.of(var))) for var, array in entering]
     init = [array if at is None else jax.reshard(array, at) for array, at in shardings]
 
     def body(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
         results = inner.run(*consts, *carry, *xs)
-        return results[:num_carry], results[num_carry:]
+        return results[: loop.carry], results[loop.carry :]
 
-    carry, stacked = lax.scan(
-        body,
-        init,
-        rest[num_carry:],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        _split_transpose=params.get("_split_transpose", False),
-    )
+    carry, stacked = lax.scan(body, init, rows, **loop.options)
     return [*carry, *stacked]
 
 

@@ -20,23 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._compat import is_in_unchecked_shard_map, jaxpr_body, scan_counts, vary
-from jaxmp._core._jaxprs import (
-    FORWARD,
-    Atom,
-    Equation,
-    Path,
-    is_literal,
-    phase_of,
-    scope_names,
-    sub_jaxprs,
-)
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import FORWARD, Atom, Path, is_literal
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
+from jaxmp._core._programs._constructs import scan_of
+from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.
@@ -80,62 +71,67 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
 
     def observed(*args: PyTree) -> tuple[PyTree, Outputs]:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        used = [True] * len(jaxpr_body(closed)[0].outvars)
-        results, outputs = _run(closed, jax.tree.leaves(args), _Scope((), FORWARD, used))
-        return jax.tree.unflatten(jax.tree.structure(shape), results), outputs
+        capture = _Capture()
+        results = capture.run(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), results), capture.side
 
     return observed
 
 
-class _Scope(NamedTuple):
-    """Location of a jaxpr.
+class _Capture(Interpreter):
+    """Interpreter that gathers the outputs of modules, by the scopes of the module.
 
-    Args:
-      names: scopes of the enclosing equations.
-      phase: pass of the enclosing equations.
-      used: for each result, True if the forward pass continues to use it. The other results are
-        residuals of the backward pass.
+    The state of a jaxpr has for each of its results True if the forward pass continues to use it.
+    The other results are residuals of the backward pass. None: all are used.
     """
 
-    names: Path
-    phase: str
-    used: Sequence[bool]
+    has_side_results = True
+    drops_derivatives = True
+
+    def run(
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: Any, place: Place | None = None, state: Any = None
+    ) -> list[Any]:
+        return super().run(jaxpr, args, place, _Analysis(jaxpr, place or Place(), state))
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        analysis = frame.state
+        if frame.place.of(equation).phase == FORWARD:
+            used = [var in analysis.consumers for var in equation.outvars]
+            results = self.enter(equation, operands, frame, _used_inside(equation, used))
+        else:
+            results = self.bound(equation, operands)
+        for var, result in zip(equation.outvars, results, strict=True):
+            for path in analysis.last.get(var, ()):
+                self.side.pop(path, None)  # moves the module to its position in the forward pass
+                self.side[path] = Output(_sampled(result), jnp.array(True))
+        return results
+
+    def joined(self, value: Output) -> Output:
+        return Output(_sampled(value.values), jnp.any(value.is_computed))
 
 
-def _run(
-    jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[Any], scope: _Scope
-) -> tuple[list[Any], Outputs]:
-    """Evaluates an open or closed jaxpr."""
-    body, consts = jaxpr_body(jaxpr)
-    values = dict(zip((*body.constvars, *body.invars), (*consts, *args), strict=True))
-    places = [_place(equation, scope.names, scope.phase) for equation in body.eqns]
-    consumers = _consumers(body, places, scope.used)
-    last = _last_outputs(body, places, scope.names, consumers)
-    outputs: Outputs = {}
-    read = lambda var: var.val if is_literal(var) else values[var]
-    for equation, place in zip(body.eqns, places, strict=True):
-        info = equation.source_info
-        stack = source_info_util.current_name_stack() + info.name_stack
-        operands = list(map(read, equation.invars))
-        used = [var in consumers for var in equation.outvars]
-        with source_info_util.user_context(info.traceback, name_stack=stack):
-            results, inner = _evaluate(equation, operands, _Scope(*place, used))
-        outputs |= inner
-        values.update(zip(equation.outvars, results, strict=True))
-        for var in equation.outvars:
-            for path in last.get(var, ()):
-                outputs.pop(path, None)  # moves the module to its position in the forward pass
-                outputs[path] = Output(_sampled(values[var]), _varying(jnp.array(True)))
-    return list(map(read, body.outvars)), outputs
+class _Analysis:
+    """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
+
+    def __init__(
+        self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
+    ) -> None:
+        body, _ = jaxpr_body(jaxpr)
+        used = [True] * len(body.outvars) if used is None else used
+        places = [place.of(equation) for equation in body.eqns]
+        self.consumers = _consumers(body, places, used)
+        self.last = _last_outputs(body, places, place.scopes, self.consumers)
 
 
-def _place(equation: Equation, names: Path, phase: str) -> tuple[Path, str]:
-    stack = str(equation.source_info.name_stack)
-    return names + scope_names(stack), phase_of(stack, phase)
+def _used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
+    """Returns which results of the jaxpr of an equation are used, for those of the equation."""
+    name = equation.primitive.name
+    carried = scan_of(equation).carry if name == "scan" else len(used) if name == "while" else 0
+    return [True] * carried + used[carried:]
 
 
 def _consumers(
-    body: Any, places: list[tuple[Path, str]], used: Sequence[bool]
+    body: Any, places: list[Place], used: Sequence[bool]
 ) -> dict[Atom, list[Path | None]]:
     """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
     consumers: dict[Atom, list[Path | None]] = {}
@@ -152,7 +148,7 @@ def _consumers(
 
 def _last_outputs(
     body: Any,
-    places: list[tuple[Path, str]],
+    places: list[Place],
     outer: Path,
     consumers: Mapping[Atom, list[Path | None]],
 ) -> dict[Atom, list[Path]]:
@@ -184,154 +180,6 @@ def _is_activation(var: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and var.aval.ndim > 0
 
 
-# ---------------------------------------------------------------------------
-# Equations that contain jaxprs
-# ---------------------------------------------------------------------------
-
-_Results = tuple[list[Any], Outputs]
-# Results, and outputs of modules in a fixed order.
-_Carry = tuple[list[Any], list[Output]]
-
-
-def _evaluate(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    rule = _RULES.get(equation.primitive.name)
-    if scope.phase != FORWARD or rule is None:
-        return _bound(equation, operands), {}
-    return rule(equation, operands, scope)
-
-
-def _call(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    return _run(sub_jaxprs(equation)[0], operands, scope)
-
-
-def _scan(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    params = equation.params
-    consts, carried = scan_counts(params)
-    first = consts + carried
-    inner = scope._replace(used=[True] * carried + list(scope.used[carried:]))
-    paths: list[Path] = []
-
-    def body(carry: Sequence[Any], xs: Sequence[Any]) -> Any:
-        results, outputs = _run(params["jaxpr"], [*operands[:consts], *carry, *xs], inner)
-        paths[:] = outputs
-        return results[:carried], (results[carried:], list(outputs.values()))
-
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, (ys, outputs) = lax.scan(body, operands[consts:first], operands[first:], **options)
-    return [*carry, *ys], dict(zip(paths, map(_joined, outputs), strict=True))
-
-
-def _while(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    params = equation.params
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
-    inner = scope._replace(used=[True] * len(equation.outvars))
-    looped = _Branch(params["body_jaxpr"], inner)
-    none = looped.absent(operands[first:])
-
-    def test(carry: _Carry) -> Array:
-        args = [*operands[:first], *carry[0]]
-        return _run(params["cond_jaxpr"], args, scope._replace(used=[True]))[0][0]
-
-    def body(carry: _Carry) -> _Carry:
-        results, outputs = looped(*operands[first:second], *carry[0])
-        return results, [outputs[path] for path in none]
-
-    results, outputs = lax.while_loop(test, body, (operands[second:], list(none.values())))
-    return results, dict(zip(none, outputs, strict=True))
-
-
-def _cond(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    index, *args = operands
-    if equation.params.get("branches_platforms") is not None:
-        # Of `lax.platform_dependent`: a branch may not lower on other platforms.
-        return _bound(equation, operands), {}
-    branches = [_Branch(branch, scope) for branch in equation.params["branches"]]
-    none: Outputs = {}
-    for branch in branches:
-        for path, output in branch.absent(args).items():
-            # A module of the same name with another output in two branches has none.
-            same = path not in none or none[path].values.shape == output.values.shape
-            none[path] = output if same else Output(jnp.zeros(0), output.is_computed)
-
-    def padded(branch: _Branch) -> Callable[..., _Carry]:
-        def run(*args: Any) -> _Carry:
-            results, outputs = branch(*args)
-            outputs = {
-                path: outputs[path]
-                if path in outputs and outputs[path].values.shape == default.values.shape
-                else default
-                for path, default in none.items()
-            }
-            return results, list(outputs.values())
-
-        return run
-
-    results, outputs = lax.switch(index, list(map(padded, branches)), *args)
-    return results, dict(zip(none, outputs, strict=True))
-
-
-class _Branch(NamedTuple):
-    """Function of arrays that evaluates a jaxpr."""
-
-    jaxpr: Jaxpr | ClosedJaxpr
-    scope: _Scope
-
-    def __call__(self, *args: Any) -> _Results:
-        return _run(self.jaxpr, args, self.scope)
-
-    def absent(self, args: Sequence[Any]) -> Outputs:
-        """Returns the outputs of its modules for the case that it is not evaluated."""
-        paths: list[Path] = []
-
-        def traced(*args: Any) -> list[Output]:
-            outputs = self(*args)[1]
-            paths[:] = outputs
-            return list(outputs.values())
-
-        shapes = [output.values.shape for output in jax.eval_shape(traced, *args)]
-        zeros = [_varying(jnp.zeros(shape, jnp.float32)) for shape in shapes]
-        false = _varying(jnp.array(False))
-        return {path: Output(zero, false) for path, zero in zip(paths, zeros, strict=True)}
-
-
-def _shard_map(equation: Equation, operands: list[Any], scope: _Scope) -> _Results:
-    params = equation.params
-    axes = params["newly_manual_axes"]
-    ordered = tuple(axis for axis in params["mesh"].axis_names if axis in axes)
-    paths: list[Path] = []
-
-    def shard(*args: Any) -> tuple[tuple[Any, ...], list[Output]]:
-        results, outputs = _run(params["jaxpr"], args, scope)
-        paths[:] = outputs
-        rows = [Output(x, jnp.reshape(is_computed, 1)) for x, is_computed in outputs.values()]
-        return tuple(results), rows
-
-    results, outputs = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(ordered)),
-        check_vma=params["check_vma"],
-        axis_names=axes,
-    )(*operands)
-    return list(results), dict(zip(paths, map(_joined, outputs), strict=True))
-
-
-_RULES: dict[str, Callable[[Equation, list[Any], _Scope], _Results]] = {
-    "cond": _cond,
-    "scan": _scan,
-    "shard_map": _shard_map,
-    "while": _while,
-    **dict.fromkeys(CALLS | REMATS | CUSTOM_DERIVATIVES, _call),
-}
-
-
-def _joined(output: Output) -> Output:
-    """Returns the output of all iterations or devices."""
-    return Output(_sampled(output.values), jnp.any(output.is_computed))
-
-
 def _sampled(x: Array) -> Array:
     """Returns at most `SAMPLES` elements at equal distances, as a float32 vector."""
     if any(axis is not None for axis in jax.typeof(x).sharding.spec):
@@ -339,21 +187,4 @@ def _sampled(x: Array) -> Array:
         x = jax.sharding.reshard(x, PartitionSpec())
     stride = -(-x.size // SAMPLES)
     sample = lax.reshape(x, (x.size,))[:: max(stride, 1)]
-    return _varying(lax.convert_element_type(sample, jnp.float32))
-
-
-def _varying(x: Array) -> Array:
-    """Casts to varying over the axes of a `shard_map`, so that all branches have one type."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or is_in_unchecked_shard_map():
-        return x
-    return vary(x, mesh.manual_axes)
-
-
-def _bound(equation: Equation, operands: list[Any]) -> list[Any]:
-    primitive, params = equation.primitive, equation.params
-    if hasattr(primitive, "get_bind_params"):
-        params = primitive.get_bind_params(params)
-    with equation.ctx.manager:
-        outs = primitive.bind(*operands, **params)
-    return list(outs) if primitive.multiple_results else [outs]
+    return lax.convert_element_type(sample, jnp.float32)

@@ -16,13 +16,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmp._core import _compat
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import FIRST_STEP, equations, is_jaxpr, is_literal, sub_jaxprs
-from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._jaxprs import FIRST_STEP, equations, is_jaxpr, sub_jaxprs
+from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS, REMATS
+from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import PyTree
 from jaxmp.fp8._scaling import DelayedScaling
 from jaxmp.fp8._state import AGE, OPERANDS, State
@@ -66,7 +67,10 @@ def with_branches_outside(evaluate: Callable[[], PyTree], states: Sequence[State
     closed = jax.make_jaxpr(arrays)()
     structure, leaves = results
     names = _predicates(closed)
-    values = iter(_run(closed, [], _are_known(states, names) if names else None))
+    if names:
+        values = iter(_BranchesOutside(_are_known(states, names)).run(closed, []))
+    else:
+        values = iter(jaxpr_as_fun(closed)())
     leaves = [next(values) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return structure.unflatten(leaves)
 
@@ -114,35 +118,22 @@ def _(axis_size: int, in_batched: list[bool], amaxes: jax.Array) -> Any:
     return _smallest(amaxes.reshape(-1)), False
 
 
-def _run(jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[Any], are_known: jax.Array | None) -> list[Any]:
-    """Evaluates a jaxpr with one branch in front of each loop that contains branches."""
-    body, consts = jaxpr_body(jaxpr)
-    values: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
-    values |= zip(body.invars, args, strict=True)
-    read = lambda var: var.val if is_literal(var) else values[var]
-    for equation in body.eqns:
-        operands = [read(var) for var in equation.invars]
-        with as_recorded(equation):
-            results = _result(equation, operands, are_known)
-        values |= zip(equation.outvars, results, strict=True)
-    return [read(var) for var in body.outvars]
+class _BranchesOutside(Interpreter):
+    """Interpreter with one branch in front of each loop that contains branches."""
 
+    def __init__(self, are_known: jax.Array) -> None:
+        super().__init__()
+        self.are_known = are_known
 
-def _result(equation: JaxprEqn, operands: list[Any], are_known: jax.Array | None) -> list[Any]:
-    name, params = equation.primitive.name, equation.params
-    inner = next(iter(sub_jaxprs(equation)), None)
-    if are_known is not None and inner is not None and _predicates(inner):
-        if name == "scan":
-            return _branch_on(are_known, equation, operands)
-        if name in CALLS | REMATS and any(
-            each.primitive.name == "scan" for each in equations(inner)
-        ):
-            if params.get("prevent_cse") and params.get("differentiated"):
-                # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
-                operands = list(lax.optimization_barrier(tuple(operands)))
-            return _run(inner, operands, are_known)
-    out = bind(equation, operands)
-    return list(out) if isinstance(out, (list, tuple)) else [out]
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        inner = next(iter(sub_jaxprs(equation)), None)
+        if inner is not None and _predicates(inner):
+            if name == "scan":
+                return _branch_on(self.are_known, equation, operands)
+            if name in CALLS | REMATS and any(e.primitive.name == "scan" for e in equations(inner)):
+                return self.enter(equation, operands, frame)
+        return self.bound(equation, operands)
 
 
 def _branch_on(are_known: jax.Array, equation: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._jaxprs import equations, is_literal, sub_jaxprs
+from jaxmp._core._jaxprs import equations, is_literal
 from jaxmp._core._programs._bind import as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, REMATS
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
+from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.fp8._copies import COPIES
 from jaxmp.fp8._operands import QUANTIZE
@@ -64,32 +65,23 @@ def scan_with_same_kernels(
 
     with repeating():
         closed, shape = jax.make_jaxpr(loop, return_shape=True)()
-    if not any(_is_kernel(equation) for equation in equations(closed)):
-        leaves = _run(closed, [], None, {}, _Origins(()))
-        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
-    jaxpr, consts = jaxpr_body(closed)
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    read = lambda var: var.val if is_literal(var) else values[var]
-    for equation in jaxpr.eqns:
-        operands = [read(var) for var in equation.invars]
-        with as_recorded(equation):
-            if equation.primitive.name == "scan":
-                results = _microbatches(equation, operands)
-            else:
-                results = _results(equation, operands)
-        values |= zip(equation.outvars, results, strict=True)
-    return jax.tree.unflatten(jax.tree.structure(shape), [read(v) for v in jaxpr.outvars])
+    leaves = jaxpr_as_fun(closed)() if not _has_kernel(closed) else _Repeated().run(closed, [])
+    return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+
+def _has_kernel(jaxpr: ClosedJaxpr) -> bool:
+    return any(map(_is_kernel, equations(jaxpr)))
 
 
 def _microbatches(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    params = equation.params
-    consts, _ = scan_counts(params)
-    levels = [_CONSTANT] * consts + [None] * (len(operands) - consts)
-    plan = _make_plan(params["jaxpr"], levels)
+    loop = scan_of(equation)
+    consts, carry, rows = loop.split(operands)
+    unknown: list[None] = [None] * len([*carry, *rows])
+    plan = _make_plan(loop.jaxpr, [*[_CONSTANT] * len(consts), *unknown])
     if plan is None:
         return _results(equation, operands)
-    args = [*operands[:consts], *[None] * (len(operands) - consts)]
-    quantized = {_CONSTANT: _quantized(params["jaxpr"], args, plan, _CONSTANT), _SCANNED: {}}
+    args = [*consts, *unknown]
+    quantized = {_CONSTANT: _quantized(loop.jaxpr, args, plan, _CONSTANT), _SCANNED: {}}
     return _scan(equation, operands, plan, quantized)
 
 
@@ -149,19 +141,20 @@ def _is_identity(equation: JaxprEqn) -> bool:
     """Returns True for a function with a derivative rule that returns its arguments."""
     if equation.primitive.name != "custom_jvp_call":
         return False
-    body, _ = jaxpr_body(sub_jaxprs(equation)[0])
+    body, _ = jaxpr_body(call_of(equation).jaxpr)
     return not body.eqns and list(body.invars) == list(body.outvars)
 
 
 def _inner_plan(equation: JaxprEqn, levels: list[_Level]) -> _Plan | None:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name == "scan":
-        consts, carried = scan_counts(params)
+        loop = scan_of(equation)
+        consts, carry, rows = loop.split(levels)
         of = lambda own, level: None if own is None else level
-        of_consts = [of(own, _CONSTANT) for own in levels[:consts]]
-        of_xs = [of(own, _SCANNED) for own in levels[consts + carried :]]
-        return _make_plan(params["jaxpr"], [*of_consts, *[None] * carried, *of_xs])
-    return _make_plan(sub_jaxprs(equation)[0], levels) if name in CALLS | REMATS else None
+        of_consts = [of(own, _CONSTANT) for own in consts]
+        of_xs = [of(own, _SCANNED) for own in rows]
+        return _make_plan(loop.jaxpr, [*of_consts, *[None] * len(carry), *of_xs])
+    return _make_plan(call_of(equation).jaxpr, levels) if name in CALLS | REMATS else None
 
 
 # ---------------------------------------------------------------------------
@@ -231,14 +224,14 @@ def _required(body: Any, plan: _Plan, indices: set[int]) -> list[int]:
 
 def _quantized_inside(equation: JaxprEqn, operands: list[Any], plan: _Plan) -> Any:
     """Quantizes the kernels of a call or scan."""
-    jaxpr = sub_jaxprs(equation)[0]
     if equation.primitive.name != "scan":
+        jaxpr = call_of(equation).jaxpr
         return {
             level: _quantized(jaxpr, operands, plan, level) for level in set(plan.levels.values())
         }
-    consts, carried = scan_counts(equation.params)
-    first = [*operands[:consts], *[None] * carried]
-    rows = operands[consts + carried :]
+    loop = scan_of(equation)
+    consts, carry, rows = loop.split(operands)
+    jaxpr, first = loop.jaxpr, [*consts, *[None] * len(carry)]
     known = [index for index, row in enumerate(rows) if row is not None]
     constant = _quantized(jaxpr, [*first, *[None] * len(rows)], plan, _CONSTANT)
 
@@ -251,12 +244,8 @@ def _quantized_inside(equation: JaxprEqn, operands: list[Any], plan: _Plan) -> A
     scanned: Any = {}
     if _SCANNED in plan.levels.values():
         xs = [rows[index] for index in known]
-        _, scanned = lax.scan(row, None, xs, **_options(equation))
+        _, scanned = lax.scan(row, None, xs, **loop.options)
     return {_CONSTANT: constant, _SCANNED: scanned}
-
-
-def _options(equation: JaxprEqn) -> dict[str, Any]:
-    return {key: equation.params[key] for key in ("length", "reverse", "unroll")}
 
 
 # ---------------------------------------------------------------------------
@@ -307,63 +296,45 @@ class _Origins:
         return out
 
 
-def _run(
-    jaxpr: Jaxpr | ClosedJaxpr,
-    args: list[Any],
-    plan: _Plan | None,
-    quantized: Any,
-    origins: _Origins,
-) -> list[Any]:
-    """Evaluates a jaxpr with kernels that are already quantized.
+class _State(NamedTuple):
+    """State of a jaxpr in the loop over microbatches.
 
-    Args:
-      jaxpr: the jaxpr.
-      args: its arguments.
-      plan: its plan; None: no kernel is quantized.
-      quantized: level -> results of `_quantized`.
-      origins: the quantized kernels of the enclosing loop.
+    plan: its plan.
+    quantized: level -> results of `_quantized`.
+    origins: the quantized kernels of the enclosing loop.
     """
-    body, consts = jaxpr_body(jaxpr)
-    values: dict[Var, Any] = dict(zip(body.constvars, consts, strict=True))
-    values |= zip(body.invars, args, strict=True)
-    read = lambda var: var.val if is_literal(var) else values[var]
-    levels = {} if plan is None else plan.levels
-    for index, equation in enumerate(body.eqns):
-        operands = [read(var) for var in equation.invars]
-        with as_recorded(equation):
-            if plan is not None and index in levels:
-                kernels = quantized[levels[index]][index]
-                if index in plan.inner:
-                    results = _run_inner(equation, operands, plan.inner[index], kernels, origins)
-                else:
-                    results, transposed = kernels
-                    origins.transposed |= {id(results[n]): x for n, x in transposed.items()}
-            else:
-                result = origins.result(equation, operands)
-                results = _results(equation, operands) if result is None else [result]
-        values |= zip(equation.outvars, results, strict=True)
-    return [read(var) for var in body.outvars]
+
+    plan: _Plan
+    quantized: Any
+    origins: _Origins
 
 
-def _run_inner(
-    equation: JaxprEqn,
-    operands: list[Any],
-    plan: _Plan,
-    kernels: Any,
-    origins: _Origins,
-) -> list[Any]:
-    if equation.primitive.name == "scan":
-        return _scan(equation, operands, plan, kernels)
-    if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
-        # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
-        operands = list(lax.optimization_barrier(tuple(operands)))
-    return _run(sub_jaxprs(equation)[0], operands, plan, kernels, origins)
+class _Repeated(Interpreter):
+    """Interpreter with kernels that are already quantized."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        is_scan = equation.primitive.name == "scan"
+        if frame.state is None:
+            return _microbatches(equation, operands) if is_scan else self.bound(equation, operands)
+        plan, quantized, origins = frame.state
+        if frame.index not in plan.levels:
+            result = origins.result(equation, operands)
+            return self.bound(equation, operands) if result is None else [result]
+        kernels = quantized[plan.levels[frame.index]][frame.index]
+        inner = plan.inner.get(frame.index)
+        if inner is None:
+            results, transposed = kernels
+            origins.transposed |= {id(results[n]): x for n, x in transposed.items()}
+            return results
+        if is_scan:
+            return _scan(equation, operands, inner, kernels)
+        return self.enter(equation, operands, frame, _State(inner, kernels, origins))
 
 
 def _scan(equation: JaxprEqn, operands: list[Any], plan: _Plan, quantized: Any) -> list[Any]:
     """Evaluates a scan with quantized kernels: constants, and rows of arrays."""
-    consts, carried = scan_counts(equation.params)
-    first = consts + carried
+    loop = scan_of(equation)
+    consts, init, scanned_operands = loop.split(operands)
     # Index of an output -> index of the scanned kernels that it equals, and its dtype.
     same: dict[int, tuple[int, Any]] = {}
 
@@ -371,19 +342,19 @@ def _scan(equation: JaxprEqn, operands: list[Any], plan: _Plan, quantized: Any) 
         rows, scanned = xs
         kernels = {_CONSTANT: quantized[_CONSTANT], _SCANNED: scanned}
         origins = _Origins(kernels)
-        args = [*operands[:consts], *carry, *rows]
-        outs = _run(equation.params["jaxpr"], args, plan, kernels, origins)
+        state = _State(plan, kernels, origins)
+        outs = _Repeated().run(loop.jaxpr, [*consts, *carry, *rows], state=state)
         leaves = jax.tree.leaves(scanned)
-        ys: list[Any] = outs[carried:]
+        ys: list[Any] = outs[loop.carry :]
         for index, y in enumerate(ys):
             origin = origins.of(y)
             matches = [n for n, leaf in enumerate(leaves) if leaf is origin]
             if matches:
                 same[index], ys[index] = (matches[0], y.dtype), None
-        return outs[:carried], ys
+        return outs[: loop.carry], ys
 
-    xs = operands[first:], quantized[_SCANNED]
-    carry, ys = lax.scan(body, operands[consts:first], xs, **_options(equation))
+    xs = scanned_operands, quantized[_SCANNED]
+    carry, ys = lax.scan(body, init, xs, **loop.options)
     stacks = jax.tree.leaves(quantized[_SCANNED])
     for index, (number, dtype) in same.items():
         stack = stacks[number]

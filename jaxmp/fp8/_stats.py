@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
-from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._jaxprs import (
-    FORWARD,
-    RECOMPUTE,
-    Equation,
-    is_literal,
-    phase_of,
-    scope_names,
-    sub_jaxprs,
-)
-from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
+from jaxmp._core._jaxprs import RECOMPUTE, is_literal, sub_jaxprs
+from jaxmp._core._programs._constructs import call_of, cond_of
+from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._first_step import is_first_step
@@ -73,10 +64,11 @@ def with_stats(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
     def observed(*args: PyTree, **kwargs: PyTree) -> tuple[Any, Stats]:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         leaves = [_undifferentiated(leaf) for leaf in jax.tree.leaves((args, kwargs))]
-        outs, rows = _Harvest().run(closed, leaves, _Place((), FORWARD))
+        measure = _Measure()
+        outs = measure.run(closed, leaves)
         stats: Stats = {}
-        for place, row in rows:
-            stats[_unused(place, stats)] = row
+        for (name, _), row in measure.side.items():
+            stats[_unused(name, stats)] = row
         return jax.tree.unflatten(jax.tree.structure(shape), outs), stats
 
     return observed
@@ -101,124 +93,75 @@ def _refuse(primals: object, tangents: object) -> NoReturn:
     )
 
 
-class _Place(NamedTuple):
-    """Name scopes of an equation, and the pass to which it belongs."""
+class _Measure(Interpreter):
+    """Interpreter that gathers statistics, with keys such as ("Model/layer:input", an object)."""
 
-    names: tuple[str, ...]
-    phase: str
-
-
-class _Seen(NamedTuple):
-    place: str
-    stats: QuantizationStats
-
-
-class _Harvest:
-    """Interpreter that evaluates a jaxpr and gathers statistics."""
+    has_side_results = True
+    drops_derivatives = True
 
     def __init__(self) -> None:
+        super().__init__()
         # id of a jaxpr -> (the jaxpr, True if it quantizes). Storing the jaxpr keeps its id valid.
         self.known: dict[int, tuple[Any, bool]] = {}
 
     def quantizes(self, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-        body = jaxpr_body(jaxpr)[0]
-        if id(body) not in self.known:
+        if id(jaxpr) not in self.known:
             quantizes = any(
                 _role(equation) or any(map(self.quantizes, sub_jaxprs(equation)))
-                for equation in body.eqns
+                for equation in jaxpr_body(jaxpr)[0].eqns
             )
-            self.known[id(body)] = body, quantizes
-        return self.known[id(body)][1]
+            self.known[id(jaxpr)] = jaxpr, quantizes
+        return self.known[id(jaxpr)][1]
 
-    def run(
-        self, jaxpr: Jaxpr | ClosedJaxpr, args: list[Any], outer: _Place
-    ) -> tuple[list, list[_Seen]]:
-        body, consts = jaxpr_body(jaxpr)
-        values = dict(zip((*body.constvars, *body.invars), (*consts, *args), strict=True))
-        rows: list[_Seen] = []
-        read = lambda var: var.val if is_literal(var) else values[var]
-        for equation in body.eqns:
-            info = equation.source_info
-            own = str(info.name_stack)
-            place = _Place(outer.names + scope_names(own), phase_of(own, outer.phase))
-            stack = source_info_util.current_name_stack() + info.name_stack
-            operands = list(map(read, equation.invars))
-            with source_info_util.user_context(info.traceback, name_stack=stack):
-                outs, seen = self.equation(equation, operands, place)
-            rows += seen
-            values.update(zip(equation.outvars, outs, strict=True))
-        return list(map(read, body.outvars)), rows
-
-    def equation(
-        self, equation: Equation, operands: list[Any], place: _Place
-    ) -> tuple[list, list[_Seen]]:
-        name, params = equation.primitive.name, equation.params
-        role = _role(equation)
-        if role and place.phase != RECOMPUTE:
-            return _quantize(equation, operands, f"{'/'.join(place.names)}:{role}")
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name, role = equation.primitive.name, _role(equation)
+        if role and frame.place.of(equation).phase != RECOMPUTE:
+            return self._quantize(equation, operands, frame.place.of(equation), role)
         if role or not any(map(self.quantizes, sub_jaxprs(equation))):
-            return _bound(equation, operands), []
-        if name == "scan":
-            return self.scan(equation, operands, place)
-        if name == "cond" and (branches := params["branches"]) and is_first_step(branches[0]):
+            return self.bound(equation, operands)
+        if name == "cond" and is_first_step(cond_of(equation).branches[0]):
             # The version for the first step also has the results of all other steps.
-            return self.run(branches[0], operands[1:], place)
-        if name not in CALLS | REMATS | CUSTOM_DERIVATIVES:
-            return _bound(equation, operands), []
-        if params.get("prevent_cse") and params.get("differentiated"):
-            # As in JAX's lowering: prevents CSE of the recomputation with the forward pass.
-            operands = list(lax.optimization_barrier(tuple(operands)))
-        return self.run(sub_jaxprs(equation)[0], operands, place)
+            return self.run(cond_of(equation).branches[0], operands[1:], frame.place.of(equation))
+        if name in ("cond", "while", "shard_map"):
+            return self.bound(equation, operands)
+        return self.enter(equation, operands, frame)
 
-    def scan(
-        self, equation: Equation, operands: list[Any], place: _Place
-    ) -> tuple[list, list[_Seen]]:
-        params = equation.params
-        consts, carried = scan_counts(params)
-        first = consts + carried
-        places: list[str] = []
-
-        def body(carry: Sequence[Any], xs: Sequence[Any]) -> Any:
-            outs, rows = self.run(params["jaxpr"], [*operands[:consts], *carry, *xs], place)
-            places[:] = [row.place for row in rows]
-            return outs[:carried], (outs[carried:], [row.stats for row in rows])
-
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, (ys, stats) = lax.scan(body, operands[consts:first], operands[first:], **options)
-        return [*carry, *ys], list(map(_Seen, places, stats))
+    def _quantize(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, role: str
+    ) -> list[Any]:
+        quantization = _Quantization(operands[0])
+        results = quantization.run(call_of(equation).jaxpr, operands)
+        for stats in quantization.rows:
+            self.side[f"{'/'.join(place.scopes)}:{role}", object()] = stats
+        return results
 
 
-def _role(equation: Equation) -> str:
+class _Quantization(Interpreter):
+    """Interpreter of one quantization: the input of its clamp is the scaled operand."""
+
+    def __init__(self, operand: Array) -> None:
+        super().__init__()
+        self.operand = operand
+        self.clamped: dict[Any, Any] = {}
+        self.rows: list[QuantizationStats] = []
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name, clamped = equation.primitive.name, self.clamped
+        if name == "clamp":
+            clamped[equation.outvars[0]] = operands[1]
+        if name == "add" and not is_literal(equation.invars[0]):
+            # `quantize_finite` adds NaN to elements that are not finite.
+            clamped[equation.outvars[0]] = clamped.get(equation.invars[0])
+        results = self.bound(equation, operands)
+        if name == "convert_element_type" and is_fp8(results[0].dtype):
+            stats = stats_of(self.operand, clamped[equation.invars[0]], results[0].dtype)
+            self.rows.append(stats)
+        return results
+
+
+def _role(equation: JaxprEqn) -> str:
     """Returns the role of the operand that an equation quantizes; "" if it does not quantize."""
     name = equation.params.get("name")
-    return name.removeprefix(QUANTIZE) if isinstance(name, str) and QUANTIZE in name else ""
-
-
-def _quantize(equation: Equation, operands: list[Any], place: str) -> tuple[list, list[_Seen]]:
-    """Evaluates the equations of a quantization: the input of its clamp is the scaled operand."""
-    body, consts = jaxpr_body(equation.params["jaxpr"])
-    values = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
-    clamped: dict[Any, Any] = {}
-    rows: list[_Seen] = []
-    read = lambda var: var.val if is_literal(var) else values[var]
-    for inner in body.eqns:
-        inputs = list(map(read, inner.invars))
-        values.update(zip(inner.outvars, _bound(inner, inputs), strict=True))
-        if inner.primitive.name == "clamp":
-            clamped[inner.outvars[0]] = inputs[1]
-        if inner.primitive.name == "add" and not is_literal(inner.invars[0]):
-            # `quantize_finite` adds NaN to elements that are not finite.
-            clamped[inner.outvars[0]] = clamped.get(inner.invars[0])
-        if inner.primitive.name == "convert_element_type" and is_fp8(inner.params["new_dtype"]):
-            stats = stats_of(operands[0], clamped[inner.invars[0]], inner.params["new_dtype"])
-            rows.append(_Seen(place, stats))
-    return list(map(read, body.outvars)), rows
-
-
-def _bound(equation: Equation, operands: list[Any]) -> list[Any]:
-    primitive, params = equation.primitive, equation.params
-    if hasattr(primitive, "get_bind_params"):
-        params = primitive.get_bind_params(params)
-    with equation.ctx.manager:
-        outs = primitive.bind(*operands, **params)
-    return list(outs) if primitive.multiple_results else [outs]
+    # A scan over layers moves the constants of its body to calls without operands.
+    is_quantization = isinstance(name, str) and QUANTIZE in name and equation.invars
+    return name.removeprefix(QUANTIZE) if is_quantization else ""

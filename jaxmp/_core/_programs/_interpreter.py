@@ -20,6 +20,7 @@ branch or loop that does not run has the result of `absent`.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import warnings
@@ -63,13 +64,20 @@ class Place(NamedTuple):
         return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
 
 
-class Frame(NamedTuple):
-    """Run of one jaxpr: its location, the state of the client, and the values of its variables."""
+@dataclasses.dataclass
+class Frame:
+    """Run of one jaxpr.
+
+    place: location of the equation that contains the jaxpr.
+    state: state of the client for the jaxpr.
+    values: values of the variables so far.
+    index: number of the current equation.
+    """
 
     place: Place
     state: Any
-    body: Jaxpr
     values: dict[Any, Any]
+    index: int = 0
 
 
 class Entry(enum.Enum):
@@ -144,9 +152,9 @@ class Interpreter:
         body, consts = jaxpr_body(jaxpr)
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
         values |= zip(body.invars, args, strict=True)
-        frame = Frame(place or Place(), state, body, values)
+        frame = Frame(place or Place(), state, values)
         read = lambda var: self.constant(var.val) if is_literal(var) else values[var]
-        for equation in body.eqns:
+        for frame.index, equation in enumerate(body.eqns):
             operands = list(map(read, equation.invars))
             with as_recorded(equation):
                 results = self.equation(equation, operands, frame)
@@ -171,7 +179,7 @@ class Interpreter:
           equation: the equation.
           operands: its operands.
           frame: the run of the jaxpr that contains it.
-          state: state of the client for the jaxprs.
+          state: state of the client for the jaxprs; the test of a while loop has none.
         """
         name = equation.primitive.name
         is_call = name in CALLS or (self.drops_derivatives and name in CUSTOM_DERIVATIVES)
@@ -247,7 +255,7 @@ class Interpreter:
         carry = self.entered(carry, Entry.CARRY, operands)
 
         def test(carry: Any) -> Any:
-            run = lambda: self.run(loop.test, [*of_test, *carry[0]], place, state)
+            run = lambda: self.run(loop.test, [*of_test, *carry[0]], place)
             return self.array(self._inside(run)[0][0])
 
         def body(*carry: Any) -> tuple[list[Any], dict[Hashable, Any]]:
