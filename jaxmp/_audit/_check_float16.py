@@ -36,15 +36,19 @@ _ATTENTION_SCALE = 8**-0.5
 class LostEpsilon(ConditionalFinding):
     """Label of a float16 value to which an epsilon was added that is 0 in float16."""
 
-    check = FLOAT16_RANGE
-    survives = LAYOUT | named("sqrt")
+    check, survives = FLOAT16_RANGE, LAYOUT | named("sqrt")
 
 
 class Square(ConditionalFinding):
     """Label of the square of a float16 value."""
 
-    check = FLOAT16_RANGE
-    survives = LAYOUT | named("mul div")
+    check, survives = FLOAT16_RANGE, LAYOUT | named("mul div")
+
+
+class UnscaledLogits(ConditionalFinding):
+    """Label of float16 logits that were scaled after their matmul."""
+
+    check, survives = FLOAT16_RANGE, LAYOUT | named("sub add select_n max")
 
 
 class _Sum(NamedTuple):
@@ -52,23 +56,18 @@ class _Sum(NamedTuple):
     op: OpOccurrence
 
 
-class UnscaledLogits(ConditionalFinding):
-    """Label of float16 logits that were scaled after their matmul."""
-
-    check = FLOAT16_RANGE
-    survives = LAYOUT | named("sub add select_n max")
+# ---------------------------------------------------------------------------
+# Constants
+# ---------------------------------------------------------------------------
 
 
 @FLOAT16_RANGE.on_operation("add", "add_any", "max")
 def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
-    if dtype_of(op.equation.outvars[0]) != FLOAT16 or op.location.phase == BACKWARD:
-        return None
-    if not any(_constant(var, op, audit) == 0 for var in op.equation.invars):
-        return None
+    is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
     message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
     fix = "Add the constant in FP32:\n    x = x.astype(jnp.float32)"
-    return LostEpsilon(op, message, fix)
+    return LostEpsilon(op, message, fix) if is_zero else None
 
 
 @FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
@@ -83,45 +82,45 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
 @FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
 def check_constant(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a finite constant that is infinite in float16."""
-    if dtype_of(op.equation.outvars[0]) != FLOAT16 or op.location.phase != FORWARD:
-        return
-    values = [_constant(var, op, audit) for var in op.equation.invars]
     is_cast = op.name == "convert_element_type"
-    for value in values:
-        if value is None or math.isnan(value) or abs(value) <= _LARGEST:
-            continue
-        if is_cast and math.isinf(value):
-            continue
-        text = f"the constant {value:g} is" if is_cast else "a constant is"
-        sign = "-" if value < 0 else ""
-        message = f"{text} {sign}inf in float16: a row that is masked everywhere becomes NaN."
-        fix = (
-            "Use the largest finite number of the dtype:\n"
-            f"    jnp.where(mask, logits, jnp.finfo(logits.dtype).{'min' if sign else 'max'})"
-        )
-        audit.add(FLOAT16_RANGE, op, message, fix)
+    for value in (_constant(var, op, audit) for var in _float16_operands(op)):
+        # A cast reads the constant as it was written; an infinite one is intended.
+        is_beyond = value is not None and abs(value) > _LARGEST
+        if is_beyond and not (is_cast and math.isinf(value)):
+            limit = "min" if value < 0 else "max"
+            message = "a constant beyond 65504 is infinite in float16: rows that are masked"
+            fix = "Use the largest finite number of the dtype:\n"
+            fix += f"    jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
+
+
+def _float16_operands(op: OpOccurrence) -> list[Atom]:
+    """Returns the operands of an operation with a float16 result; none in a backward pass."""
+    is_float16 = dtype_of(op.equation.outvars[0]) == FLOAT16
+    return op.equation.invars if is_float16 and op.location.phase != BACKWARD else []
+
+
+# ---------------------------------------------------------------------------
+# Squares and logits
+# ---------------------------------------------------------------------------
 
 
 @FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
 def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     del audit
-    operands = op.equation.invars
-    if dtype_of(operands[0]) != FLOAT16 or op.location.phase == BACKWARD:
-        return None
-    if op.name == "mul" and operands[0] is not operands[1]:
-        return None
-    if op.name == "integer_pow" and op.equation.params["y"] < 2:
-        return None
+    operands = _float16_operands(op)
+    is_square = len({id(var) for var in operands}) == 1 and op.equation.params.get("y", 2) > 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
-    return Square(op, message, "Square in FP32:\n    x = x.astype(jnp.float32)")
+    fix = "Square in FP32:\n    x = x.astype(jnp.float32)"
+    return Square(op, message, fix) if is_square else None
 
 
 @FLOAT16_RANGE.on_operation("reduce_sum")
-def report_square(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports squares that are summed, as for a norm."""
+def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects sums of squares, as for a norm."""
+    squares = [x for x in audit.flow.of_all(op.equation.invars) if isinstance(x, Square)]
     if op.location.phase != BACKWARD:
-        squares = [x for x in audit.flow.of_all(op.equation.invars) if isinstance(x, Square)]
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
 
@@ -139,17 +138,15 @@ def report_sums(audit: Auditor, traced: Traced) -> Iterable[Finding]:
 @FLOAT16_RANGE.on_operation("mul", "div")
 def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
-    if op.location.phase != FORWARD:
+    logits, scalar = op.equation.invars
+    value = _constant(scalar, op, audit) if op.location.phase == FORWARD else None
+    if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
-    value = _constant(op.equation.invars[1], op, audit)
-    if value is None or not value:
-        return None
-    factor = abs(value if op.name == "mul" else 1 / value)
-    for label in audit.flow.of(op.equation.invars[0]) if factor <= _ATTENTION_SCALE else ():
+    for label in audit.flow.of(logits):
         if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
-            scale = f"* {value:.6g}" if op.name == "mul" else f"/ {value:.6g}"
-            fix = f"Scale the queries before the matmul:\n    q = q {scale}"
+            sign = "*" if op.name == "mul" else "/"
+            fix = f"Scale the queries before the matmul:\n    q = q {sign} {value:.6g}"
             return UnscaledLogits(label.op, message, fix)
     return None
 
@@ -162,14 +159,10 @@ def report_logits(op: OpOccurrence, audit: Auditor) -> None:
 
 def _is_of_activations(logits: Logits, audit: Auditor) -> bool:
     equation = logits.op.equation
-    if dtype_of(equation.outvars[0]) != FLOAT16:
-        return False
-    for var in equation.invars[:2]:
-        types = {type(label) for label in audit.flow.of(var)}
-        # A weight is an argument to which nothing was added.
-        if From in types and Update not in types:
-            return False
-    return True
+    types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
+    # A weight is an argument to which nothing was added.
+    has_weight = any(From in each and Update not in each for each in types)
+    return dtype_of(equation.outvars[0]) == FLOAT16 and not has_weight
 
 
 def _constant(var: Atom, op: OpOccurrence, audit: Auditor) -> float | None:

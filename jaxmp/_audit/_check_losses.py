@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import LOSS_16BIT
 from jaxmp._audit._checks import ERROR, Check
-from jaxmp._audit._labels import ConditionalFinding, Fact, Logits, RoundedInput
-from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._labels import ConditionalFinding, Fact, Logits
+from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -114,22 +114,6 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     message = f"log-probabilities are rounded to {dtype}"
     fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype}) at {where}."
     return RoundedTerm(op, message, fix)
-
-
-@LOSS_16BIT.on_operation("sub")
-def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
-    """Labels the 16-bit difference of a matmul's result and a rounded argument."""
-    dtype = half_of(op.equation.outvars)
-    if dtype is None or op.location.phase != FORWARD:
-        return None
-    lhs, rhs = (audit.flow.of(var) for var in op.equation.invars)
-    for first, second in ((lhs, rhs), (rhs, lhs)):
-        targets = [x for x in first if isinstance(x, RoundedInput)]
-        if targets and any(isinstance(x, Logits) for x in second):
-            message = f"the loss subtracts {targets[0].input.location}, rounded to {dtype.name}"
-            fix = "Subtract in FP32:\n    outputs.astype(jnp.float32) - targets"
-            return RoundedTerm(op, message, fix)
-    return None
 
 
 @LOSS_16BIT.on_operation("reduce_sum")

@@ -152,14 +152,11 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
     del audit
-    for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+    for path, aval in traced.results:
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         if aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            file, line = traced.line_of(var)
-            yield Finding(
-                check=LOSS_16BIT.id, message=message, fix=LOSS_16BIT.fix, file=file, line=line
-            )
+            yield Finding(check=LOSS_16BIT.id, message=message, fix=LOSS_16BIT.fix)
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:

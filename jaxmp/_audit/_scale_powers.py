@@ -74,10 +74,12 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
 
 
 def _is_neutral(var: Atom, op: OpOccurrence) -> bool:
-    """Returns True for values that a factor does not change: zeros, infinities and NaN.
+    """Returns True for summands that leave a value proportional: 0, an epsilon, infinity and NaN.
 
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
-    is_constant = is_literal(source) and not np.any(np.isfinite(source.val) & (source.val != 0))
+    is_constant = is_literal(source) and not np.any(
+        np.isfinite(source.val) & (np.abs(source.val) > 1e-3)
+    )
     return op.location.phase == BACKWARD or is_constant

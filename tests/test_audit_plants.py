@@ -1,0 +1,306 @@
+"""The audit by data flow: planted defects with their fixes, healthy steps, and where both end."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import audit_healthy
+from audit_plants import BF16, F16, F32, PLANTS, audited, error_of, errors_of, fixed, planted
+from grids import fast_cases
+from jaxmp import audit
+
+W = jax.ShapeDtypeStruct((64, 64), F32)
+X = jax.ShapeDtypeStruct((16, 64), F32)
+SCALAR = jax.ShapeDtypeStruct((), F32)
+
+# The planted mistakes promote implicitly.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
+
+def loss(w, x, dtype=BF16):
+    return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(F32) ** 2)
+
+
+def checks(fn, *args, **options):
+    return audit(fn, *args, **options).counts()
+
+
+# ---------------------------------------------------------------------------
+# Plants
+# ---------------------------------------------------------------------------
+
+# One plant of each family.
+FAST = (
+    "teacher_probabilities",
+    "summed_tokens",
+    "codebook_usage",
+    "linear_attention",
+    "lost_epsilon",
+    "clipped_values",
+    "count_of_tokens",
+    "quantized_matmul",
+    "absolute_errors",
+    "log_of_a_gate",
+    "decayed_copies",
+)
+
+
+@pytest.mark.parametrize("case", PLANTS, ids=lambda case: case.name)
+@fast_cases(*FAST)
+def test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it(case):
+    before = [
+        f
+        for f in audited(case, planted).findings
+        if (f.check, f.severity) == (case.check, case.severity) and f.line in case.lines
+    ]
+    assert before and any(case.fix in f.fix for f in before), audited(case, planted).findings
+    assert all(f.message and f.fix for f in before)
+    after = audited(case, fixed).findings
+    assert not [f for f in after if f.severity == "error" or f.check == case.check], after
+
+
+@pytest.mark.parametrize("case", [c for c in PLANTS if c.repeats], ids=lambda case: case.name)
+@fast_cases("lost_epsilon", "log_of_a_gate")
+def test_the_fix_brings_the_results_closer_to_fp64(case):
+    before, after = errors_of(case)
+    assert after < before
+
+
+def test_errors_are_relative_and_nan_is_the_largest():
+    exact = jnp.array([4.0, -8.0])
+    assert error_of(jnp.array([4.0, -6.0]), exact) == 0.25
+    assert error_of(jnp.array([4.0, jnp.nan]), exact) == float("inf")
+
+
+@pytest.mark.parametrize("name", audit_healthy.STEPS)
+@fast_cases("loss_scale_by_hand_in_float16", "state_space_layer", "lookahead")
+def test_a_healthy_step_has_no_false_error(name):
+    build, recipe = audit_healthy.STEPS[name]
+    fn, args = build()
+    errors = {finding.check for finding in audit(fn, *args, policies=recipe).errors}
+    assert errors == set(audit_healthy.TRUE_ERRORS.get(name, ()))
+
+
+# ---------------------------------------------------------------------------
+# Forward pass, backward pass and optimizer
+# ---------------------------------------------------------------------------
+
+OUTSIDE = {
+    "softmax_16bit": lambda x: jax.nn.softmax(x.astype(BF16)),
+    "loss_16bit": lambda x: jax.nn.log_softmax(x.astype(BF16)),
+    "reduction_16bit": lambda x: jnp.cumsum(x.astype(BF16), axis=1),
+    "norm_16bit": lambda x: lax.rsqrt(jnp.mean(x.astype(BF16) ** 2, -1) + 1e-6),
+    "mixed_operands": lambda x: jnp.dot(x.astype(BF16), x.T),
+    "fp32_matmul": lambda x: x @ x.T,
+}
+
+
+@pytest.mark.parametrize("check", OUTSIDE)
+@pytest.mark.parametrize("is_after", [False, True])
+def test_errors_before_the_gradient_and_after_the_update_are_those_of_the_function_alone(
+    check, is_after
+):
+    fn = OUTSIDE[check]
+
+    def step(w, x):
+        first = () if is_after else fn(x)
+        w = w - 0.1 * jax.grad(loss)(w, x)
+        return w, fn(x @ w if check != "fp32_matmul" else w) if is_after else first
+
+    alone = {f.check for f in audit(fn, X, policies="bf16").errors}
+    errors = {f.check for f in audit(step, W, X, policies="bf16").errors}
+    assert check in alone and alone <= errors
+
+
+def test_a_note_gives_the_share_of_the_optimizers_matmuls():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        return w - 0.1 * grads @ grads.T @ grads, w.astype(BF16) @ w.astype(BF16)
+
+    report = audit(step, W, X, policies="bf16")
+    assert report.ok
+    total = 2 * 64**3
+    share = 2 * total / (2 * total + total + 4 * 16 * 64 * 64)
+    (note,) = [note for note in report.notes if "optimizer" in note]
+    assert f"({share:.1%} of the FLOPs)" in note and "test_audit_plants.py:" in note
+
+
+def test_a_measurement_of_gradients_is_not_the_optimizers():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        return w - 0.1 * grads, grads @ grads.T
+
+    assert checks(step, W, X, policies="bf16") == {"fp32_matmul": 1}
+
+
+def test_a_16_bit_norm_of_gradients_is_reported_although_the_update_reads_it():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        half = grads.astype(F16)
+        norm = jnp.sqrt(jnp.sum(half * half)).astype(F32)
+        return w - 0.1 * grads / norm
+
+    assert checks(step, W, X, policies="bf16") == {"norm_16bit": 1}
+
+
+# ---------------------------------------------------------------------------
+# State and recurrences
+# ---------------------------------------------------------------------------
+
+
+def test_state_of_a_program_that_trains_nothing():
+    half = jax.ShapeDtypeStruct((4,), BF16)
+    add = lambda total, x: {"total": total["total"] + x.astype(total["total"].dtype)}
+    assert checks(add, {"total": half}, jax.ShapeDtypeStruct((4,), F32)) == {"accumulator_16bit": 1}
+    assert checks(add, {"total": jax.ShapeDtypeStruct((4,), F32)}, half) == {}
+    # A residual stream is not a state.
+    assert checks(lambda x, y: x + y, half, half) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (lambda h, u: h * 0.99 + u, 1),
+        (lambda h, u: h + 0.01 * (u - h), 1),
+        (lambda h, u: jnp.where(u > 0, 0.99 * h + u, h), 1),
+        # A gate that depends on the carry, a factor without a sum, and a short memory.
+        (lambda h, u: jax.nn.relu(h) * h + u, 0),
+        (lambda h, u: h * 0.99, 0),
+        (lambda h, u: h * 0.5 + u, 0),
+        (lambda h, u: h * (1 - jnp.tanh(h)) + jnp.tanh(h) * u, 0),
+    ],
+)
+def test_linear_recurrences(body, count):
+    def run(dtype):
+        rows = jax.ShapeDtypeStruct((256, 4), dtype)
+        fn = lambda us: lax.scan(lambda h, u: (body(h, u), None), jnp.zeros(4, dtype), us)[0]
+        return checks(fn, rows).get("accumulator_16bit", 0)
+
+    assert run(BF16) == count and run(F32) == 0
+
+
+def test_short_loops_are_not_recurrences():
+    fn = lambda us: lax.scan(lambda h, u: (h * 0.99 + u, None), jnp.zeros(4, BF16), us)[0]
+    assert checks(fn, jax.ShapeDtypeStruct((4, 4), BF16)) == {}
+
+
+# ---------------------------------------------------------------------------
+# float16, integers and losses
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (lambda x: 1 / (x + 1e-8), 1),
+        (lambda x: x / jnp.maximum(jnp.abs(x).max(), 1e-8), 1),
+        (lambda x: 1 / (x + 1e-3), 0),
+        (lambda x: jax.nn.relu(x) * 2, 0),
+        (lambda x: jnp.where(x > 0, x, -1e9), 1),
+        (lambda x: jnp.where(x > 0, x, -6e4), 0),
+        (lambda x: jnp.where(x > 0, x, -jnp.inf), 0),
+        pytest.param(lambda x: x - 1e9, 1, marks=pytest.mark.filterwarnings("ignore:overflow")),
+        (lambda x: jnp.sum(x * x), 1),
+        (lambda x: jnp.sum(x * (x + 1)), 0),
+    ],
+)
+def test_the_range_of_float16(fn, count):
+    with jax.numpy_dtype_promotion("standard"):
+        found = [
+            checks(lambda x: fn(x).astype(F32), jax.ShapeDtypeStruct((8, 8), dtype))
+            for dtype in (F16, BF16)
+        ]
+    assert [counts.get("float16_range", 0) for counts in found] == [count, 0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (lambda x, n: jnp.arange(300, dtype=BF16), 1),
+        (lambda x, n: jnp.arange(257, dtype=BF16), 0),
+        (lambda x, n: jnp.arange(300).astype(BF16), 1),
+        (lambda x, n: (jnp.arange(300) * 2 % 4).astype(BF16), 0),
+        (lambda x, n: (x > 0).sum().astype(BF16), 1),
+        (lambda x, n: (x > 0).astype(BF16), 0),
+        (lambda x, n: jax.nn.one_hot(x[:, 0].astype(int), 8).sum(0).astype(BF16), 0),
+        (lambda x, n: n.astype(BF16), 1),
+        (lambda x, n: (n % 100).astype(BF16), 0),
+    ],
+)
+def test_integers_in_16_bits(fn, count):
+    counts = checks(fn, X, jax.ShapeDtypeStruct((), jnp.int32))
+    assert counts.get("rounded_integer", 0) == count
+
+
+def test_keys_that_were_16_bits_before_lose_nothing():
+    half = jax.ShapeDtypeStruct((64,), BF16)
+    assert checks(lambda x: jnp.sort(x.astype(F32).astype(BF16)), half) == {}
+    assert checks(lambda x: jnp.sort(x.astype(BF16)), jax.ShapeDtypeStruct((64,), F32)) == {
+        "sort_16bit": 1
+    }
+
+
+def test_a_rounded_loss_is_reported_if_it_is_returned():
+    def value(w, x):
+        return jnp.mean(jnp.abs(x.astype(BF16) @ w.astype(BF16))).astype(F32)
+
+    assert checks(jax.value_and_grad(value), W, X).get("loss_16bit") == 1
+    assert "loss_16bit" not in checks(jax.grad(value), W, X)
+
+
+def test_probabilities_without_a_logarithm_may_be_rounded():
+    gates = lambda x: jax.nn.sigmoid(x.astype(BF16)).astype(F32)
+    assert checks(gates, X) == {}
+    assert checks(lambda x: jnp.log(gates(x)), X) == {"log_of_rounded": 1}
+
+
+# ---------------------------------------------------------------------------
+# Loss scales
+# ---------------------------------------------------------------------------
+
+
+def scaled_step(use):
+    return lambda w, scale, x: use(w, jax.grad(lambda w: scale * loss(w, x, F16))(w), scale)
+
+
+def clipped(grads):
+    return grads * jnp.minimum(1.0, 1.0 / (jnp.sqrt(jnp.sum(grads**2)) + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("use", "count"),
+    [
+        (lambda w, g, s: w - 0.1 * g / s, 0),
+        (lambda w, g, s: w - 0.1 * (g * (1 / s)), 0),
+        (lambda w, g, s: w - 0.1 * clipped(g / s), 0),
+        (lambda w, g, s: w - 0.1 * clipped(g) / s, 1),
+        (lambda w, g, s: w - 0.1 * g / s / s, 1),
+        (lambda w, g, s: w - 0.1 * g, 1),
+        (lambda w, g, s: (w - 0.1 * g / s, jnp.sum(g**2)), 1),
+        (lambda w, g, s: (w - 0.1 * g / s, jnp.sum((g / s) ** 2)), 0),
+        (lambda w, g, s: (w - 0.1 * g / s, jnp.where(jnp.isfinite(g).all(), s, s / 2)), 0),
+    ],
+)
+def test_gradients_and_their_scale(use, count):
+    counts = checks(scaled_step(use), W, SCALAR, X)
+    assert counts.get("scaled_gradients", 0) == count
+
+
+def test_a_learning_rate_and_a_weight_of_a_loss_are_not_loss_scales():
+    def step(w, rate, weight, x):
+        value = lambda w: loss(w, x) + weight * jnp.sum(w**2)
+        return w - rate * clipped(jax.grad(value)(w)), rate / 2
+
+    assert checks(step, W, SCALAR, SCALAR, X) == {}
+
+
+def test_a_table_that_is_larger_than_its_lookups_is_not_cast():
+    def step(w, tokens):
+        rows = lambda w: jnp.sum(w[tokens].astype(BF16).astype(F32) ** 2)
+        return jax.grad(rows)(w)
+
+    few, many = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (64, 1024))
+    assert "wide_gather" not in checks(step, W, few)
+    report = audit(step, W, many)
+    assert [f.check for f in report.findings if f.check == "wide_gather"]
