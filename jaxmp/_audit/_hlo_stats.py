@@ -101,7 +101,7 @@ def read_program(
             matmul = matmul_of_instruction(program, step, inside, part)
             if matmul is not None:
                 key = (*origins.of(matmul.named), *matmul[:5])
-                _count(gemms, key, matmul.flops * step.times, 1)
+                _count(gemms, key, matmul.flops * step.times, step.times)
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
                 flops = _attention_flops(inside, part) * step.times
                 _count(attention, _attention_key(origins, inside, part), step.times, flops)
