@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__version__ = "0.1.0"
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +84,6 @@ if TYPE_CHECKING:
     from jaxmp._validate import TrainingRun as TrainingRun
     from jaxmp._validate import ValidationReport as ValidationReport
     from jaxmp._validate import validate as validate
-
-__version__ = "0.1.0"
 
 # Name -> its module, the package that it loads, the feature for error messages, and the extra
 # that installs the package.

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe_files._load import RecipeLike
 
@@ -47,7 +49,7 @@ from jaxmp._audit._make_report import make_report
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
-from jaxmp._audit._trace import trace
+from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
 from jaxmp._core._locations import Location
 from jaxmp._recipe_files._load import as_recipe_data
@@ -86,7 +88,8 @@ def audit(
       The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function, if `target` is not a known GPU, or if XLA cannot
+      AuditError: if `fn` is not a function, or changes an NNX object that is not among its
+        arguments, if `target` is not a known GPU, or if XLA cannot
         compile the program.
       MissingDependencyError: if neither the GPU nor XLA's compiler for it is installed.
       PolicyError, RecipeError: if the policies are not valid.
@@ -131,16 +134,36 @@ def _audit(
 ) -> AuditReport:
     gpu = {} if target is None else {"target": "gpu", "capability": GPUS[target].capability}
     with _compat.context(**gpu):
-        traced = trace(fn, args, kwargs)
+        traced = _traced(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)
     auditor.known.bind_constants(traced.closed)
     auditor.run(traced.jaxpr, Location(), 1)
     compiled = None if target is None else compile_for(target, traced)
-    return make_report(auditor, traced, compiled)
+    return make_report(auditor, traced, compiled, function=fn, target=target or "")
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    try:
+        return trace(fn, args, kwargs)
+    except Exception as error:
+        # Flax is an optional dependency.
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise AuditError(
+            f"the audited function changes an NNX object that is not among its arguments ({error})."
+            " Pass the model and the optimizer as arguments:\n"
+            "    jaxmp.audit(train_step, model, optimizer, batch)"
+        ) from error
 
 
 def _check_function(fn: object) -> None:
+    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered)):
+        raise AuditError(
+            f"audit received a program that JAX has {type(fn).__name__.lower()} already, whose "
+            "operations it cannot trace. Pass the function; target='h200' compiles it, too:\n"
+            "    jaxmp.audit(train_step, state, batch, target='h200')"
+        )
     if not callable(fn):
         raise AuditError(
             f"audit received an object of type {type(fn).__name__} instead of a function. Pass the "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_inputs import is_rounded
@@ -151,12 +152,26 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 @LOSS_16BIT.on_program
 def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
-    del audit
-    for path, aval in traced.results:
+    for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         if aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned:
+            file, line = audit.findings.lines.of(_makers(var, traced.jaxpr))
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            yield Finding(check=LOSS_16BIT.id, message=message, fix=LOSS_16BIT.fix)
+            fix = "Compute the loss from FP32 outputs:\n    outputs = outputs.astype(jnp.float32)"
+            yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
+
+
+def _makers(var: Atom | None, jaxpr: Jaxpr) -> list[Equation]:
+    """Returns the equation that computes a result, and the enclosing ones, innermost first."""
+    makers: list[Equation] = []
+    while var is not None:
+        maker = next((e for e in jaxpr.eqns if any(var is other for other in e.outvars)), None)
+        inside = [] if maker is None else inners(maker)
+        makers[:0] = [] if maker is None else [maker]
+        pairs = [pair for i in inside[-1:] for pair in zip(i.results, i.jaxpr.outvars, strict=True)]
+        var = next((inner for outer, inner in pairs if outer is var), None)
+        jaxpr = inside[-1].jaxpr if inside else jaxpr
+    return makers
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:

@@ -32,7 +32,7 @@ class GemmRow(_Row):
         present, there is no autotuning, and the GPU may use another kernel of the same dtypes.
       was_fp8: the FP8 dtype that an operand had before it was cast up for this matmul; "" if none.
       flops: FLOPs of all executions, per device.
-      count: number of kernels.
+      count: number of launches in one step; a kernel in a loop is launched once per iteration.
       file: path of the user's source file; "" if it is not known.
       line: line number in `file`.
     """
@@ -60,7 +60,7 @@ class AttentionRow(_Row):
       kernel: the custom call, such as "__cudnn$fmhaSoftmax".
       dtype: of queries, keys and values.
       shape: of the queries.
-      count: number of executions.
+      count: number of launches in one step.
       file: path of the user's source file; "" if it is not known.
       line: line number in `file`.
       flops: FLOPs of all executions, per device; a causal mask halves them.

@@ -102,7 +102,7 @@ def read_program(
             if matmul is not None:
                 dtypes = [_actual(name, compiled) for name in matmul[:2]]
                 key = (*origins.of(matmul.named), *dtypes, *matmul[2:5])
-                _count(gemms, key, matmul.flops * step.times, 1)
+                _count(gemms, key, matmul.flops * step.times, step.times)
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
                 flops = _attention_flops(inside, part) * step.times
                 _count(attention, _attention_key(origins, inside, part), step.times, flops)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import linecache
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -35,13 +38,22 @@ _EMULATED = (
 _SMALL_SHARE = 0.01
 
 
-def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> AuditReport:
+def make_report(
+    auditor: Auditor,
+    traced: Traced,
+    compiled: Compiled | None,
+    *,
+    function: Callable[..., Any],
+    target: str,
+) -> AuditReport:
     """Returns the report.
 
     Args:
       auditor: after its walk.
       traced: the program.
       compiled: the program compiled for a GPU, if there is one.
+      function: the audited function.
+      target: the GPU that `audit` received; "" without one.
     """
     of_program = [f for function in ON_PROGRAM for f in function(auditor, traced)]
     findings = [*_final_findings(auditor, traced), *of_program]
@@ -60,7 +72,12 @@ def make_report(auditor: Auditor, traced: Traced, compiled: Compiled | None) -> 
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
     notes = (*auditor.notes, *rows.pop("notes", ()))
+    recipe, definition = auditor.context.recipe, _definition(function)
+    findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
+        function=getattr(function, "__name__", type(function).__name__),
+        target=target,
+        recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=_rows(MatmulRow, auditor.matmuls, auditor.root),
         casts=_rows(CastRow, auditor.casts, auditor.root),
@@ -173,6 +190,21 @@ def _final_finding(finding: PendingFinding, root: Path, is_minor: bool) -> Findi
         count=finding.count,
         flops=finding.flops,
     )
+
+
+def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
+    """Returns a finding with the text of its line, or else with the line of the function."""
+    if not finding.file:
+        return dataclasses.replace(finding, file=definition[0], line=definition[1])
+    return dataclasses.replace(finding, text=linecache.getline(finding.file, finding.line).strip())
+
+
+def _definition(function: Callable[..., Any]) -> tuple[str, int]:
+    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def _merge(first: Finding, second: Finding) -> Finding:

@@ -44,7 +44,7 @@ class PendingFindings:
     def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
         self._is_after_gradient = is_after_gradient
         self._by_key: dict[tuple[object, ...], PendingFinding] = {}
-        self._lines = Lines()
+        self.lines = Lines()
 
     def add(
         self,
@@ -91,7 +91,7 @@ class PendingFindings:
 
     def line_of(self, op: OpOccurrence) -> tuple[str, int]:
         """Returns (file, line) of an operation in the user's code; ("", 0) if it is not known."""
-        return self._lines.of((op.equation, *op.enclosing))
+        return self.lines.of((op.equation, *op.enclosing))
 
     def where(self, op: OpOccurrence) -> str:
         """Returns the line of an operation as `model.py:12`."""
@@ -101,7 +101,7 @@ class PendingFindings:
     def is_own_call(self, equation: Equation) -> bool:
         """Returns True if the user's own code contains the call that made an equation."""
         call = call_site(equation)
-        return call is not None and self._lines.is_own(call[0].co_filename)
+        return call is not None and self.lines.is_own(call[0].co_filename)
 
     def __iter__(self) -> Iterator[PendingFinding]:
         return iter(self._by_key.values())

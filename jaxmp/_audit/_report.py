@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._render import WIDTH, html_page, plain_text
@@ -19,6 +22,8 @@ from jaxmp._audit._sections import difference_sections, report_sections
 from jaxmp._core._typing import RichRenderable
 from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
 
+# Version of the JSON text, which is increased if a field changes; `docs/audit.md` describes it.
+SCHEMA_VERSION = 1
 # Findings that an error message lists.
 _MAX_LISTED = 20
 # Operand dtypes of more than 16 bits.
@@ -37,6 +42,10 @@ class AuditReport:
     `report.to_text(full=True)` shows everything. rich and notebooks render it, too.
 
     Args:
+      function: name of the audited function.
+      target: the GPU that it was compiled for, as `audit` received it; "" if it was only traced.
+      recipe: name of the recipe; "" without policies.
+      jaxmp_version, jax_version: the versions that made the report.
       policies: the default policy, as a string; "" without policies.
       equations: number of operations of the program.
       gpu: the GPUs that it was compiled for; "" without `target`. Then `gemms`, `memory`,
@@ -60,6 +69,11 @@ class AuditReport:
       ({('float32', 'float32'): 1024}, True)
     """
 
+    function: str = ""
+    target: str = ""
+    recipe: str = ""
+    jaxmp_version: str = __version__
+    jax_version: str = jax.__version__
     policies: str = ""
     equations: int = 0
     gpu: str = ""
@@ -157,12 +171,14 @@ class AuditReport:
 
         Args:
           fail_on: checks that may not find anything, warnings included; None: no errors at all.
-          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only checks
-            with more errors than in the baseline fail.
+          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only findings
+            fail that the baseline does not contain: those with another check, module or text of
+            the source line. Line numbers may differ.
 
         Raises:
           AuditFailedError: listing each finding with module, line and fix.
-          AuditError: if a check does not exist, or the baseline cannot be read.
+          AuditError: if a check does not exist, if the baseline cannot be read, or if it was made
+            for another target.
 
         Example:
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
@@ -170,14 +186,23 @@ class AuditReport:
         checks = known_checks(fail_on)
         failed = [f for f in self.findings if _fails(f, checks)]
         if baseline is not None:
-            before = _counted(as_report(baseline).findings, checks)
-            worse = {k for k, n in _counted(self.findings, checks).items() if n > before.get(k, 0)}
-            failed = [finding for finding in failed if finding.check in worse]
+            before = as_report(baseline)
+            self._check_target(before)
+            failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
         if failed:
-            more = ", more than the baseline allows" if baseline is not None else ""
+            more = ", which the baseline does not contain" if baseline is not None else ""
             lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
             lines += [f"  and {len(failed) - _MAX_LISTED} more"] * (len(failed) > _MAX_LISTED)
             raise AuditFailedError("\n".join([f"The audit found errors{more}:", *lines]))
+
+    def _check_target(self, baseline: AuditReport) -> None:
+        if baseline.target != self.target:
+            raise AuditError(
+                f"The baseline was made with target={baseline.target or None!r} and this report "
+                f"with target={self.target or None!r}, so that they have different findings. Use "
+                "the same target, or write a new baseline:\n"
+                "    pathlib.Path('audit.json').write_text(report.to_json())"
+            )
 
     def diff(self, other: AuditReport | str | Path) -> AuditDiff:
         """Compares this report with a later one.
@@ -245,9 +270,14 @@ class AuditReport:
         return self.to_html()
 
     def to_json(self) -> str:
-        """Returns the whole report as JSON; `AuditReport.from_json` reads it."""
+        """Returns the whole report as JSON; `AuditReport.from_json` reads it.
+
+        `docs/audit.md` describes the fields. They are those of this class, `schema_version`, and
+        the properties `ok` and `low_precision_share`.
+        """
         summary = {name: getattr(self, name) for name in _SUMMARY}
-        return json.dumps(summary | dataclasses.asdict(self), indent=1)
+        fields = {"schema_version": SCHEMA_VERSION} | summary | dataclasses.asdict(self)
+        return json.dumps(fields, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> AuditReport:
@@ -257,10 +287,13 @@ class AuditReport:
           text: the JSON text.
 
         Raises:
-          AuditError: if the text is not a report.
+          AuditError: if the text is not a report, or has another schema version.
         """
         try:
             fields = json.loads(text)
+            version = fields.pop("schema_version", None)
+            if version != SCHEMA_VERSION:
+                raise ValueError(f"schema_version is {version}, and must be {SCHEMA_VERSION}")
             for name in _SUMMARY:
                 fields.pop(name, None)
             rows = {name: tuple(_row(name, row) for row in fields.pop(name)) for name in _ROWS}
@@ -342,14 +375,6 @@ def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
     return finding.severity == ERROR if checks is None else finding.check in checks
 
 
-def _counted(findings: Iterable[Finding], checks: frozenset[str] | None) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for finding in findings:
-        if _fails(finding, checks):
-            sums[finding.check] += finding.count
-    return sums
-
-
 # ---------------------------------------------------------------------------
 # Differences between two audits
 # ---------------------------------------------------------------------------
@@ -405,9 +430,13 @@ class AuditDiff:
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
-    known = {_identity(finding) for finding in others}
-    return tuple(finding for finding in findings if _identity(finding) not in known)
-
-
-def _identity(finding: Finding) -> tuple[str, ...]:
-    return finding.check, finding.severity, finding.module, finding.primitive, finding.file
+    """Returns the findings without equal ones among the others, each of which stands for one."""
+    known = Counter((finding.identity, finding.severity) for finding in others)
+    rest = []
+    for finding in findings:
+        key = finding.identity, finding.severity
+        if known[key]:
+            known[key] -= 1
+        else:
+            rest.append(finding)
+    return tuple(rest)

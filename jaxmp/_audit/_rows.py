@@ -21,10 +21,12 @@ class Finding:
       primitive: the operation, as a jaxpr prints it; "" for a finding about an argument or a rule.
       file: path of the user's source file; "" if it is not known.
       line: line number in `file`; 0 if it is not known.
+      text: text of this line, without indentation; a baseline compares it instead of the number.
       message: the defect and its consequence.
       fix: the remedy: a sentence and its code in lines that are indented by four spaces, or one
         statement of code.
-      count: number of operations that the finding covers.
+      count: number of operations of the traced program that the finding covers, or of launches of
+        the compiled program.
       flops: FLOPs of the matmuls among them in one step, including iterations of loops.
 
     Example:
@@ -40,10 +42,16 @@ class Finding:
     primitive: str = ""
     file: str = ""
     line: int = 0
+    text: str = ""
     message: str = ""
     fix: str = ""
     count: int = 1
     flops: int = 0
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The values by which the same finding is known in another version of the program."""
+        return self.check, self.module, self.text or self.message
 
     @property
     def location(self) -> str:

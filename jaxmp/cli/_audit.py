@@ -67,7 +67,7 @@ def audit(
     ] = "any",
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are more errors."),
+        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are other errors."),
     ] = None,
     full: Annotated[
         bool,
