@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxmp._audit import AuditReport, Finding
+from jaxmp._validate._emulate import Origin
 from jaxmp._validate._probe import Measurements
 from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
 from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
@@ -228,8 +229,18 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
             "the error vanishes if all operations are computed in FP32, and the roundings of this "
             "line alone cause it."
         ),
-        fix=f"x = x.astype(jnp.float32)  # before {where}" if finding is None else finding.fix,
+        fix=_line_fix(origin, module, where) if finding is None else finding.fix,
     )
+
+
+def _line_fix(origin: Origin, module: str, where: str) -> str:
+    """Returns code that computes a line in FP32."""
+    if origin.dtype.startswith("float8"):
+        return f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="its values do not fit FP8")'
+    if origin.source.endswith("of the batch"):
+        name = origin.source.split("'")[1].rpartition("/")[2]
+        return f"jaxmp.Rule('', keep_inputs=[{name!r}])  # or without the cast in {where}"
+    return f"x = x.astype(jnp.float32)  # before {where}"
 
 
 # ---------------------------------------------------------------------------
@@ -238,7 +249,12 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
 
 
 def _patterns(evidence: Evidence) -> list[Diagnosis]:
-    """Returns the forms of differences that were found at the compared steps."""
+    """Returns the forms of differences: those of states, and others at their first step.
+
+    At later steps, the candidate's optimizer has a state of its own.
+    """
+    patterns = evidence.measurements.patterns
+    first = min((each.step for each in patterns if each.id != "state"), default=0)
     return [
         (
             pattern.error,
@@ -249,7 +265,8 @@ def _patterns(evidence: Evidence) -> list[Diagnosis]:
                 fix=_FIXES[pattern.id],
             ),
         )
-        for pattern in evidence.measurements.patterns
+        for pattern in patterns
+        if pattern.id == "state" or pattern.step == first
     ]
 
 

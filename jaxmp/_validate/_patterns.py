@@ -84,6 +84,7 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
             error=min(error, 1.0),
             factor=factor,
         )
+        return
     top = float(np.max(np.abs(y), initial=0.0))
     is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
     share = float(np.mean(is_clipped)) if y.size else 0.0
@@ -92,7 +93,7 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
         yield Pattern(
             step=step,
             id="clipping",
-            text=f"{100 * share:.2g} % of the elements of the {stage} are clipped to {top:.3g}",
+            text=f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}",
             error=min(error, 1.0),
         )
 
