@@ -148,8 +148,11 @@ def test_another_weight_decay():
 
 def test_a_module_without_a_gradient():
     frozen = {**GRADS, "fc1:kernel": np.zeros((8, 16))}
-    still = {**CHANGES, "ema/w": np.zeros(64)}
-    result = forms(probe(frozen, changes=still))
+    moments = {**CHANGES, "mu/fc1/kernel": np.ones(64)}
+    still = {**moments, "mu/fc1/kernel": np.zeros(64)}
+    reference, frozen_probe = probe(changes=moments), probe(frozen, changes=still)
+    row = gradient_row(7, reference, frozen_probe)
+    result = {each.id: each for each in find_patterns(row, reference, frozen_probe)}
     assert set(result) == {"zero_gradient"}  # its moments do not change, either
     assert result["zero_gradient"].text == "the gradient of fc1 is zero"
     assert "zero_gradient" not in forms(probe(scaled(GRADS, 0.0)))

@@ -133,6 +133,19 @@ def _masters(evidence: Evidence) -> Diagnosis:
     )
 
 
+def _overflow(evidence: Evidence) -> Diagnosis:
+    broken = [r for r in evidence.measurements.modules if r.activation_error == math.inf]
+    if not broken:
+        return None
+    first = min(broken, key=lambda row: (row.step, row.order))
+    return 1.4, Cause(
+        id="overflow",
+        summary=f"the output of {first.module or '(root)'} is not finite",
+        evidence=f"At step {first.step}, on the parameters of the reference, whose output is.",
+        fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
+    )
+
+
 def _skipped(evidence: Evidence) -> Diagnosis:
     """Finds steps that were skipped while the loss scale was too large."""
     training, share = evidence.training, evidence.training.skipped_share
@@ -190,7 +203,7 @@ def _lines(evidence: Evidence) -> Diagnosis:
         causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
         score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
         (value, line), *later = causes
-        cause = _line_cause(evidence, line, _effect(trial, quantity, value))
+        cause = _line_cause(evidence, line, _effect(trial, quantity, value, line.origin.dtype))
         also = ", ".join(each.origin.location or each.module for _, each in later)
         more = f" So do those of each of these lines alone: {also}." if later else ""
         return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
@@ -203,11 +216,12 @@ def _is_scale(evidence: Evidence) -> bool:
     return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
 
 
-def _effect(trial: Trial, quantity: str, error: float) -> str:
+def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     """Returns the effect of one line on the gradient, the loss or the update."""
     if math.isfinite(error):
         return f"changes the {quantity} by {_percent(error)}"
-    reason = " by an overflow" if math.isfinite(trial.wide_range.error) else ""
+    is_range = math.isfinite(trial.wide_range.error + trial.wide_range.update_error)
+    reason = f": values are outside of the range of {dtype}" if is_range else ""
     return f"makes the {quantity} infinite or NaN{reason}"
 
 
@@ -292,6 +306,7 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _underflow,
     _masters,
     _lines,
+    _overflow,
     _skipped,
 )
 
