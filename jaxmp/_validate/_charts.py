@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import html
+import importlib
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# A page on a phone shows a chart at about 340 pixels, in which text of 12 units has 10 pixels.
-WIDTH, HEIGHT = 400, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 36
-_TICKS = 5  # at most, per axis
 _POINTS = 250  # of a curve; longer ones are averaged in bins
-
-# Dash patterns distinguish the curves without colours. `.s0` to `.s5` of the style sheet are the
-# colours; the reference is `.s0`, solid.
-_DASHES = ("", "", "6 3", "2 2", "8 3 2 3", "10 4")
+# Dash patterns distinguish the curves without colours; the reference is 0, solid.
+_DASHES = ((), (), (6, 3), (2, 2), (8, 3, 2, 3), (10, 4))
+# matplotlib draws in colours that stand for properties of the style sheet.
+_NAMES = ("s0", "s1", "s2", "s3", "s4", "s5", "soft", "rule", "bad")
+_COLOURS = {name: f"#00001{number}" for number, name in enumerate(_NAMES)}
+_SETTINGS = {"svg.fonttype": "none", "font.size": 9, "lines.scale_dashes": False}
+_SETTINGS |= {f"axes.spines.{side}": False for side in ("top", "left", "right", "bottom")}
+# A page has several images: their identifiers would not be unique.
+_REMOVED = re.compile(
+    r'<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(:xlink)?="[^"]*"'
+    r'| id="(?!curve|band|limit)[^"]*"| (width|height)="[\d.]+pt"|font-family: [^;"]*;?',
+    re.DOTALL,
+)
 
 STYLE = """
 .jaxmp { --s0: #1f2328; --s1: #0067b0; --s2: #b94700; --s3: #00765a; --s4: #9a3b7f;
@@ -30,18 +38,12 @@ STYLE = """
 .jaxmp figcaption { font-weight: 600; margin: 0 0 .1rem; }
 .jaxmp figcaption span { color: var(--soft); font-weight: 400; }
 .jaxmp svg { display: block; width: 100%; height: auto; max-width: 32rem; }
-.jaxmp svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
-.jaxmp .grid { stroke: var(--rule); stroke-width: 1; }
-.jaxmp .limit { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 4 3; }
-.jaxmp .curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.jaxmp svg text { font-family: system-ui, sans-serif; }
 .jaxmp .key { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; margin: .5rem 0; padding: 0; }
 .jaxmp .key svg { display: inline; width: 32px; height: 10px; margin-right: .35rem; }
+.jaxmp .key path { stroke-width: 1.8; }
 .jaxmp .key li { list-style: none; overflow-wrap: anywhere; }
-""" + "\n".join(
-    f".jaxmp .s{n} {{ stroke: var(--s{n}); }} .jaxmp .b{n} {{ fill: var(--s{n}); opacity: .16; }} "
-    f".jaxmp .d{n} {{ fill: var(--s{n}); }}"
-    for n in range(6)
-)
+"""
 
 
 class Curve(NamedTuple):
@@ -70,7 +72,6 @@ def chart(
     log: int = 0,
     limits: Sequence[float] = (),
     label: Callable[[float], str] | None = None,
-    marks: bool = False,
 ) -> str:
     """Returns a figure with curves over the training step; "" without a finite value.
 
@@ -78,143 +79,75 @@ def chart(
       title: the quantity.
       note: its unit, or the meaning of the band.
       curves: the curves; those behind others first.
-      log: 0 for a linear vertical axis; 2 or 10 for a logarithmic one with powers of this number,
-        which shows positive values only.
+      log: 0 for a linear vertical axis; 2 or 10 for a logarithmic one with this base, which shows
+        positive values only.
       limits: values at which a dashed horizontal line is drawn.
       label: the text of a value on the vertical axis.
-      marks: True to draw every value as a dot, too.
     """
-    curves = [_thinned(curve) for curve in curves]
-    values = [v for curve in curves for v in (*curve.y, *curve.low, *curve.high)] + list(limits)
-    values = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
-    if not values:
+    values = [value for curve in curves for value in curve.y]
+    if not any(math.isfinite(value) and (value > 0 or not log) for value in values):
         return ""
-    axis = {0: _linear_axis, 2: _binary_axis, 10: _log_axis}[log](values)
-    label = label or {0: "{:.4g}".format, 2: _binary_label, 10: _power_label}[log]
-    last = max((x for curve in curves for x in curve.x), default=1) or 1
-    across = lambda x: _LEFT + (WIDTH - _LEFT - _RIGHT) * x / last
-    up = lambda value: _vertical(value, axis, log)
-    parts = [_frame(axis, last, across, up, label)]
-    parts += [_line(_LEFT, WIDTH - _RIGHT, up(limit), "limit") for limit in limits]
-    for curve in curves:
-        parts.append(_band(curve, across, up, log))
-    for curve in curves:
-        parts.append(_path(curve, across, up, log))
-        parts += _dots(curve, across, up, log) if marks else []
+    image = _inline(_drawn(list(map(_thinned, curves)), log, limits, label))
     name = html.escape(f"{title}, {note}" if note else title, quote=True)
     caption = html.escape(title) + (f" <span>{html.escape(note)}</span>" if note else "")
-    return (
-        f"<figure><figcaption>{caption}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">'
-        f"{''.join(parts)}</svg></figure>"
-    )
+    image = image.replace("<svg", f'<svg role="img" aria-label="{name}"', 1)
+    return f"<figure><figcaption>{caption}</figcaption>{image}</figure>"
 
 
-def key(names: Sequence[str]) -> str:
-    """Returns the legend of all charts; the style of a name is its index."""
-    items = "".join(
-        f'<li><svg viewBox="0 0 32 10" aria-hidden="true"><path d="M1 5H31" '
-        f"{_stroke(style)}/></svg>{html.escape(name)}</li>"
-        for style, name in enumerate(names)
-    )
-    return f'<ul class="key">{items}</ul>'
-
-
-# ---------------------------------------------------------------------------
-# Axes
-# ---------------------------------------------------------------------------
-
-
-class _Axis(NamedTuple):
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-
-
-def _linear_axis(values: Sequence[float]) -> _Axis:
-    low, high = min(values), max(values)
-    if low == high:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
-    step = _round_step((high - low) / (_TICKS - 1))
-    low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
-    return _Axis(low, high, tuple(low + step * n for n in range(round((high - low) / step) + 1)))
-
-
-def _round_step(size: float) -> float:
-    """Returns the smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `size`."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= size * (1 - 1e-9))
-
-
-def _log_axis(values: Sequence[float]) -> _Axis:
-    """Returns an axis of powers of ten; within a decade or two, of other round values, too."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    first, last = math.floor(low + 1e-9), math.ceil(high - 1e-9)
-    last = max(last, first + 1)
-    if last - first > 2:
-        stride = max(1, math.ceil((last - first) / (_TICKS - 1)))
-        return _Axis(first, last, tuple(10.0**n for n in range(first, last + 1, stride)))
-    ticks = [step * 10.0**n for n in range(first, last + 1) for step in (1, 2, 5)]
-    logs = [math.log10(tick) for tick in ticks]
-    start = max((x for x in logs if x <= low + 1e-9), default=logs[0])
-    end = min((x for x in logs if x >= high - 1e-9 and x > start), default=logs[-1])
-    inside = tuple(tick for tick, x in zip(ticks, logs, strict=True) if start <= x <= end)
-    return _Axis(start, end, inside)
-
-
-def _binary_axis(values: Sequence[float]) -> _Axis:
-    """Returns an axis of powers of two, with at least one beyond each end."""
-    first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    first, last = first - 1, last + 1
-    stride = math.ceil((last - first) / (_TICKS - 1))
-    ticks = tuple(2.0**n for n in range(first, last + 1, stride))
-    return _Axis(first * math.log10(2), last * math.log10(2), ticks)
-
-
-def _vertical(value: float, axis: _Axis, log: int) -> float:
-    share = ((math.log10(value) if log else value) - axis.low) / (axis.high - axis.low)
-    return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * share
-
-
-def _power_label(value: float) -> str:
-    return f"{value:g}" if 1e-3 <= value < 1e4 else f"{value:.0e}".replace("e-0", "e-")
-
-
-def _binary_label(value: float) -> str:
-    return f"2^{round(math.log2(value))}"
-
-
-def _frame(
-    axis: _Axis,
-    last: float,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
-    label: Callable[[float], str],
+def _drawn(
+    curves: Sequence[Curve],
+    log: int,
+    limits: Sequence[float],
+    label: Callable[[float], str] | None,
 ) -> str:
-    parts = []
-    for tick in axis.ticks:
-        y = up(tick)
-        parts.append(_line(_LEFT, WIDTH - _RIGHT, y, "grid"))
-        text = html.escape(label(0.0 if abs(tick) < 1e-12 else tick))
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick in _linear_axis([0, last]).ticks:
-        if tick <= last and tick == int(tick):
-            parts.append(
-                f'<text x="{across(tick):.1f}" y="{HEIGHT - _BOTTOM + 15}" '
-                f'text-anchor="middle">{int(tick)}</text>'
-            )
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
-    return "".join(parts)
+    """Returns the SVG file of a chart.
+
+    Nothing is clipped, since a clipping path needs an identifier, and the axes enclose all values.
+    """
+    names = ("matplotlib", "matplotlib.figure", "matplotlib.ticker")  # an optional dependency
+    matplotlib, figures, ticker = map(importlib.import_module, names)
+    with matplotlib.rc_context(_SETTINGS):
+        figure = figures.Figure(figsize=(4, 2.5), layout="constrained")
+        axes = figure.subplots()
+        if log:
+            axes.set_yscale("log", base=log, nonpositive="mask")
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        else:
+            axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        if label is not None:
+            axes.yaxis.set_major_formatter(lambda value, _: label(value))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        for limit in limits:
+            line = {"color": _COLOURS["bad"], "linewidth": 0.8, "linestyle": (0, (4, 3))}
+            axes.axhline(limit, gid="limit", clip_on=False, **line)
+        for curve in curves:
+            name = f"s{curve.style % 6}"
+            style = {"color": _COLOURS[name], "clip_on": False}
+            rows = zip(curve.x, curve.low, curve.high, strict=False)
+            band = [row for row in rows if _is_finite(row)]
+            if band:
+                x, low, high = map(list, zip(*band, strict=True))
+                around = {"alpha": 0.16, "linewidth": 0, "gid": f"band {name}"}
+                axes.fill(x + x[::-1], high + low[::-1], **style, **around)
+            (line,) = axes.plot(curve.x, curve.y, gid=f"curve {name}", linewidth=1.3, **style)
+            line.set_dashes(_DASHES[curve.style % 6])
+        axes.grid(axis="y", color=_COLOURS["rule"], linewidth=0.7, clip_on=False)
+        soft = _COLOURS["soft"]
+        axes.tick_params(which="both", left=False, bottom=False, labelcolor=soft)
+        axes.set_xlabel("step", loc="right", color=soft)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    return buffer.getvalue()
 
 
-def _line(left: float, right: float, y: float, name: str) -> str:
-    return f'<path class="{name}" d="M{left} {y:.1f}H{right}"/>'
+def _is_finite(row: Sequence[float]) -> bool:
+    return all(map(math.isfinite, row))
 
 
-# ---------------------------------------------------------------------------
-# Curves
-# ---------------------------------------------------------------------------
+def _inline(svg: str) -> str:
+    """Returns an SVG file as an element of a page, in the colours of its style sheet."""
+    text = _REMOVED.sub("", svg[svg.index("<svg") :]).replace(' id="', ' class="')
+    return re.sub(r"#00001(\d)", lambda match: f"var(--{_NAMES[int(match[1])]})", text.strip())
 
 
 def _thinned(curve: Curve) -> Curve:
@@ -229,49 +162,13 @@ def _thinned(curve: Curve) -> Curve:
     return Curve(mean(curve.x), mean(curve.y), curve.style, mean(curve.low), mean(curve.high))
 
 
-def _drawn(value: float, log: int) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
-
-
-def _stroke(style: int) -> str:
-    dashes = _DASHES[style % len(_DASHES)]
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'class="curve s{style % 6}"{dashed}'
-
-
-def _path(
-    curve: Curve, across: Callable[[float], float], up: Callable[[float], float], log: int
-) -> str:
-    commands, pen = [], "M"
-    for x, y in zip(curve.x, curve.y, strict=True):
-        if _drawn(y, log):
-            commands.append(f"{pen}{across(x):.1f} {up(y):.1f}")
-            pen = "L"
-        else:
-            pen = "M"
-    return f'<path {_stroke(curve.style)} d="{"".join(commands)}"/>' if commands else ""
-
-
-def _dots(
-    curve: Curve, across: Callable[[float], float], up: Callable[[float], float], log: int
-) -> list[str]:
-    return [
-        f'<circle class="d{curve.style % 6}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="3"/>'
-        for x, y in zip(curve.x, curve.y, strict=True)
-        if _drawn(y, log)
-    ]
-
-
-def _band(
-    curve: Curve, across: Callable[[float], float], up: Callable[[float], float], log: int
-) -> str:
-    rows = [
-        (across(x), up(low), up(high))
-        for x, low, high in zip(curve.x, curve.low, curve.high, strict=False)
-        if _drawn(low, log) and _drawn(high, log)
-    ]
-    if len(rows) < 2:
-        return ""
-    there = [f"{x:.1f} {high:.1f}" for x, _, high in rows]
-    back = [f"{x:.1f} {low:.1f}" for x, low, _ in reversed(rows)]
-    return f'<path class="b{curve.style % 6}" d="M{"L".join(there + back)}Z"/>'
+def key(names: Sequence[str]) -> str:
+    """Returns the legend of all charts; the style of a name is its index."""
+    items = "".join(
+        f'<li><svg viewBox="0 0 32 10" aria-hidden="true"><path d="M1 5H31" '
+        f'stroke="var(--s{style % 6})" stroke-dasharray="{" ".join(map(str, dashes))}"/></svg>'
+        f"{html.escape(name)}</li>"
+        for style, name in enumerate(names)
+        for dashes in [_DASHES[style % 6]]
+    )
+    return f'<ul class="key">{items}</ul>'

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxmp._audit import AuditReport, Finding
+from jaxmp._validate._emulate import Origin
 from jaxmp._validate._probe import Measurements
 from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
 from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
@@ -132,6 +133,19 @@ def _masters(evidence: Evidence) -> Diagnosis:
     )
 
 
+def _overflow(evidence: Evidence) -> Diagnosis:
+    broken = [r for r in evidence.measurements.modules if r.activation_error == math.inf]
+    if not broken:
+        return None
+    first = min(broken, key=lambda row: (row.step, row.order))
+    return 1.4, Cause(
+        id="overflow",
+        summary=f"the output of {first.module or '(root)'} is not finite",
+        evidence=f"At step {first.step}, on the parameters of the reference, whose output is.",
+        fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
+    )
+
+
 def _skipped(evidence: Evidence) -> Diagnosis:
     """Finds steps that were skipped while the loss scale was too large."""
     training, share = evidence.training, evidence.training.skipped_share
@@ -189,7 +203,7 @@ def _lines(evidence: Evidence) -> Diagnosis:
         causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
         score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
         (value, line), *later = causes
-        cause = _line_cause(evidence, line, _effect(trial, quantity, value))
+        cause = _line_cause(evidence, line, _effect(trial, quantity, value, line.origin.dtype))
         also = ", ".join(each.origin.location or each.module for _, each in later)
         more = f" So do those of each of these lines alone: {also}." if later else ""
         return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
@@ -202,11 +216,12 @@ def _is_scale(evidence: Evidence) -> bool:
     return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
 
 
-def _effect(trial: Trial, quantity: str, error: float) -> str:
+def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     """Returns the effect of one line on the gradient, the loss or the update."""
     if math.isfinite(error):
         return f"changes the {quantity} by {_percent(error)}"
-    reason = " by an overflow" if math.isfinite(trial.wide_range.error) else ""
+    is_range = math.isfinite(trial.wide_range.error + trial.wide_range.update_error)
+    reason = f": values are outside of the range of {dtype}" if is_range else ""
     return f"makes the {quantity} infinite or NaN{reason}"
 
 
@@ -228,8 +243,18 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
             "the error vanishes if all operations are computed in FP32, and the roundings of this "
             "line alone cause it."
         ),
-        fix=f"x = x.astype(jnp.float32)  # before {where}" if finding is None else finding.fix,
+        fix=_line_fix(origin, module, where) if finding is None else finding.fix,
     )
+
+
+def _line_fix(origin: Origin, module: str, where: str) -> str:
+    """Returns code that computes a line in FP32."""
+    if origin.dtype.startswith("float8"):
+        return f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="its values do not fit FP8")'
+    if origin.source.endswith("of the batch"):
+        name = origin.source.split("'")[1].rpartition("/")[2]
+        return f"jaxmp.Rule('', keep_inputs=[{name!r}])  # or without the cast in {where}"
+    return f"x = x.astype(jnp.float32)  # before {where}"
 
 
 # ---------------------------------------------------------------------------
@@ -238,7 +263,12 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
 
 
 def _patterns(evidence: Evidence) -> list[Diagnosis]:
-    """Returns the forms of differences that were found at the compared steps."""
+    """Returns the forms of differences: those of states, and others at their first step.
+
+    At later steps, the candidate's optimizer has a state of its own.
+    """
+    patterns = evidence.measurements.patterns
+    first = min((each.step for each in patterns if each.id != "state"), default=0)
     return [
         (
             pattern.error,
@@ -249,7 +279,8 @@ def _patterns(evidence: Evidence) -> list[Diagnosis]:
                 fix=_FIXES[pattern.id],
             ),
         )
-        for pattern in evidence.measurements.patterns
+        for pattern in patterns
+        if pattern.id == "state" or pattern.step == first
     ]
 
 
@@ -275,6 +306,7 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
     _underflow,
     _masters,
     _lines,
+    _overflow,
     _skipped,
 )
 

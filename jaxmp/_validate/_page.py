@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from jaxmp._validate import _charts
 from jaxmp._validate._charts import Curve, chart
 from jaxmp._validate._rows import CandidateResult, ModuleRow, TrainingRecord
 from jaxmp._validate._sections import report_sections
+from jaxmp.errors import install_command
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport
@@ -75,9 +77,10 @@ def _verdict(section: Section) -> str:
 
 
 def _charts_of(report: ValidationReport) -> str:
+    if report.runs and importlib.util.find_spec("matplotlib") is None:
+        return f"<p>The charts require matplotlib: {html.escape(install_command('examples'))}</p>"
     names = [report.reference, *(candidate.name for candidate in report.candidates)]
     runs = {name: [run for run in report.runs if run.name == name] for name in names}
-    gradients = [(n, candidate) for n, candidate in enumerate(report.candidates, 1)]
     metric = report.metric.name
     charts = [
         chart(
@@ -102,20 +105,6 @@ def _charts_of(report: ValidationReport) -> str:
             "mean of the seeds, range of the reference",
             _over_seeds(runs, lambda run: _smoothed(run.gradient_norms), _steps),
             log=10,
-        ),
-        chart(
-            "Gradient cosine",
-            "1 - cosine with the reference, same parameters and batch",
-            [
-                Curve(
-                    [row.step for row in candidate.gradients],
-                    [1 - row.cosine for row in candidate.gradients],
-                    style,
-                )
-                for style, candidate in gradients
-            ],
-            log=10,
-            marks=True,
         ),
         chart(
             "Loss scale",

@@ -49,19 +49,22 @@ def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Itera
         )
         for name in ("grads", "updates")
     )
-    frozen: list[Pattern] = []
     if row.error > _CHANGED:
         yield from _common(row.step, "gradient", *grads)
-        frozen += _frozen(row, reference.grads, candidate.grads)
-    yield from frozen
+        yield from _frozen(row, reference.grads, candidate.grads)
     if not updates[1].any():
         return  # a skipped step changes nothing
     if max(_CHANGED, 2 * row.error) < row.update_error < np.inf:
         yield from _common(row.step, "update", *updates)
         yield from _decayed(row, *updates, joined(candidate.params, reference.updates))
-    # The moments of parameters without a gradient do not change, either.
-    if not frozen:
-        yield from _stalled(row, reference.changes, candidate.changes, candidate.dtypes)
+    # Moments and averages of parameters that do not change do not change, either.
+    fixed = [path.replace(":", "/") for path, leaf in candidate.updates.items() if not leaf.any()]
+    moving = {
+        path: change
+        for path, change in reference.changes.items()
+        if not path.endswith(tuple(fixed))
+    }
+    yield from _stalled(row, moving, candidate.changes, candidate.dtypes)
 
 
 def joined(leaves: Leaves, paths: Iterable[str]) -> np.ndarray:
@@ -84,6 +87,7 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
             error=min(error, 1.0),
             factor=factor,
         )
+        return
     top = float(np.max(np.abs(y), initial=0.0))
     is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
     share = float(np.mean(is_clipped)) if y.size else 0.0
@@ -92,29 +96,25 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
         yield Pattern(
             step=step,
             id="clipping",
-            text=f"{100 * share:.2g} % of the elements of the {stage} are clipped to {top:.3g}",
+            text=f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}",
             error=min(error, 1.0),
         )
 
 
 def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
-    """Finds modules whose gradient is zero, while others have one."""
+    """Finds modules whose gradient is zero, unless that of all modules is."""
     modules: dict[str, list[str]] = {}
     for path in reference:
         modules.setdefault(path.rpartition(":")[0] or "(root)", []).append(path)
-    zero = {
-        module: float(np.linalg.norm(joined(reference, paths)))
+    names = [
+        module
         for module, paths in modules.items()
         if not joined(candidate, paths).any()
-    }
-    zero = {module: norm for module, norm in zero.items() if norm > _FROZEN * row.norm}
-    if zero and len(zero) < len(modules):
-        yield Pattern(
-            step=row.step,
-            id="zero_gradient",
-            text=f"the gradient of {', '.join(zero)} is zero",
-            error=1.0,
-        )
+        and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm
+    ]
+    if 0 < len(names) < len(modules):
+        text = f"the gradient of {', '.join(names)} is zero"
+        yield Pattern(step=row.step, id="zero_gradient", text=text, error=1.0)
 
 
 def _decayed(

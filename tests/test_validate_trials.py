@@ -1,0 +1,256 @@
+"""Effects of single roundings, forms of differences, and planted faults and healthy trainings."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+import validate_healthy
+import validate_sabotages
+from grids import EXPENSIVE
+from jaxmp._validate._emulate import EXACT, MAX_LINES, ROUNDED, Emulation
+from jaxmp._validate._patterns import find_patterns
+from jaxmp._validate._probe import Probe, gradient_row
+from jaxmp._validate._pure import as_pure
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+PAGE = (Path(__file__).parents[1] / "docs" / "validate.md").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------
+# Emulation
+# ---------------------------------------------------------------------------
+
+
+def emulated(dtype, numbers=(), default=ROUNDED):
+    """Returns the gradient of an emulated step, one without emulation, and the lines.
+
+    The lines in `numbers` are exact, or the only ones that round if `default` is `EXACT`.
+    """
+
+    def loss_fn(params, batch):
+        y = batch["x"].astype(dtype) @ params["w"].astype(dtype)
+        carry, _ = jax.lax.scan(lambda c, x: (c + x * x, None), jnp.zeros(3, dtype), y)
+        return jnp.sum(jnp.square(carry.astype(jnp.float32))) * 1e-3
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        return state, {"loss": loss, "grads": grads}
+
+    rng = np.random.default_rng(0)
+    state = {"params": {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}}
+    batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
+    run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
+    pure = as_pure(run, "run", 1)
+    emulation = Emulation(pure)
+    modes = np.full(MAX_LINES, default, np.int32)
+    modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
+    options = {"xla_allow_excess_precision": False}
+    compiled = jax.jit(emulation.run.step, compiler_options=options)
+    result = compiled((modes, pure.arrays), pure.first)[1]
+    plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1]
+    return np.asarray(result.grads["w"]), np.asarray(plain.grads["w"]), emulation.origins
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_emulated_roundings_are_those_of_the_step(dtype):
+    result, plain, origins = emulated(dtype)
+    exact, _, _ = emulated(dtype, default=EXACT)
+    wide, _, _ = emulated(jnp.float32)
+    np.testing.assert_allclose(exact, wide, rtol=1e-5)
+    assert np.linalg.norm(plain - wide) > 1e-4 * np.linalg.norm(wide)
+    np.testing.assert_array_equal(result, plain)
+    assert origins[0].source == "'x' of the batch"
+    assert {origin.dtype for origin in origins} == {jnp.dtype(dtype).name}
+
+
+def test_a_single_line_rounds_alone():
+    exact, _, origins = emulated(jnp.bfloat16, default=EXACT)
+    alone, _, _ = emulated(jnp.bfloat16, [0], default=EXACT)
+    others, _, _ = emulated(jnp.bfloat16, range(len(origins)))
+    np.testing.assert_array_equal(others, exact)
+    assert 0 < np.linalg.norm(alone - exact) < 0.02 * np.linalg.norm(exact)
+
+
+# ---------------------------------------------------------------------------
+# Forms
+# ---------------------------------------------------------------------------
+
+
+RNG = np.random.default_rng(0)
+GRADS = {"fc1:kernel": RNG.normal(size=(8, 16)), "fc2:kernel": RNG.normal(size=(16, 4))}
+PARAMS = {path: RNG.normal(size=grad.shape) for path, grad in GRADS.items()}
+CHANGES = {"counter": np.ones(1), "ema/w": RNG.normal(size=64)}
+
+
+def probe(grads=GRADS, rate=0.1, updates=None, changes=CHANGES, dtype="float32"):
+    updates = {path: -rate * g for path, g in grads.items()} if updates is None else updates
+    return Probe(
+        loss=1.0,
+        grads=grads,
+        outputs={},
+        stalled=0.0,
+        update=float(np.linalg.norm(np.concatenate([u.ravel() for u in updates.values()]))),
+        updates=updates,
+        changes=changes,
+        params=PARAMS,
+        dtypes=dict.fromkeys(changes, dtype),
+    )
+
+
+def forms(candidate):
+    reference = probe()
+    row = gradient_row(7, reference, candidate)
+    return {pattern.id: pattern for pattern in find_patterns(row, reference, candidate)}
+
+
+def scaled(tree, factor):
+    return {path: factor * leaf for path, leaf in tree.items()}
+
+
+def test_healthy_differences_have_no_form():
+    noisy = {p: g * (1 + 0.02 * RNG.normal(size=g.shape)) for p, g in GRADS.items()}
+    assert forms(probe(noisy)) == {}
+    assert forms(probe({p: g + RNG.normal(size=g.shape) for p, g in GRADS.items()})) == {}
+
+
+def test_a_common_factor_of_gradients():
+    result = forms(probe(scaled(GRADS, 4.0), rate=0.1))
+    assert set(result) == {"gradient_factor"} and result["gradient_factor"].factor == 4
+    assert (
+        "4 times as large" in result["gradient_factor"].text and result["gradient_factor"].step == 7
+    )
+
+
+def test_another_learning_rate():
+    result = forms(probe(rate=0.1 / 3))
+    assert set(result) == {"update_factor"}
+    assert "updates are 0.33 times" in result["update_factor"].text
+    assert result["update_factor"].error == pytest.approx(2 / 3)
+
+
+def test_clipping_by_value():
+    updates = {path: -0.1 * np.clip(g, -0.5, 0.5) for path, g in GRADS.items()}
+    result = forms(probe(updates=updates))
+    assert set(result) == {"clipping"} and "clipped to 0.05" in result["clipping"].text
+
+
+def test_another_weight_decay():
+    updates = {path: -0.1 * (g + 0.3 * PARAMS[path]) for path, g in GRADS.items()}
+    result = forms(probe(updates=updates))
+    assert set(result) == {"weight_decay"} and "by -0.03 times" in result["weight_decay"].text
+
+
+def test_a_module_without_a_gradient():
+    frozen = {**GRADS, "fc1:kernel": np.zeros((8, 16))}
+    moments = {**CHANGES, "mu/fc1/kernel": np.ones(64)}
+    still = {**moments, "mu/fc1/kernel": np.zeros(64)}
+    reference, frozen_probe = probe(changes=moments), probe(frozen, changes=still)
+    row = gradient_row(7, reference, frozen_probe)
+    result = {each.id: each for each in find_patterns(row, reference, frozen_probe)}
+    assert set(result) == {"zero_gradient"}  # its moments do not change, either
+    assert result["zero_gradient"].text == "the gradient of fc1 is zero"
+    assert "zero_gradient" not in forms(probe(scaled(GRADS, 0.0)))
+
+
+@pytest.mark.parametrize(("dtype", "share", "expected"), [
+    ("bfloat16", 1.0, "'ema/w' (bfloat16) does not change, as it does in the reference"),
+    ("bfloat16", 0.5, "'ema/w' (bfloat16) does not change in 50 % of its elements, as it does"),
+    ("bfloat16", 0.1, None),
+    ("float32", 1.0, "'ema/w' (float32) does not change, as it does in the reference"),
+    ("float32", 0.9, None),
+])  # fmt: skip
+def test_a_leaf_of_the_state_that_does_not_change(dtype, share, expected):
+    still = CHANGES["ema/w"] * (np.arange(64) >= round(64 * share))
+    result = forms(probe(changes={**CHANGES, "ema/w": still}, dtype=dtype))
+    assert set(result) == (set() if expected is None else {"state"})
+    assert expected is None or result["state"].text.startswith(expected)
+
+
+def test_a_skipped_step_has_no_form_of_its_state():
+    nothing = {path: np.zeros(g.shape) for path, g in GRADS.items()}
+    still = {path: np.zeros(change.shape) for path, change in CHANGES.items()}
+    assert forms(probe(updates=nothing, changes=still)) == {}
+
+
+# ---------------------------------------------------------------------------
+# Planted faults and healthy trainings
+# ---------------------------------------------------------------------------
+
+SABOTAGES, HEALTHY = (
+    json.loads((RESULTS / f"validate_{name}_cpu.json").read_text())
+    for name in ("sabotages", "healthy")
+)
+
+
+def test_recorded_faults_are_named():
+    assert [row["name"] for row in SABOTAGES["faults"]] == list(validate_sabotages.FAULTS)
+    counts = SABOTAGES["counts"]
+    assert len(validate_sabotages.FAULTS) >= 20 and counts.get("wrong", 0) == 0
+    assert counts["right"] >= 17 and f"{counts['right']} of {len(SABOTAGES['faults'])}" in PAGE
+    for row in SABOTAGES["faults"]:
+        arguments = (row["name"], row["verdict"], row["headline"], tuple(row["causes"]))
+        assert validate_sabotages.outcome(*arguments) == row["outcome"]
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "labels", "average", "layer_norm", "dropout_keys"]
+)
+@EXPENSIVE
+def test_a_planted_fault_is_named(name):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = validate_sabotages.measure(name, seeds=2)
+    assert result.outcome in ("right", "missed"), result.headline  # two seeds may not suffice
+
+
+def test_recorded_healthy_trainings_do_not_fail():
+    verdicts = {(row["training"], row["recipe"]): row["verdict"] for row in HEALTHY["trainings"]}
+    assert len(validate_healthy.TRAININGS) == 10
+    assert set(verdicts) == {
+        (name, recipe) for name in validate_healthy.TRAININGS for recipe in ("bf16", "fp16")
+    }
+    assert set(verdicts.values()) <= {"pass", "inconclusive"}
+
+
+@pytest.mark.parametrize("name", ["reward", "gaussian_nll"])
+@EXPENSIVE
+def test_a_healthy_training_does_not_fail(name):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rows = validate_healthy.measure(name, seeds=2, steps=30)
+    assert {row["verdict"] for row in rows} <= {"pass", "inconclusive"}, rows
+
+
+def test_a_learning_rate_is_named_in_the_first_line():
+    """With a softmax in 16 bits that has no effect on the gradients."""
+    x = np.random.default_rng(0).normal(size=(13, 32, 8)).astype(np.float32)
+
+    def make_run(recipe, seed):
+        is_other = recipe.name == "other"
+        params = {"w": jax.random.normal(jax.random.key(seed), (8, 4)) / 3}
+        dtype = jnp.bfloat16 if is_other else jnp.float32
+
+        def loss_fn(params, x):
+            gate = jax.nn.softmax(x[:, :4].astype(dtype), -1).astype(jnp.float32)
+            return jnp.mean((x @ params["w"] * gate - x[:, 4:]) ** 2)
+
+        def step(state, x):
+            loss, grads = state.value_and_grad(loss_fn)(x)
+            return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+
+        tx = recipe.optimizer(optax.adam(1e-2 if is_other else 3e-2))
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        evaluate = lambda state: loss_fn(state.params, x[12])
+        return jaxmp.TrainingRun(state=state, step=step, batches=x[:12], evaluate=evaluate)
+
+    candidates = {"other": jaxmp.load_recipe("bf16").replace(name="other")}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = jaxmp.validate(make_run, candidates, steps=12, seeds=2)["other"]
+    assert result.verdict == "fail"
+    assert result.headline.startswith(
+        "other FAILS: gradients agree, and the updates are 0.33 times as large as in the reference"
+    )
