@@ -167,10 +167,12 @@ def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
     if equation.primitive.name not in MATMULS:
         return bind(equation, operands)
 
-    def multiply(lhs: Array, rhs: Array, **wide: object) -> Any:
-        return (_in_fp32 if wide else bind)(equation, [lhs, rhs, *operands[2:]])
+    lhs, rhs, *rest = operands
 
-    return wide_product(multiply, *operands[:2], FLOAT32).astype(_dtype(equation.outvars[0]))
+    def multiply(*pair: Array, **wide: object) -> Any:
+        return (_in_fp32 if wide else bind)(equation, [*pair, *rest])
+
+    return wide_product(multiply, lhs, rhs, FLOAT32).astype(_dtype(equation.outvars[0]))
 
 
 def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
