@@ -145,9 +145,6 @@ VARIANTS = {
     "delayed, kernels=pallas, fp8.mlp": Variant(
         fp8_policy(fp8.DelayedScaling(kernels="pallas")), FusedMlp(), Limits(1850, 30, 0.7)
     ),
-    "delayed, bounded_amax, fp8.mlp": Variant(
-        fp8_policy(fp8.DelayedScaling(bounded_amax=True)), FusedMlp(), Limits(2200, 45, 0.7)
-    ),
     "delayed, kernels=pallas": Variant(
         fp8_policy(fp8.DelayedScaling(kernels="pallas")), limits=Limits(2650, 35, 0.7)
     ),

@@ -42,7 +42,6 @@ FIELDS = {
     "calibrate": BOOLEAN,
     "kernels": choice(*KERNELS),
     "kernel_amax": choice(*KERNEL_AMAX),
-    "bounded_amax": BOOLEAN,
     "rounding": choice("up", "down"),
 }
 

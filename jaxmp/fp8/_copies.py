@@ -40,8 +40,6 @@ class Source(NamedTuple):
     prologue: Prologue
     # "xla", "pallas", or "interpret" for the Pallas kernel on any device.
     kernels: str
-    # Largest ratio of the magnitudes of the tensor and of the last array; None: measure the tensor.
-    bound: float | None = None
     # Also compute the sums of the columns.
     sums: bool = False
 
@@ -88,7 +86,7 @@ def _quantize_copies(
       stored: for scalings without known scales, the amax of the tensor; None: measure it.
     """
     # With the barrier, XLA computes the tensor again instead of storing it.
-    again = lambda: _measured(source, lax.optimization_barrier(xs))
+    again = lambda: _computed(source, lax.optimization_barrier(xs))
     if state is None or known is None:
         assert not isinstance(source.scaling, DelayedScaling)
         largest = measure_amax(again(), None) if stored is None else stored
@@ -100,8 +98,7 @@ def _quantize_copies(
         scale, products = resolve(source.scaling, known, source.dtype, earlier, measure)
     if source.kernels == "xla":
         values, transposed = _by_xla(xs, scale, source)
-        direct = source.prologue is identity or source.bound is not None
-        tensor = _measured(source, xs) if direct else again()
+        tensor = xs[0] if source.prologue is identity else again()
         partials = None if state is None else measure_partials(tensor, state)
         sums = jnp.sum(_computed(source, xs), axis=0) if source.sums else None
         return Quantized(Copies(values, transposed, scale), products, partials, sums)
@@ -121,13 +118,6 @@ def _computed(source: Source, xs: tuple[jax.Array, ...]) -> jax.Array:
     if source.prologue is identity:
         return xs[0]
     return source.prologue(*(lax.convert_element_type(x, FLOAT32) for x in xs))
-
-
-def _measured(source: Source, xs: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns a tensor whose amax is that of the source, or bounds it."""
-    if source.bound is None:
-        return _computed(source, xs)
-    return lax.convert_element_type(xs[-1], FLOAT32) * np.float32(source.bound)
 
 
 def _by_xla(
@@ -172,7 +162,7 @@ def _by_pallas(source: Source, count: int) -> Any:
         values, transposed = copies(xs, scale)
         own = 0 if in_batched[2] else None
         measure = lambda xs, age: measure_partials(
-            _measured(source, xs), OperandState(age, age, jnp.zeros((count, 1), FLOAT32))
+            _computed(source, xs), OperandState(age, age, jnp.zeros((count, 1), FLOAT32))
         )
         partials = mapped(measure, in_axes=(in_axes[0], own), out_axes=own)(xs, age)
         sums = None

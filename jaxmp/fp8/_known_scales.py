@@ -98,7 +98,6 @@ def _is_common(scaling: DelayedScaling) -> bool:
         "min_width",
         "emulate",
         "kernels",
-        "bounded_amax",
     )
     return (
         dataclasses.replace(scaling, **{name: getattr(COMMON, name) for name in others}) == COMMON

@@ -86,7 +86,6 @@ class Layer:
         self,
         xs: tuple[jax.Array, ...],
         prologue: Prologue = identity,
-        bound: float | None = None,
         *,
         sums: bool = False,
     ) -> Quantized:
@@ -95,7 +94,7 @@ class Layer:
         before, known = self.before, None if self.known is None else self.known[role]
         state = None if before is None or known is None else of_operand(before, role)
         dtype = formats(self.scaling)[role]
-        source = Source(self.scaling, dtype, prologue, self.kernels, bound, sums)
+        source = Source(self.scaling, dtype, prologue, self.kernels, sums)
         earlier = tuple(self.scales)
         quantize = QUANTIZE_COPIES[role]
         if known is None:

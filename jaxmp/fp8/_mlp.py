@@ -21,7 +21,7 @@ from jaxmp.fp8._cast_transpose import explain_fallback
 from jaxmp.fp8._checkpoint import named_result
 from jaxmp.fp8._known_scales import are_known, formats
 from jaxmp.fp8._layer import Layer, Saved, is_matrix_product, pallas_mode, to_matrices
-from jaxmp.fp8._scaling import DelayedScaling, Scaling
+from jaxmp.fp8._scaling import Scaling
 from jaxmp.fp8._state import OPERANDS, State
 
 
@@ -33,8 +33,6 @@ class Activation(NamedTuple):
     value: Callable[..., jax.Array]
     # For each operand: a function of all operands and the gradient of the result.
     derivatives: tuple[Callable[..., jax.Array], ...]
-    # Largest ratio of the magnitudes of result and operand, and of the derivative; None: unbounded.
-    bounds: tuple[float, float] | None
 
 
 def _derivative(value: Callable[..., jax.Array], index: int) -> Callable[..., jax.Array]:
@@ -46,12 +44,9 @@ def _derivative(value: Callable[..., jax.Array], index: int) -> Callable[..., ja
 
 
 def _activation(
-    plain: Callable[..., jax.Array],
-    value: Callable[..., jax.Array],
-    count: int,
-    bounds: tuple[float, float] | None,
+    plain: Callable[..., jax.Array], value: Callable[..., jax.Array], count: int
 ) -> Activation:
-    return Activation(plain, value, tuple(_derivative(value, n) for n in range(count)), bounds)
+    return Activation(plain, value, tuple(_derivative(value, n) for n in range(count)))
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -59,9 +54,9 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": _activation(functional.gelu, jax.nn.gelu, 1, (1.0, 1.13)),
-    "silu": _activation(functional.silu, jax.nn.silu, 1, (1.0, 1.1)),
-    "swiglu": _activation(functional.swiglu, _swiglu, 2, None),
+    "gelu": _activation(functional.gelu, jax.nn.gelu, 1),
+    "silu": _activation(functional.silu, jax.nn.silu, 1),
+    "swiglu": _activation(functional.swiglu, _swiglu, 2),
 }
 
 
@@ -100,9 +95,7 @@ def captured_row(
 ) -> jax.Array | None:
     """Returns the row that replaces the result of a dot if `mlp` calls its layer, else None."""
     dots, scaling = _captured.get(), call.scaling
-    is_bounded = isinstance(scaling, DelayedScaling) and scaling.bounded_amax
-    can_fuse = _mode(scaling) or is_bounded
-    if dots is None or not can_fuse or call.shardings.result is not None:
+    if dots is None or not _mode(scaling) or call.shardings.result is not None:
         return None
     shape = (1,) * (lhs.ndim - 1) + rhs.shape[-1:]
     row = jnp.zeros(shape, call.out_dtype)
@@ -132,8 +125,8 @@ def mlp(
     `init` and with other recipes, are called as written.
 
     Layers are fused with `kernels="pallas"` if the Pallas kernel can quantize all of their
-    matrices, and with `DelayedScaling(bounded_amax=True)`. Both require a program for one device,
-    and `jaxmp.value_and_grad` with delayed scaling. Rounding differs from that of the layers: the
+    matrices. This requires a program for one device, and `jaxmp.value_and_grad` with delayed
+    scaling. Rounding differs from that of the layers: the
     activation is not rounded to 16 bits before it is quantized.
 
     Args:
@@ -227,7 +220,7 @@ def _fused(
     matrix, kernels, biases, _ = _compat.vary(arrays, axes)
     call = MlpCall(
         scaling,
-        _mode(scaling) or "xla",
+        _mode(scaling),
         name,
         residual_name,
         (x.dtype, rows[0].dtype, down.call.out_dtype, *(kernel.dtype for kernel in kernels)),
@@ -241,8 +234,8 @@ def _fused(
 def explain_unfused(name: str, dots: list[Captured]) -> str:
     """Returns the reason why the layers of an MLP cannot be fused, or ""."""
     scaling = dots[-1].call.scaling
-    if not (_mode(scaling) or _bounds(scaling, name)):
-        return "the scaling uses neither Pallas kernels nor bounded amaxes"
+    if not _mode(scaling):
+        return "the scaling does not use Pallas kernels"
     if any(dot.call.scaling != scaling for dot in dots):
         return "the layers have different scalings"
     if len(formats(scaling)) < len(OPERANDS):
@@ -252,8 +245,6 @@ def explain_unfused(name: str, dots: list[Captured]) -> str:
             return "jaxmp.value_and_grad does not update the state"
         if dot.rhs.ndim != 2 or not is_matrix_product(dot.call):
             return "a layer is not a product of two matrices"
-    if not _mode(scaling):
-        return ""
     interpret = _mode(scaling) == "interpret"
     matrices = [to_matrices(dots[0].call, dots[0].lhs, dots[0].rhs)[0], *(d.rhs for d in dots)]
     return explain_fallback(*matrices, interpret=interpret)
@@ -262,12 +253,6 @@ def explain_unfused(name: str, dots: list[Captured]) -> str:
 def _mode(scaling: Scaling) -> str:
     """Returns how Pallas kernels run if the scaling uses them; otherwise ""."""
     return pallas_mode() if scaling.uses_pallas else ""
-
-
-def _bounds(scaling: Scaling, name: str) -> tuple[float, float] | None:
-    """Returns the bounds of an activation if the scaling uses bounded amaxes."""
-    is_asked = isinstance(scaling, DelayedScaling) and scaling.bounded_amax
-    return ACTIVATIONS[name].bounds if is_asked and not _mode(scaling) else None
 
 
 # ---------------------------------------------------------------------------
@@ -327,8 +312,7 @@ def _forward(
         h = named_result(lax.optimization_barrier(h), batched=False)
         hidden.append(_named(h, call.residual_name))
     layer = Layer(call.scaling, call.kernels, states[-1])
-    bound = (_bounds(call.scaling, call.activation) or (None,))[0]
-    activated = layer.quantize(tuple(hidden), ACTIVATIONS[call.activation].value, bound)
+    activated = layer.quantize(tuple(hidden), ACTIVATIONS[call.activation].value)
     y, saved = layer.forward(activated, layer.quantize((kernels_[-1],)), call.dtypes[2])
     y = named_result(y, batched=False)
     return y, _SavedMlp(ups, hidden, saved, biases)
@@ -342,14 +326,13 @@ def _backward(call: MlpCall, saved: _SavedMlp, gradient: jax.Array) -> tuple[Any
     of_activated, of_down = down.backward(down.quantize((gradient,)), saved.down, pair)
     gradients, biases, states, sums = [], [], [], []
     derivatives = ACTIVATIONS[call.activation].derivatives
-    bound = (_bounds(call.scaling, call.activation) or (None,))[-1]
     operands = (*saved.hidden, of_activated)
     if call.kernels == "xla":
         # With the barrier, XLA computes the activation again, and stores no parts of it in FP32.
         operands = lax.optimization_barrier(operands)
     for number, each in enumerate(saved.ups):
         layer, bias = Layer.of_saved(call.scaling, call.kernels, each), saved.biases[number]
-        hidden = layer.quantize(operands, derivatives[number], bound, sums=bias is not None)
+        hidden = layer.quantize(operands, derivatives[number], sums=bias is not None)
         dx, dw = layer.backward(hidden, each, (of_x, of_kernels[number]))
         gradients.append(dw)
         sums.append(dx)

@@ -60,7 +60,7 @@ class Scaling:
         width = self.min_width
         if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
-        for name in ("power_of_two", "emulate", "bounded_amax", "calibrate"):
+        for name in ("power_of_two", "emulate", "calibrate"):
             if not isinstance(getattr(self, name, True), bool):
                 raise _bad(self, name, "True or False", "True")
         set_field("fast_accumulation", _gemm_names(self, "fast_accumulation"))
@@ -237,11 +237,6 @@ class DelayedScaling(Scaling):
         transpose in FP8, and its amax. It applies in a program for one GPU, under
         `jaxmp.value_and_grad`, to sizes that are multiples of 64. Elsewhere XLA computes the same
         values, and `fp8.explain` lists the reason. It was compiled for an H200, but not timed.
-      bounded_amax: in `fp8.mlp` with "gelu" or "silu", use a bound instead of the amax of the
-        activation and of the gradient behind it: the amax of the activation's input, and 1.13 or
-        1.1 times that of the gradient in front of it. XLA then measures them with less memory
-        traffic. Scales are smaller if the bound is not reached, which loses range for small
-        values.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
@@ -260,7 +255,6 @@ class DelayedScaling(Scaling):
     interval: int = 1
     calibrate: bool = True
     kernels: str = "xla"
-    bounded_amax: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
