@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Manifest:
     jaxmp_version: str
     jax_version: str
     # Paths of parameters, masters, averages and moments with NaN or infinity.
-    nonfinite: Sequence[str] = ()
+    nonfinite: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -129,6 +129,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         data = json.loads(body)
         data["description"] = Description.from_json(data["description"], version)
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
+        data["nonfinite"] = tuple(data.get("nonfinite", ()))
         return Manifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
