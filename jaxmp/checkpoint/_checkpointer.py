@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -316,15 +316,11 @@ class Checkpointer:
             manifest = dataclasses.replace(manifest, checksums={})
         return flat.rebuild(self._run(plan, directory, manifest, flat))
 
-    def verify(
-        self, step: int | None = None, *, on_bytes: Callable[[int], None] | None = None
-    ) -> CheckpointInfo:
+    def verify(self, step: int | None = None) -> CheckpointInfo:
         """Reads a checkpoint in full and compares all checksums.
 
         Args:
-          step: the step; None: the latest.
-          on_bytes: called with each number of bytes that were read; the data is read twice, as
-            files and as leaves.
+          step: the step; None: the latest. It is read twice, as files and as leaves.
 
         Returns:
           What `describe` returns.
@@ -333,17 +329,13 @@ class Checkpointer:
           CheckpointError: naming the first leaf or file that is missing or damaged.
         """
         directory, manifest = self._manifest(step)
-        check_files(directory, manifest, on_bytes)
-        total = sum(size for size, _ in manifest.files.values())
-        batches = _batches(manifest.description.leaves)
-        for batch in batches:
+        check_files(directory, manifest)
+        for batch in _batches(manifest.description.leaves):
             read_leaves(
                 [(leaf, None) for leaf in batch],
                 lambda targets: self._read(directory, targets),
                 manifest.checksums,
             )
-            if on_bytes is not None:
-                on_bytes(total // len(batches))
         return describe_manifest(directory.parent, manifest)
 
     def migrate(

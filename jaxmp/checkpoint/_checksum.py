@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -161,32 +160,25 @@ def _words(part: Any, numpy: ModuleType) -> list[Any]:
 # ---------------------------------------------------------------------------
 
 
-def file_checksums(
-    directory: epath.Path, names: list[str], on_bytes: Callable[[int], None] | None = None
-) -> dict[str, tuple[int, str]]:
+def file_checksums(directory: epath.Path, names: list[str]) -> dict[str, tuple[int, str]]:
     """Returns the size in bytes and the CRC-32 of each file; files that are missing are left out.
 
     Args:
       directory: the directory that `names` are relative to.
       names: paths with forward slashes.
-      on_bytes: called with each number of bytes that were read.
     """
     with ThreadPoolExecutor(_FILE_THREADS) as threads:
-        rows = threads.map(lambda name: _file_checksum(directory / name, on_bytes), names)
+        rows = threads.map(lambda name: _file_checksum(directory / name), names)
         return {name: row for name, row in zip(names, rows, strict=True) if row is not None}
 
 
-def _file_checksum(
-    path: epath.Path, on_bytes: Callable[[int], None] | None
-) -> tuple[int, str] | None:
+def _file_checksum(path: epath.Path) -> tuple[int, str] | None:
     size = value = 0
     try:
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
                 size += len(block)
                 value = zlib.crc32(block, value)
-                if on_bytes is not None:
-                    on_bytes(len(block))
     except FileNotFoundError:
         return None
     return size, f"{value:08x}"

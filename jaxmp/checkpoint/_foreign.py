@@ -16,7 +16,6 @@ from etils import epath
 
 from jaxmp._core._trees import Path, path_names
 from jaxmp._overwritten import OVERWRITE
-from jaxmp.checkpoint._convert import split
 from jaxmp.checkpoint._description import (
     COUNTER,
     FP8,
@@ -134,7 +133,6 @@ def read(location: Location, target: Description) -> Stored:
         for key_path, value in flat
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
-    values = {join(split(path)): value for path, value in values.items()}
     return Stored(_infer(values, target), values)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +137,13 @@ def read_manifest(directory: epath.Path) -> Manifest:
         ) from error
 
 
-def check_files(
-    directory: epath.Path, manifest: Manifest, on_bytes: Callable[[int], None] | None = None
-) -> None:
-    """Compares the data files with their checksums.
-
-    Args:
-      directory: the directory of the checkpoint.
-      manifest: its manifest.
-      on_bytes: called with each number of bytes that were read.
+def check_files(directory: epath.Path, manifest: Manifest) -> None:
+    """Compares the data files in the directory of a checkpoint with their checksums.
 
     Raises:
       CheckpointError: naming the first file that is missing, truncated or damaged.
     """
-    present = file_checksums(directory, list(manifest.files), on_bytes)
+    present = file_checksums(directory, list(manifest.files))
     for name, (size, checksum) in manifest.files.items():
         path = directory / name
         if name not in present:

@@ -98,8 +98,9 @@ def place_parameters(
         )
     stored = {path for path, _ in outside_of(source)}
     trained = {root for row in source.masters for root in row.candidates}
-    ends = [path for path in stored if f"/{path}".endswith(f"/{names[0]}")]
-    roots = {path[: len(path) - len(names[0])].rstrip("/") for path in ends}
+    first = f"/{names[0]}"
+    paths = [f"/{path}" for path in stored if f"/{path}".endswith(first)]
+    roots = {path.removesuffix(first).lstrip("/") for path in paths}
     fits = {root for root in roots if all(_below(root, name) in stored for name in names)}
     found = sorted({params} if isinstance(params, str) else fits & trained or fits or trained)
     if len(found) != 1:
@@ -112,7 +113,7 @@ def place_parameters(
 
 
 def _below(root: str, name: str) -> str:
-    return "/".join(filter(None, (root, name)))
+    return f"{root}/{name}".lstrip("/")
 
 
 def check_decided(row: Masters) -> None:
