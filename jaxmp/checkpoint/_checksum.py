@@ -149,10 +149,10 @@ def _words(part: Any, numpy: ModuleType) -> list[Any]:
     if numpy is np:
         flat = np.ascontiguousarray(part).reshape(-1).view(unsigned)
         shape = part.shape if part.dtype.itemsize < 8 else (*part.shape, 2)
-        words = flat.reshape(shape).astype(np.uint32)
+        bits = flat.reshape(shape).astype(np.uint32)
     else:
-        words = lax.bitcast_convert_type(part, unsigned).astype(np.uint32)
-    return [words] if part.dtype.itemsize < 8 else [words[..., 0], words[..., 1]]
+        bits = lax.bitcast_convert_type(part, unsigned).astype(np.uint32)
+    return [bits] if part.dtype.itemsize < 8 else [bits[..., 0], bits[..., 1]]
 
 
 # ---------------------------------------------------------------------------
