@@ -893,7 +893,7 @@ MUTATIONS = [
         "jaxmp/checkpoint/_settle.py",
         "fits & trained or fits or trained)",
         "fits or trained)",
-        ("test_checkpoint.py::test_one_of_several_sets_of_parameters_is_restored",),
+        ("test_checkpoint.py::test_parameters_are_restored_without_the_rest",),
     ),
     Mutation(
         "the audit of a script takes our frame for the caller",

@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import jax
@@ -543,7 +544,7 @@ def watcher(monkeypatch):
         raise FinishedError(self._fields(""))
 
     monkeypatch.setattr(Watcher, "finish", finish)
-    monkeypatch.setattr(Watcher, "_start_timer", lambda self: None)
+    monkeypatch.setattr(threading.Timer, "start", lambda self: None)
     return Watcher(Options(result="", recipe="bf16"))
 
 

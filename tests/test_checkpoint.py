@@ -247,7 +247,8 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
 @pytest.mark.parametrize("source", ["fp32", "bf16_params", "packed", "fp16_params"])
 def test_parameters_are_restored_without_the_rest(source, tmp_path):
     state = make_state(source)
-    checkpointer = save(tmp_path, {"run": state}, matrix.recipe_of(source))
+    average = make_state("fp32", seed=1).params
+    checkpointer = save(tmp_path, {"average": average, "run": state}, matrix.recipe_of(source))
     full = jaxmp.get_master_params(state)
     zeros = jax.tree.map(jnp.zeros_like, full)
     assert same(checkpointer.restore(zeros, only="params"), full)

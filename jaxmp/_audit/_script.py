@@ -201,10 +201,7 @@ class Watcher:
         self.lock = threading.RLock()
         self.watching = _compat.watch_jit(self._on_call)
         self.watching.__enter__()
-        self._start_timer()
-
-    def _start_timer(self) -> None:
-        timer = threading.Timer(self.options.max_seconds, self.finish)
+        timer = threading.Timer(options.max_seconds, self.finish)
         timer.daemon = True
         timer.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -187,18 +187,11 @@ class Checkpointer:
         check_recipe(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
-        self._save(
-            as_step(step), flat, recipe, as_metrics(metrics), as_json(extra), allow_nonfinite
-        )
+        more = {"metrics": as_metrics(metrics), "extra": as_json(extra)}
+        self._save(as_step(step), flat, recipe, allow_nonfinite, **more)
 
     def _save(
-        self,
-        step: int,
-        flat: FlatState,
-        recipe: Recipe,
-        metrics: dict[str, float],
-        extra: object,
-        allow_nonfinite: bool,
+        self, step: int, flat: FlatState, recipe: Recipe, allow_nonfinite: bool, **more: Any
     ) -> None:
         manager = self._open_for_writing()
         self.wait()
@@ -216,10 +209,9 @@ class Checkpointer:
             description=flat.description,
             checksums={},
             files={},
-            metrics=metrics,
-            extra=extra,
             jaxmp_version=__version__,
             jax_version=jax.__version__,
+            **more,
         )
         args = SaveState(
             leaves={
@@ -320,17 +312,15 @@ class Checkpointer:
             plan = plan_parameters(manifest.description, flat.description, params)
         else:
             plan = self._plan(flat.description, manifest, wanted, migrate, params)
-        return flat.rebuild(self._run(plan, directory, manifest, flat, verify))
+        if not verify:
+            manifest = dataclasses.replace(manifest, checksums={})
+        return flat.rebuild(self._run(plan, directory, manifest, flat))
 
-    def verify(
-        self, step: int | None = None, *, on_bytes: Callable[[int], None] | None = None
-    ) -> CheckpointInfo:
+    def verify(self, step: int | None = None) -> CheckpointInfo:
         """Reads a checkpoint in full and compares all checksums.
 
         Args:
-          step: the step; None: the latest.
-          on_bytes: called with each number of bytes that were read; the data is read twice, as
-            files and as leaves.
+          step: the step; None: the latest. It is read twice, as files and as leaves.
 
         Returns:
           What `describe` returns.
@@ -339,17 +329,13 @@ class Checkpointer:
           CheckpointError: naming the first leaf or file that is missing or damaged.
         """
         directory, manifest = self._manifest(step)
-        check_files(directory, manifest, on_bytes)
-        total = sum(size for size, _ in manifest.files.values())
-        batches = _batches(manifest.description.leaves)
-        for batch in batches:
+        check_files(directory, manifest)
+        for batch in _batches(manifest.description.leaves):
             read_leaves(
                 [(leaf, None) for leaf in batch],
                 lambda targets: self._read(directory, targets),
                 manifest.checksums,
             )
-            if on_bytes is not None:
-                on_bytes(total // len(batches))
         return describe_manifest(directory.parent, manifest)
 
     def migrate(
@@ -387,8 +373,8 @@ class Checkpointer:
         values = self._run(plan, directory, manifest, target)
         with Checkpointer(out) as new:
             flat = dataclasses.replace(target, values=values)
-            metrics, is_marked = dict(manifest.metrics), bool(manifest.nonfinite)
-            new._save(manifest.step, flat, wanted, metrics, manifest.extra, is_marked)
+            more = {"metrics": manifest.metrics, "extra": manifest.extra}
+            new._save(manifest.step, flat, wanted, bool(manifest.nonfinite), **more)
             new.wait()
             return new.describe(manifest.step)
 
@@ -486,23 +472,10 @@ class Checkpointer:
             except (ValueError, KeyError, OSError) as error:
                 raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
-    def _run(
-        self,
-        plan: Plan,
-        directory: epath.Path,
-        manifest: Manifest,
-        flat: FlatState,
-        verify: bool = True,
-    ) -> list[Any]:
+    def _run(self, plan: Plan, directory: epath.Path, manifest: Manifest, flat: FlatState) -> Any:
         """Makes the leaves of a state from those of a step."""
-        return run_plan(
-            plan,
-            manifest.description.by_path,
-            flat.description.leaves,
-            flat.values,
-            lambda targets: self._read(directory, targets),
-            manifest.checksums if verify else None,
-        )
+        read = lambda targets: self._read(directory, targets)
+        return run_plan(plan, manifest.description, flat, read, manifest.checksums)
 
     def _plan(
         self,
@@ -563,15 +536,7 @@ class Checkpointer:
             plan,
             migrate,
         )
-        values = run_plan(
-            plan,
-            stored.description.by_path,
-            target.leaves,
-            flat.values,
-            stored.read,
-            None,
-        )
-        return flat.rebuild(values)
+        return flat.rebuild(run_plan(plan, stored.description, flat, stored.read, {}))
 
 
 def _batches(leaves: Sequence[Leaf]) -> list[list[Leaf]]:

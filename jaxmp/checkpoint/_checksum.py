@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -105,11 +104,10 @@ def _offset_and_strides(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _device_sum(part: Array, offset: Array, strides: tuple[int, ...]) -> Array:
-    hashed_words = _device_words(part)
     index = jnp.full(part.shape, offset)
     for axis, stride in enumerate(strides):
         index = index + lax.broadcasted_iota(jnp.uint32, part.shape, axis) * np.uint32(stride)
-    return _sum_words(part, hashed_words, index, jnp)
+    return _sum_words(part, index, jnp)
 
 
 def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
@@ -120,18 +118,13 @@ def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) 
     for axis, stride in enumerate(strides):
         count = np.arange(part.shape[axis], dtype=np.uint32) * np.uint32(stride)
         index += count.reshape([-1 if i == axis else 1 for i in range(part.ndim)])
-    return _sum_words(part, _host_words(part), index, np)
+    return _sum_words(part, index, np)
 
 
-def _sum_words(
-    part: Array | np.ndarray,
-    hashed_words: list[Any],
-    index: Array | np.ndarray,
-    numpy: ModuleType,
-) -> Any:
+def _sum_words(part: Any, index: Array | np.ndarray, numpy: ModuleType) -> Any:
     """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
     first, second = [], []
-    for position, word in enumerate(hashed_words):
+    for position, word in enumerate(_words(part, numpy)):
         offset = np.uint32(position * 0x85EBCA77 % _UINT32)
         place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + offset
         mixed = word * np.uint32(0x9E3779B1) + place
@@ -146,37 +139,20 @@ def _sum_words(
     return numpy.stack([add(first), add(second), is_bad.astype(np.uint32)])
 
 
-# An 8-byte element is two words; any other is one.
-
-
-def _device_words(part: Array) -> list[Array]:
-    if jnp.iscomplexobj(part):
-        return [word for half in (part.real, part.imag) for word in _device_words(half)]
-    if part.dtype == jnp.bool_:
-        return [part.astype(jnp.uint32)]
-    if part.dtype.name in _SUB_BYTE:
-        return [part.astype(jnp.int8).astype(jnp.uint32)]
-    size = part.dtype.itemsize
-    if size == 8:
-        pair = lax.bitcast_convert_type(part, jnp.uint32)
-        return [pair[..., 0], pair[..., 1]]
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
-    return [lax.bitcast_convert_type(part, unsigned).astype(jnp.uint32)]
-
-
-def _host_words(part: np.ndarray) -> list[np.ndarray]:
-    if part.dtype.kind == "c":
-        return [word for half in (np.real(part), np.imag(part)) for word in _host_words(half)]
-    if part.dtype == np.bool_:
-        return [part.astype(np.uint32)]
-    if part.dtype.name in _SUB_BYTE:
+def _words(part: Any, numpy: ModuleType) -> list[Any]:
+    """Returns the bits of each element as uint32: two words of 8 bytes, one of any other size."""
+    if numpy.iscomplexobj(part):
+        return [word for half in (part.real, part.imag) for word in _words(half, numpy)]
+    if part.dtype == np.bool_ or part.dtype.name in _SUB_BYTE:
         return [part.astype(np.int8).astype(np.uint32)]
-    size = part.dtype.itemsize
-    unsigned = np.dtype(f"u{min(size, 4)}")
-    flat = np.ascontiguousarray(part).reshape(-1).view(unsigned).astype(np.uint32)
-    if size == 8:
-        return [flat[0::2].reshape(part.shape), flat[1::2].reshape(part.shape)]
-    return [flat.reshape(part.shape)]
+    unsigned = np.dtype(f"u{min(part.dtype.itemsize, 4)}")
+    if numpy is np:
+        flat = np.ascontiguousarray(part).reshape(-1).view(unsigned)
+        shape = part.shape if part.dtype.itemsize < 8 else (*part.shape, 2)
+        bits = flat.reshape(shape).astype(np.uint32)
+    else:
+        bits = lax.bitcast_convert_type(part, unsigned).astype(np.uint32)
+    return [bits] if part.dtype.itemsize < 8 else [bits[..., 0], bits[..., 1]]
 
 
 # ---------------------------------------------------------------------------
@@ -184,32 +160,25 @@ def _host_words(part: np.ndarray) -> list[np.ndarray]:
 # ---------------------------------------------------------------------------
 
 
-def file_checksums(
-    directory: epath.Path, names: list[str], on_bytes: Callable[[int], None] | None = None
-) -> dict[str, tuple[int, str]]:
+def file_checksums(directory: epath.Path, names: list[str]) -> dict[str, tuple[int, str]]:
     """Returns the size in bytes and the CRC-32 of each file; files that are missing are left out.
 
     Args:
       directory: the directory that `names` are relative to.
       names: paths with forward slashes.
-      on_bytes: called with each number of bytes that were read.
     """
     with ThreadPoolExecutor(_FILE_THREADS) as threads:
-        rows = threads.map(lambda name: _file_checksum(directory / name, on_bytes), names)
+        rows = threads.map(lambda name: _file_checksum(directory / name), names)
         return {name: row for name, row in zip(names, rows, strict=True) if row is not None}
 
 
-def _file_checksum(
-    path: epath.Path, on_bytes: Callable[[int], None] | None
-) -> tuple[int, str] | None:
+def _file_checksum(path: epath.Path) -> tuple[int, str] | None:
     size = value = 0
     try:
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
                 size += len(block)
                 value = zlib.crc32(block, value)
-                if on_bytes is not None:
-                    on_bytes(len(block))
     except FileNotFoundError:
         return None
     return size, f"{value:08x}"

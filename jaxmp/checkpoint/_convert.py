@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT16, FLOAT32
 from jaxmp._core._trees import Path
 from jaxmp.checkpoint._checksum import checksums
-from jaxmp.checkpoint._description import PYTHON_NUMBERS, Leaf
+from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
 from jaxmp.checkpoint._plan import Action, Plan
 from jaxmp.errors import CheckpointError
 from jaxmp.optim import _storage
@@ -77,14 +77,14 @@ def is_written(leaf: Leaf) -> bool:
 
 
 def read_leaves(
-    leaves: list[tuple[Leaf, Any]], read: Reader, expected: dict[str, str] | None
+    leaves: list[tuple[Leaf, Any]], read: Reader, expected: dict[str, str]
 ) -> dict[str, Any]:
     """Reads leaves in their stored form.
 
     Args:
       leaves: leaves of the checkpoint, each with the sharding to read it with (None: NumPy array).
       read: function that reads leaves.
-      expected: path -> checksum; None: do not compare.
+      expected: path -> checksum; empty: do not compare.
 
     Raises:
       CheckpointError: naming the first leaf whose value is not the one that was written.
@@ -99,7 +99,7 @@ def read_leaves(
             targets[split(leaf.path)] = shape.update(sharding=sharding)
     if targets:
         result |= {"/".join(path): value for path, value in read(targets).items()}
-    if expected is not None:
+    if expected:
         present = checksums(list(result.values()))
         for path, checksum in zip(result, present, strict=True):
             if expected[path] != checksum:
@@ -121,34 +121,27 @@ def split(path: str) -> Path:
 
 
 def run_plan(
-    plan: Plan,
-    source: dict[str, Leaf],
-    target: Sequence[Leaf],
-    values: list[Any],
-    read: Reader,
-    expected: dict[str, str] | None,
+    plan: Plan, stored: Description, flat: FlatState, read: Reader, expected: dict[str, str]
 ) -> list[Any]:
     """Makes the leaves of a state from those of a checkpoint.
 
     Args:
       plan: the origin of each leaf of the state.
-      source: the leaves of the checkpoint by path.
-      target: the leaves of the state, in the order of the plan.
-      values: the values of the given state, for their placement.
+      stored: description of the checkpoint.
+      flat: the given state; its values determine the placement.
       read: function that reads leaves of the checkpoint.
-      expected: checksums of the checkpoint; None: do not compare.
+      expected: checksums of the checkpoint; empty: do not compare.
     """
+    source = stored.by_path
     placements: dict[str, Any] = {}
-    for action, value in zip(plan.actions, values, strict=True):
+    for action, value in zip(plan.actions, flat.values, strict=True):
         for path in action.sources:
             is_array = not source[path].is_key and source[path].dtype not in PYTHON_NUMBERS
             sharding = placement(value) if is_array else None
             placements[path] = placements.get(path) or sharding
-    stored = read_leaves([(source[p], s) for p, s in placements.items()], read, expected)
-    return [
-        _finish(leaf, _make(action, leaf, stored, value), value)
-        for action, leaf, value in zip(plan.actions, target, values, strict=True)
-    ]
+    values = read_leaves([(source[p], s) for p, s in placements.items()], read, expected)
+    rows = zip(plan.actions, flat.description.leaves, flat.values, strict=True)
+    return [_finish(leaf, _make(action, leaf, values, v), v) for action, leaf, v in rows]
 
 
 def placement(value: object) -> jax.sharding.Sharding | None:

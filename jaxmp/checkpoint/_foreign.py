@@ -16,7 +16,6 @@ from etils import epath
 
 from jaxmp._core._trees import Path, path_names
 from jaxmp._overwritten import OVERWRITE
-from jaxmp.checkpoint._convert import split
 from jaxmp.checkpoint._description import (
     COUNTER,
     FP8,
@@ -27,7 +26,6 @@ from jaxmp.checkpoint._description import (
     Description,
     Leaf,
     Masters,
-    Parameter,
     Scale,
     is_below,
     join,
@@ -135,7 +133,6 @@ def read(location: Location, target: Description) -> Stored:
         for key_path, value in flat
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
-    values = {join(split(path)): value for path, value in values.items()}
     return Stored(_infer(values, target), values)
 
 
@@ -195,18 +192,10 @@ def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | Non
         root = f"{row.path}/{layout}_masters".lstrip("/")
         masters = {p.path: f"{root}/{p.inside}" for p in row.parameters}
         if layout == "no" or any(path in values for path in masters.values()):
-            return Masters(
-                row.path,
-                layout,
-                tuple(
-                    Parameter(
-                        parameter.path,
-                        parameter.leaf if parameter.leaf in values else "",
-                        parameter.storage,
-                        parameter.inside,
-                        masters[parameter.path] if masters[parameter.path] in values else "",
-                    )
-                    for parameter in row.parameters
-                ),
+            stored = lambda path: path if path in values else ""
+            parameters = (
+                dataclasses.replace(p, leaf=stored(p.leaf), master=stored(masters[p.path]))
+                for p in row.parameters
             )
+            return Masters(row.path, layout, tuple(parameters))
     return None

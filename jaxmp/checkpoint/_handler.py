@@ -105,8 +105,7 @@ class SaveState(ocp.args.CheckpointArgs):
         """
         if not self.manifest.checksums:
             rows = dict(zip(self.sums, finish_checksums(list(self.sums.values())), strict=True))
-            bad = [path for path, (_, is_finite) in rows.items() if not is_finite]
-            bad = [path for path in bad if path in self.tested]
+            bad = [path for path, (_, ok) in rows.items() if not ok and path in self.tested]
             if bad and not self.allow_nonfinite:
                 more = f" and {len(bad) - 1} other leaves" if len(bad) > 1 else ""
                 raise CheckpointError(
@@ -117,7 +116,7 @@ class SaveState(ocp.args.CheckpointArgs):
             self.manifest = dataclasses.replace(
                 self.manifest,
                 checksums={path: checksum for path, (checksum, _) in rows.items()},
-                nonfinite=bad,
+                nonfinite=tuple(bad),
             )
         return self.manifest
 

@@ -68,16 +68,11 @@ class CheckpointInfo:
 
 def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
     """Returns the description of the checkpoint in the directory `path`."""
+    names = {field.name for field in dataclasses.fields(CheckpointInfo)}
     return CheckpointInfo(
-        step=manifest.step,
         path=str(path),
-        recipe_toml=manifest.recipe_toml,
         master_layout=manifest.description.layout,
         leaves=manifest.description.leaves,
-        metrics=manifest.metrics,
-        extra=manifest.extra,
-        jaxmp_version=manifest.jaxmp_version,
-        jax_version=manifest.jax_version,
         data_bytes=sum(size for size, _ in manifest.files.values()),
-        nonfinite=tuple(manifest.nonfinite),
+        **{name: value for name, value in vars(manifest).items() if name in names},
     )

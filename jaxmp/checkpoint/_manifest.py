@@ -6,7 +6,6 @@ import dataclasses
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ class Manifest:
     jaxmp_version: str
     jax_version: str
     # Paths of parameters, masters, averages and moments with NaN or infinity.
-    nonfinite: Sequence[str] = ()
+    nonfinite: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -129,6 +128,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         data = json.loads(body)
         data["description"] = Description.from_json(data["description"], version)
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
+        data["nonfinite"] = tuple(data.get("nonfinite", ()))
         return Manifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -137,20 +137,13 @@ def read_manifest(directory: epath.Path) -> Manifest:
         ) from error
 
 
-def check_files(
-    directory: epath.Path, manifest: Manifest, on_bytes: Callable[[int], None] | None = None
-) -> None:
-    """Compares the data files with their checksums.
-
-    Args:
-      directory: the directory of the checkpoint.
-      manifest: its manifest.
-      on_bytes: called with each number of bytes that were read.
+def check_files(directory: epath.Path, manifest: Manifest) -> None:
+    """Compares the data files in the directory of a checkpoint with their checksums.
 
     Raises:
       CheckpointError: naming the first file that is missing, truncated or damaged.
     """
-    present = file_checksums(directory, list(manifest.files), on_bytes)
+    present = file_checksums(directory, list(manifest.files))
     for name, (size, checksum) in manifest.files.items():
         path = directory / name
         if name not in present:

@@ -181,17 +181,13 @@ class _Migration:
             for leaf in self._target.leaves
         ]
         self._note_dropped()
-        lines = [f"{count} x {line}" if count > 1 else line for line, count in self._lines.items()]
-        losses = [
-            f"{self._lines[line]} x {line}" if self._lines[line] > 1 else line
-            for line in self._lines
-            if line in self._losses
-        ]
+        texts = {line: f"{n} x {line}" if n > 1 else line for line, n in self._lines.items()}
+        losses = tuple(text for line, text in texts.items() if line in self._losses)
         drops = any(
             leaf.role in (MASTER, REMAINDER) and leaf.path not in self._used
             for leaf in self._source.leaves
         )
-        return Plan(tuple(actions), tuple(lines), tuple(losses), drops)
+        return Plan(tuple(actions), tuple(texts.values()), losses, drops)
 
     def _note(self, line: str, *, loses: bool = False) -> None:
         self._lines[line] += 1

@@ -98,21 +98,22 @@ def place_parameters(
         )
     stored = {path for path, _ in outside_of(source)}
     trained = {root for row in source.masters for root in row.candidates}
-    ends = [path for path in stored if f"/{path}".endswith(f"/{names[0]}")]
-    roots = {path[: len(path) - len(names[0])].rstrip("/") for path in ends}
+    first = f"/{names[0]}"
+    paths = [f"/{path}" for path in stored if f"/{path}".endswith(first)]
+    roots = {path.removesuffix(first).lstrip("/") for path in paths}
     fits = {root for root in roots if all(_below(root, name) in stored for name in names)}
-    found = sorted({params} if isinstance(params, str) else fits & trained or fits or trained)
-    if len(found) != 1:
+    chosen = sorted({params} if isinstance(params, str) else fits & trained or fits or trained)
+    if len(chosen) != 1:
         raise CheckpointError(
-            f"The leaves at {_listed(found)} of the checkpoint have names such as {names[0]!r}. "
+            f"The leaves at {_listed(chosen)} of the checkpoint have names such as {names[0]!r}. "
             "Declare those to read: restore(params, only='params', params='PATH')."
         )
-    leaves = [dataclasses.replace(x, path=_below(found[0], x.path)) for x in target.leaves]
-    return found[0], dataclasses.replace(target, leaves=tuple(leaves))
+    leaves = [dataclasses.replace(x, path=_below(chosen[0], x.path)) for x in target.leaves]
+    return chosen[0], dataclasses.replace(target, leaves=tuple(leaves))
 
 
 def _below(root: str, name: str) -> str:
-    return "/".join(filter(None, (root, name)))
+    return f"{root}/{name}".lstrip("/")
 
 
 def check_decided(row: Masters) -> None:

@@ -21,9 +21,6 @@ from jaxmp.cli._show import show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
-# Exit status of typer after Ctrl-C.
-_INTERRUPTED = 130
-
 app = typer.Typer(
     help="Mixed precision for JAX and Flax: recipes, and reports on models and training steps.",
     no_args_is_help=True,
@@ -69,6 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(1 if is_failure else 2) from None
     except SystemExit as stop:
-        if stop.code == _INTERRUPTED:
+        if stop.code == 130:  # Ctrl-C
             print("Interrupted.", file=sys.stderr)
         raise

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import jaxmp
 from jaxmp._recipe import load_recipe
@@ -54,7 +51,7 @@ def show(
 def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
     """Read a checkpoint in full and compare all checksums; exits with 2 if it is damaged."""
     checkpointer, step = _open(path, step)
-    info = _verify(checkpointer, step)
+    info = checkpointer.verify(step)
     if not write_json(json, _rows(info, intact=True)):
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
@@ -76,7 +73,7 @@ def migrate(
     if master is not None:
         recipe = recipe.replace(master=master)
     checkpointer, step = _open(path, step)
-    _verify(checkpointer, step)
+    checkpointer.verify(step)
     # With --json - the standard output contains JSON only.
     plan = contextlib.redirect_stdout(io.StringIO()) if json == "-" else contextlib.nullcontext()
     with plan:
@@ -90,21 +87,6 @@ def _open(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)
     return jaxmp.checkpoint.Checkpointer(path), step
-
-
-def _verify(checkpointer: Checkpointer, step: int | None) -> CheckpointInfo:
-    total = 2 * checkpointer.describe(step).data_bytes
-    with _progress("verify", total) as on_bytes:
-        return checkpointer.verify(step, on_bytes=on_bytes)
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda count: progress.advance(task, count)
-        progress.update(task, completed=total)
 
 
 def _rows(info: CheckpointInfo, **more: object) -> dict[str, Any]:

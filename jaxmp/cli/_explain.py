@@ -55,8 +55,7 @@ def _load_model(name: str) -> tuple[Callable[[PolicyMap], PolicyExplanation], di
         name, "jaxmp explain my_package.model:make --recipe bf16", "model, example_input"
     )
     result = call(f"{name}()", make)
-    is_sequence = isinstance(result, (tuple, list)) and result
-    model, *inputs = result if is_sequence else (result,)
+    model, *inputs = (result or [result]) if isinstance(result, (tuple, list)) else [result]
     if not inputs and not _is_nnx(model):
         raise JaxmpError(
             f"{name}() returned {type(result).__name__}, not a model and its example inputs. "
