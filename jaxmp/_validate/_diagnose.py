@@ -191,7 +191,10 @@ def _lines(evidence: Evidence) -> Diagnosis:
     trial = evidence.trial
     if trial is None:
         return None
-    for field, quantity in _QUANTITIES.items():
+    # A loss that is not finite precedes its gradient, which may overflow by the loss scale, too.
+    is_lost = not math.isfinite(trial.rounded.loss_error)
+    fields = sorted(_QUANTITIES, key=lambda field: is_lost and field != "loss_error")
+    for field, quantity in ((field, _QUANTITIES[field]) for field in fields):
         error = trial.explained(field)
         alone = [(finite(line.row, field), line) for line in trial.lines]
         # What is not finite counts as much as the largest finite error, and at least as 100 %.
