@@ -109,7 +109,8 @@ class Recurrent(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(4, name="head")(nn.RNN(nn.GRUCell(24))(x)[:, -1])
+        states: Any = nn.RNN(nn.GRUCell(24))(x)
+        return nn.Dense(4, name="head")(states[:, -1])
 
 
 def sequences(rng: np.random.Generator) -> Batch:
@@ -186,7 +187,8 @@ class Adversarial(nn.Module):
         # The discriminator learns from detached samples, the generator from its frozen judgement.
         learns = discriminator(jnp.concatenate([real, jax.lax.stop_gradient(fake).astype(FP32)]))
         frozen = jax.lax.stop_gradient(self.variables["params"].get("d", {}))
-        judged = Perceptron(1, 32, parent=None).apply({"params": frozen}, fake) if frozen else fake
+        judge: Any = Perceptron(1, 32, parent=None)
+        judged = judge.apply({"params": frozen}, fake) if frozen else fake
         return jnp.concatenate([learns.ravel(), judged.ravel(), fake.ravel()])
 
 

@@ -148,7 +148,7 @@ def train(
       fields: functions from the parameters to further fields of the state.
     """
     held_out = next(batches(77))
-    wrapped = recipe.wrap(model)
+    wrapped: Any = recipe.wrap(model)
     params = model.init(jax.random.key(seed), held_out["x"])
     state = State.create(
         apply_fn=wrapped.apply,
@@ -524,7 +524,8 @@ class BatchNormalized(nn.Module):
 def statistics(recipe: jaxmp.Recipe, seed: int, is_faulty: bool) -> jaxmp.TrainingRun:
     """The running statistics keep their initial values."""
     batches = lambda seed: labelled(seed, scale=0.3)
-    wrapped, model = recipe.wrap(BatchNormalized()), BatchNormalized()
+    wrapped: Any = recipe.wrap(BatchNormalized())
+    model = BatchNormalized()
     held_out = next(batches(77))
     variables = model.init(jax.random.key(seed), held_out["x"])
     state = State.create(
@@ -593,7 +594,7 @@ def step_counter(recipe: jaxmp.Recipe, seed: int, is_faulty: bool) -> jaxmp.Trai
 @fault(r"\bnu\b", r"bfloat16", steps=400)
 def second_moment(recipe: jaxmp.Recipe, seed: int, is_faulty: bool) -> jaxmp.TrainingRun:
     """Adam's second moment is stored in bfloat16, and does not decay from large gradients."""
-    adam = optax.scale_by_adam(b2=0.998)
+    adam: Any = optax.scale_by_adam(b2=0.998)
     dtype = BF16 if is_faulty else FP32
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -609,7 +610,7 @@ def second_moment(recipe: jaxmp.Recipe, seed: int, is_faulty: bool) -> jaxmp.Tra
         for number, batch in enumerate(labelled(seed)):
             # The held-out batch, whose seed is 77, has the weight of the later ones.
             weight = 100.0 if number < 5 and seed != 77 else 1.0
-            yield {**batch, "weight": np.float32(weight)}
+            yield {**batch, "weight": np.asarray(weight, np.float32)}
 
     def loss(apply: Any, params: Any, batch: Any) -> jax.Array:
         losses = cross_entropy(apply(params, batch["x"]), batch["y"])

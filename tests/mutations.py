@@ -968,6 +968,34 @@ MUTATIONS = [
         "        for first, second in zip(reference, candidate[::-1], strict=True)\n",
         ("test_validate.py::test_a_planted_difference_is_detected_through_the_spread_of_seeds",),
     ),
+    Mutation(
+        "emulated operations do not round",
+        "jaxmp/_validate/_emulate.py",
+        "    return jnp.where(mode == ROUNDED, rounded, ",
+        "    return jnp.where(mode == ROUNDED, x, ",
+        ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
+    ),
+    Mutation(
+        "no source line rounds alone",
+        "jaxmp/_validate/_trials.py",
+        "        modes[number] = ROUNDED\n",
+        "        modes[number] = EXACT\n",
+        ("test_validate_causes.py::test_an_error_in_the_update_is_located",),
+    ),
+    Mutation(
+        "another learning rate of Adam is taken for clipping",
+        "jaxmp/_validate/_patterns.py",
+        "            factor=factor,\n        )\n        return\n",
+        "            factor=factor,\n        )\n",
+        ("test_validate_trials.py::test_another_learning_rate_of_adam",),
+    ),
+    Mutation(
+        "an average in 16 bits may change in a single element",
+        "jaxmp/_validate/_patterns.py",
+        '    limit = lambda path: _STALLED if dtypes[path] in ("bfloat16", "float16") else 1.0\n',
+        "    limit = lambda path: 1.0\n",
+        ("test_validate_trials.py::test_a_leaf_of_the_state_that_does_not_change",),
+    ),
     # Sharded training states and weights.
     Mutation(
         "moments are split along the last free dimension instead of the first",

@@ -207,7 +207,7 @@ def test_logarithmic_axes():
     (_, low), (_, high) = points(path)[0], points(path)[-1]
     middle = [y for _, y in points(path)[1:-1]]  # collinear points may be left out
     assert low > high and all(y == pytest.approx((low + high) / 2, abs=0.2) for y in middle)
-    positive = images(chart("x", "", [Curve([0, 1, 2], [0.0, 1.0, 2.0], 0)], log=10))["x"]
+    positive = images(chart("x", "", [Curve([0, 1, 2], [0.0, 1.0, 20.0], 0)], log=10))["x"]
     assert len(points(curves(positive)[0])) == 2
 
 

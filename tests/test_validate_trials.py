@@ -134,6 +134,14 @@ def test_another_learning_rate():
     assert result["update_factor"].error == pytest.approx(2 / 3)
 
 
+def test_another_learning_rate_of_adam():
+    """All elements of the first update have the same magnitude, as if they were clipped."""
+    signs = scaled({path: np.sign(g) for path, g in GRADS.items()}, -1.0)
+    reference, candidate = (probe(updates=scaled(signs, rate)) for rate in (0.3, 0.1))
+    row = gradient_row(0, reference, candidate)
+    assert [each.id for each in find_patterns(row, reference, candidate)] == ["update_factor"]
+
+
 def test_clipping_by_value():
     updates = {path: -0.1 * np.clip(g, -0.5, 0.5) for path, g in GRADS.items()}
     result = forms(probe(updates=updates))

@@ -80,13 +80,16 @@ def chart(
       note: its unit, or the meaning of the band.
       curves: the curves; those behind others first.
       log: 0 for a linear vertical axis; 2 or 10 for a logarithmic one with this base, which shows
-        positive values only.
+        positive values only, unless they differ by less than this factor.
       limits: values at which a dashed horizontal line is drawn.
       label: the text of a value on the vertical axis.
     """
     values = [value for curve in curves for value in curve.y]
-    if not any(math.isfinite(value) and (value > 0 or not log) for value in values):
+    values = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+    if not values:
         return ""
+    if log and max(values) < log * min(values):
+        log = 0  # a logarithmic axis of this range would have a single label
     image = _inline(_drawn(list(map(_thinned, curves)), log, limits, label))
     name = html.escape(f"{title}, {note}" if note else title, quote=True)
     caption = html.escape(title) + (f" <span>{html.escape(note)}</span>" if note else "")

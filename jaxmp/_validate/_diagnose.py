@@ -191,7 +191,10 @@ def _lines(evidence: Evidence) -> Diagnosis:
     trial = evidence.trial
     if trial is None:
         return None
-    for field, quantity in _QUANTITIES.items():
+    # A loss that is not finite precedes its gradient, which may overflow by the loss scale, too.
+    is_lost = not math.isfinite(trial.rounded.loss_error)
+    fields = sorted(_QUANTITIES, key=lambda field: is_lost and field != "loss_error")
+    for field, quantity in ((field, _QUANTITIES[field]) for field in fields):
         error = trial.explained(field)
         alone = [(finite(line.row, field), line) for line in trial.lines]
         # What is not finite counts as much as the largest finite error, and at least as 100 %.
@@ -322,10 +325,14 @@ def _located(evidence: Evidence) -> Cause:
     cause = None if evidence.trial is None else _without_roundings(evidence.trial)
     if cause is not None:
         return cause
-    changed = [row for row in rows if abs(row.update_ratio - 1) > _CHANGED]
+    is_changed = lambda row: abs(row.update_ratio - 1) > _CHANGED or math.isinf(row.update_error)
+    changed = list(filter(is_changed, rows))
     if changed and error <= evidence.gradient_budget:
-        row = max(changed, key=lambda row: abs(math.log(max(row.update_ratio, 1e-30))))
+        row = max(changed, key=lambda row: row.update_error)
         size = f"{row.update_ratio:.3g} times as large as that of the reference"
+        size = size if math.isfinite(row.update_ratio) else "not finite"
+        findings = evidence.findings("optimizer_state_16bit")
+        fix = "tx = recipe.optimizer(tx)  # FP32 moments, masters and gradient norms"
         return Cause(
             id="update",
             summary=(
@@ -334,9 +341,10 @@ def _located(evidence: Evidence) -> Cause:
             ),
             evidence=(
                 "On the same parameters and batch, the loss and its gradient agree, so the error "
-                f"arises after them: in the optimizer's state or in its arithmetic. {evidence.note}"
+                "arises after them: in the optimizer's state or in its arithmetic. "
+                f"{' '.join(each.message for each in findings[:1])} {evidence.note}"
             ).strip(),
-            fix="tx = recipe.optimizer(tx)  # FP32 moments, masters and gradient norms",
+            fix=findings[0].fix if findings else fix,
         )
     origin = find_origin(evidence.measurements.modules)
     module = origin.growth or origin.forward

@@ -42,21 +42,16 @@ def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Itera
     """
     if row.nonfinite:
         return
-    grads, updates = (
-        tuple(
-            joined(getattr(probe, name), getattr(reference, name))
-            for probe in (reference, candidate)
-        )
-        for name in ("grads", "updates")
-    )
+    grads = [joined(probe.grads, reference.grads) for probe in (reference, candidate)]
+    before, after = (joined(each.updates, reference.updates) for each in (reference, candidate))
     if row.error > _CHANGED:
-        yield from _common(row.step, "gradient", *grads)
+        yield from _common(row.step, "gradient", grads[0], grads[1])
         yield from _frozen(row, reference.grads, candidate.grads)
-    if not updates[1].any():
+    if not after.any():
         return  # a skipped step changes nothing
     if max(_CHANGED, 2 * row.error) < row.update_error < np.inf:
-        yield from _common(row.step, "update", *updates)
-        yield from _decayed(row, *updates, joined(candidate.params, reference.updates))
+        yield from _common(row.step, "update", before, after)
+        yield from _decayed(row, before, after, joined(candidate.params, reference.updates))
     # Moments and averages of parameters that do not change do not change, either.
     fixed = [path.replace(":", "/") for path, leaf in candidate.updates.items() if not leaf.any()]
     moving = {

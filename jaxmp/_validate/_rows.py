@@ -70,10 +70,10 @@ class Cause:
     """Known cause of a failure, diagnosed from measurements and from the audit of the step.
 
     Args:
-      id: "fp16_underflow", "missing_masters", "softmax_16bit", "accumulator_16bit",
-        "norm_statistics_16bit", "fp8_weights", "overflow", "skipped_steps" or the id of a check of
-        the audit. Without a known cause, "update", "module" or "unknown" with the location of the
-        error.
+      id: "rounding" or the id of a check of the audit for a source line, "fp16_underflow",
+        "missing_masters", "overflow", "skipped_steps", "gradient_factor", "update_factor",
+        "clipping", "weight_decay", "zero_gradient" or "state". Without a known cause, "update",
+        "module" or "unknown" with the location of the error.
       summary: the cause in a few words; the headline contains it.
       evidence: the measurements that show it.
       fix: the remedy, as code.
