@@ -149,6 +149,20 @@ def test_a_16_bit_norm_of_gradients_is_reported_although_the_update_reads_it():
 # ---------------------------------------------------------------------------
 
 
+def test_state_of_a_training_step():
+    def step(w, state, x):
+        value, grads = jax.value_and_grad(loss)(w, x)
+        mean = 0.9 * state["mean"] + (0.1 * value).astype(state["mean"].dtype)
+        return w - 0.1 * grads, {"mean": mean, "steps": state["steps"] + 1}
+
+    half, count = jax.ShapeDtypeStruct((), BF16), jax.ShapeDtypeStruct((), jnp.int32)
+    (finding,) = audit(step, W, {"mean": half, "steps": count}, X).errors
+    assert finding.check == "accumulator_16bit" and "changes below 2**-9" in finding.message
+    (finding,) = audit(step, W, {"mean": SCALAR, "steps": half}, X).errors
+    assert "stops at 256" in finding.message and "jnp.zeros((), jnp.int32)" in finding.fix
+    assert checks(step, W, {"mean": SCALAR, "steps": count}, X) == {}
+
+
 def test_state_of_a_program_that_trains_nothing():
     half = jax.ShapeDtypeStruct((4,), BF16)
     add = lambda total, x: {"total": total["total"] + x.astype(total["total"].dtype)}
