@@ -194,6 +194,19 @@ def test_linear_recurrences(body, count):
     assert run(BF16) == count and run(F32) == 0
 
 
+def test_loops_with_keys_and_counters_among_their_carries():
+    def fn(us, key):
+        def body(carry, u):
+            key, count, total = carry
+            key, _ = jax.random.split(key)
+            return (key, count + 1, 0.99 * total + u), None
+
+        return lax.scan(body, (key, 0, jnp.zeros(4, BF16)), us)[0][2]
+
+    rows = jax.ShapeDtypeStruct((64, 4), BF16)
+    assert checks(fn, rows, jax.random.key(0)) == {"accumulator_16bit": 1}
+
+
 def test_short_loops_are_not_recurrences():
     fn = lambda us: lax.scan(lambda h, u: (h * 0.99 + u, None), jnp.zeros(4, BF16), us)[0]
     assert checks(fn, jax.ShapeDtypeStruct((4, 4), BF16)) == {}
