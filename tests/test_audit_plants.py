@@ -126,6 +126,16 @@ def test_a_note_gives_the_share_of_the_optimizers_matmuls():
     assert f"({share:.1%} of the FLOPs)" in note and "test_audit_plants.py:" in note
 
 
+def test_a_note_names_what_is_not_reported_in_the_optimizer():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x).astype(BF16)
+        return w - 0.1 * jnp.exp(grads).astype(F32)
+
+    report = audit(step, W, X, policies="bf16")
+    assert report.ok
+    assert any(note.startswith("exp_16bit at test_audit_plants.py:") for note in report.notes)
+
+
 def test_a_measurement_of_gradients_is_not_the_optimizers():
     def step(w, x):
         grads = jax.grad(loss)(w, x)
