@@ -63,7 +63,7 @@ def check_difference(op: OpOccurrence, audit: Auditor) -> None:
         for label in labels if op.location.phase == FORWARD else ():
             root = label.op.location.names[:1]
             is_inside = bool(root) and op.location.names[:1] == root
-            is_constant = is_literal(op.body.source_of(other, LAYOUT))
+            is_constant = is_literal(other) or audit.known.value(other) is not None
             if not (is_constant or is_inside or _depends(other, label, op, audit)):
                 harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
                 label.report(harm, audit.findings)
@@ -74,7 +74,8 @@ def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) 
     waiting, seen = [var], {var}
     while waiting:
         each = waiting.pop()
-        if label in audit.flow.of(each):
+        labels = (x for x in audit.flow.of(each) if isinstance(x, (RoundedOutput, Logits)))
+        if any(x.op is label.op for x in labels):
             return True
         maker = op.body.maker(each)
         inputs = () if maker is None else maker.invars
