@@ -69,7 +69,7 @@ VERSION_SENSITIVE = {
     # Interpreters and readers of jaxprs, whose primitives change between versions.
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_sharding"),
-    *("audit_steps", "hlo"),
+    *("audit_plants", "audit_steps", "hlo"),
     *("gathers", "programs", "validate_capture"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),

@@ -764,6 +764,51 @@ MUTATIONS = [
         ("test_audit.py::test_a_half_softmax",),
     ),
     Mutation(
+        "the audit takes an evaluation after the update for the optimizer",
+        "jaxmp/_audit/_optimizer.py",
+        "if not sources.isdisjoint(f.after_gradient)",
+        "if f.after_gradient",
+        (
+            "test_audit_plants.py::"
+            "test_errors_before_the_gradient_and_after_the_update_are_those_of_the_function_alone",
+        ),
+    ),
+    Mutation(
+        "the audit takes the gates of a recurrent layer for a decayed sum",
+        "jaxmp/_audit/_check_recurrences.py",
+        "    if any(row is None for row in rows):\n        return None\n",
+        "    rows = [row or _Linear() for row in rows]\n",
+        ("test_audit_plants.py::test_linear_recurrences",),
+    ),
+    Mutation(
+        "the audit ignores 16-bit state that is not updated with gradients",
+        "jaxmp/_audit/_check_state.py",
+        "not (update.has_gradient or self.is_average(update))",
+        "False",
+        ("test_audit_plants.py::test_state_of_a_training_step",),
+    ),
+    Mutation(
+        "the audit ignores the loss scale in a division of gradients",
+        "jaxmp/_audit/_scale_powers.py",
+        "return known[0] - known[1]",
+        "return known[0]",
+        ("test_audit_plants.py::test_gradients_and_their_scale",),
+    ),
+    Mutation(
+        "the audit ignores an epsilon that is 0 in float16",
+        "jaxmp/_audit/_check_float16.py",
+        "return LostEpsilon(op, message, fix) if is_zero else None",
+        "return None",
+        ("test_audit_plants.py::test_the_range_of_float16",),
+    ),
+    Mutation(
+        "the audit takes every integer for a small one",
+        "jaxmp/_audit/_check_integers.py",
+        "if integers.bound <= limit:",
+        "if integers.bound >= 0:",
+        ("test_audit_plants.py::test_integers_in_16_bits",),
+    ),
+    Mutation(
         "the audit confuses the axes of a mesh",
         "jaxmp/_audit/_hlo_collectives.py",
         "along != along[:, :1]",

@@ -126,6 +126,16 @@ def test_a_note_gives_the_share_of_the_optimizers_matmuls():
     assert f"({share:.1%} of the FLOPs)" in note and "test_audit_plants.py:" in note
 
 
+def test_a_note_names_what_is_not_reported_in_the_optimizer():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x).astype(BF16)
+        return w - 0.1 * jnp.exp(grads).astype(F32)
+
+    report = audit(step, W, X, policies="bf16")
+    assert report.ok
+    assert any(note.startswith("exp_16bit at test_audit_plants.py:") for note in report.notes)
+
+
 def test_a_measurement_of_gradients_is_not_the_optimizers():
     def step(w, x):
         grads = jax.grad(loss)(w, x)
@@ -147,6 +157,20 @@ def test_a_16_bit_norm_of_gradients_is_reported_although_the_update_reads_it():
 # ---------------------------------------------------------------------------
 # State and recurrences
 # ---------------------------------------------------------------------------
+
+
+def test_state_of_a_training_step():
+    def step(w, state, x):
+        value, grads = jax.value_and_grad(loss)(w, x)
+        mean = 0.9 * state["mean"] + (0.1 * value).astype(state["mean"].dtype)
+        return w - 0.1 * grads, {"mean": mean, "steps": state["steps"] + 1}
+
+    half, count = jax.ShapeDtypeStruct((), BF16), jax.ShapeDtypeStruct((), jnp.int32)
+    (finding,) = audit(step, W, {"mean": half, "steps": count}, X).errors
+    assert finding.check == "accumulator_16bit" and "changes below 2**-9" in finding.message
+    (finding,) = audit(step, W, {"mean": SCALAR, "steps": half}, X).errors
+    assert "stops at 256" in finding.message and "jnp.zeros((), jnp.int32)" in finding.fix
+    assert checks(step, W, {"mean": SCALAR, "steps": count}, X) == {}
 
 
 def test_state_of_a_program_that_trains_nothing():
@@ -178,6 +202,19 @@ def test_linear_recurrences(body, count):
         return checks(fn, rows).get("accumulator_16bit", 0)
 
     assert run(BF16) == count and run(F32) == 0
+
+
+def test_loops_with_keys_and_counters_among_their_carries():
+    def fn(us, key):
+        def body(carry, u):
+            key, count, total = carry
+            key, _ = jax.random.split(key)
+            return (key, count + 1, 0.99 * total + u), None
+
+        return lax.scan(body, (key, 0, jnp.zeros(4, BF16)), us)[0][2]
+
+    rows = jax.ShapeDtypeStruct((64, 4), BF16)
+    assert checks(fn, rows, jax.random.key(0)) == {"accumulator_16bit": 1}
 
 
 def test_short_loops_are_not_recurrences():

@@ -85,8 +85,7 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
     is_cast = op.name == "convert_element_type"
     for value in (_constant(var, op, audit) for var in _float16_operands(op)):
         # A cast reads the constant as it was written; an infinite one is intended.
-        is_beyond = value is not None and abs(value) > _LARGEST
-        if is_beyond and not (is_cast and math.isinf(value)):
+        if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
             fix = "Use the largest finite number of the dtype:\n"

@@ -68,7 +68,7 @@ class RoundedKeys(ConditionalFinding):
 def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
     integers = _integers_after(op, audit) if op.location.phase == FORWARD else None
-    dtype = np.dtype(dtype_of(op.equation.outvars[0])) if integers else None
+    dtype = dtype_of(op.equation.outvars[0])
     if integers is None or not is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)

@@ -18,7 +18,7 @@ from jaxmp._audit._checks import ERROR, Check
 from jaxmp._audit._dataflow import GRADIENT, From
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._scale_powers import Power, powers_of
+from jaxmp._audit._scale_powers import powers_of
 from jaxmp._audit._trace import Traced
 from jaxmp._core._jaxprs import BACKWARD, Atom, is_literal
 
@@ -33,32 +33,18 @@ SCALED_GRADIENTS = Check(
 
 
 class _Event(NamedTuple):
-    """Use of gradients that would be wrong if argument `number` is a loss scale."""
+    """Use of gradients that is wrong if argument `number` is a loss scale."""
 
     number: int
     op: OpOccurrence
     message: str
-    fix: str
+    fix: str = f"Divide the gradients by the loss scale first:\n    {SCALED_GRADIENTS.fix}"
 
 
-class _Scales(NamedTuple):
-    """Numbers of the scalars that the backward pass multiplies by, or by which gradients are
-    divided after it.
-    """
+class _Divisor(NamedTuple):
+    """Scalar argument by which gradients are divided."""
 
-    in_backward: set[int]
-    divisors: set[int]
-
-
-# ---------------------------------------------------------------------------
-# Events
-# ---------------------------------------------------------------------------
-
-
-def _scales(audit: Auditor) -> _Scales:
-    if not audit.collected[_Scales]:
-        audit.collected[_Scales].append(_Scales(set(), set()))
-    return audit.collected[_Scales][0]
+    number: int
 
 
 def _of_gradient(var: Atom, audit: Auditor) -> dict[int, float | None]:
@@ -67,82 +53,60 @@ def _of_gradient(var: Atom, audit: Auditor) -> dict[int, float | None]:
 
 
 @SCALED_GRADIENTS.on_operation("mul", "div")
-def collect_scales(op: OpOccurrence, audit: Auditor) -> None:
-    """Collects the scalars that the backward pass depends on, and divisors of gradients."""
-    lhs, rhs = op.equation.invars
-    if op.location.phase == BACKWARD:
-        powers = powers_of(audit.flow.of_all(op.equation.invars))
-        _scales(audit).in_backward.update(n for n, exponent in powers.items() if exponent)
-        return
-    for var, other in ((lhs, rhs), (rhs, lhs)) if op.name == "mul" else ((lhs, rhs),):
-        labels = audit.flow.of(other)
-        if GRADIENT in labels or GRADIENT not in audit.flow.of(var):
+def check_division(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
+    divided = -1 if op.name == "mul" else 1
+    pairs = [op.equation.invars, op.equation.invars[::-1]][: 2 if op.name == "mul" else 1]
+    for var, other in pairs if op.location.phase != BACKWARD else ():
+        if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
-        for number, exponent in powers_of(labels).items():
-            if exponent == (-1 if op.name == "mul" else 1):
-                _scales(audit).divisors.add(number)
-                if powers_of(audit.flow.of(var)).get(number, 0) == 0:
-                    text = "gradients are divided by the loss scale a second time."
-                    where = audit.findings.where(op)
-                    fix = f"Remove the second division by the loss scale, at {where}."
-                    audit.collected[_Event].append(_Event(number, op, text, fix))
+        for number in (
+            n for n, power in powers_of(audit.flow.of(other)).items() if power == divided
+        ):
+            audit.collected[_Divisor].append(_Divisor(number))
+            if _of_gradient(var, audit).get(number, 0) == 0:
+                message = "gradients are divided by the loss scale a second time."
+                where = audit.findings.where(op)
+                fix = f"Remove the second division by the loss scale, at {where}."
+                audit.collected[_Event].append(_Event(number, op, message, fix))
 
 
-@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp")
-def check_clip(op: OpOccurrence, audit: Auditor) -> None:
-    """Collects comparisons of scaled gradients, or of their norm, with a constant."""
+@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
+def check_use(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects limits of scaled gradients or of their norm, and sums with arguments."""
     if op.location.phase == BACKWARD:
         return
+    is_sum = op.name in ("add", "sub")
+    message = "gradients are clipped while they are multiplied by the loss scale."
+    if is_sum:
+        message = "the state is updated with gradients that are multiplied by the loss scale."
     for var in op.equation.invars:
-        for number, exponent in _of_gradient(var, audit).items():
-            others = [x for x in op.equation.invars if x is not var]
-            is_limit = all(
-                number not in powers_of(audit.flow.of(x)) and _is_limit(x) for x in others
-            )
-            if exponent and is_limit:
-                text = "gradients are clipped while they are multiplied by the loss scale, so that"
-                text += " the limit depends on the scale."
-                fix = "Divide the gradients by the loss scale before they are clipped:\n"
-                fix += f"    {SCALED_GRADIENTS.fix}"
-                audit.collected[_Event].append(_Event(number, op, text, fix))
+        others = [x for x in op.equation.invars if x is not var]
+        for number, power in _of_gradient(var, audit).items():
+            is_other = all(_is_other(x, number, is_sum, audit) for x in others)
+            if (power or 0) > 0 or (power and not is_sum):
+                audit.collected[_Event] += [_Event(number, op, message)] * is_other
 
 
-def _is_limit(var: Atom) -> bool:
-    value = var.val if is_literal(var) and np.ndim(var.val) == 0 else 1
-    return 1e-3 < abs(float(value)) < math.inf
-
-
-@SCALED_GRADIENTS.on_operation("add", "sub")
-def check_update(op: OpOccurrence, audit: Auditor) -> None:
-    """Collects updates of the state with scaled gradients."""
-    if op.location.phase == BACKWARD or op.location.differentiated:
-        return
-    lhs, rhs = op.equation.invars
-    for var, state in ((lhs, rhs), (rhs, lhs)):
-        is_state = any(isinstance(label, From) for label in audit.flow.of(state))
-        for number, exponent in _of_gradient(var, audit).items() if is_state else ():
-            if (exponent or 0) > 0 and number not in powers_of(audit.flow.of(state)):
-                text = "the state is updated with gradients that are multiplied by the loss scale."
-                fix = f"Divide the gradients by the loss scale:\n    {SCALED_GRADIENTS.fix}"
-                audit.collected[_Event].append(_Event(number, op, text, fix))
+def _is_other(var: Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
+    """Returns True for a summand from the state, and for a limit without the loss scale."""
+    labels = audit.flow.of(var)
+    if number in powers_of(labels):
+        return False
+    if is_sum:
+        return any(isinstance(label, From) for label in labels)
+    value = abs(float(var.val)) if is_literal(var) and np.ndim(var.val) == 0 else 1
+    return 1e-3 < value < math.inf
 
 
 @SCALED_GRADIENTS.on_program
 def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
-    scales = {
-        label.number
-        for _, var in traced.scales()
-        for label in audit.flow.of(var)
-        if isinstance(label, Power)
-    }
-    by_hand = _scales(audit)
-    scales |= by_hand.in_backward & by_hand.divisors
-    if audit.float16_backward is not None and not traced.scales():
-        scales |= by_hand.in_backward
-    events = [
-        event for event in audit.collected[_Event] if event.number in scales & by_hand.in_backward
-    ]
+    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.scales())))
+    if not scales and audit.float16_backward is not None:
+        scales = audit.flow.scaled_by
+    scales = (scales | {x.number for x in audit.collected[_Divisor]}) & audit.flow.scaled_by
+    events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
         audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
     for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
@@ -150,9 +114,10 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         is_state = any(isinstance(label, From) for label in audit.flow.of(var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
         if is_norm and not events:
-            file, line = traced.line_of(var)
-            message = (
-                f"result {jtu.keystr(path)} is a norm of gradients times a power of the loss scale."
+            yield Finding(
+                check=SCALED_GRADIENTS.id,
+                message=f"result{jtu.keystr(path)} is computed from gradients that are multiplied"
+                " by the loss scale.",
+                fix=_Event._field_defaults["fix"],
+                **traced.line_of(var),
             )
-            fix = f"Divide the gradients by the loss scale first:\n    {SCALED_GRADIENTS.fix}"
-            yield Finding(check=SCALED_GRADIENTS.id, message=message, fix=fix, file=file, line=line)

@@ -129,17 +129,23 @@ def report_terms(op: OpOccurrence, audit: Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
+# Primitive or "softmax" -> name and fix.
+_PROBABILITIES = {
+    "logistic": ("sigmoid", "jax.nn.log_sigmoid(x.astype(jnp.float32))"),
+    "tanh": ("tanh", "jnp.tanh(x.astype(jnp.float32))"),
+    "softmax": ("softmax", "jax.nn.log_softmax(x.astype(jnp.float32))"),
+}
+
+
 @LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
-    (result,) = op.equation.outvars
-    if not is_16bit(dtype_of(result)) or op.location.phase == BACKWARD:
+    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == BACKWARD:
         return None
-    if op.name in ("logistic", "tanh"):
-        return Probability(op, "sigmoid" if op.name == "logistic" else "tanh")
     labels = audit.flow.of(op.equation.invars[0])
     is_softmax = any(isinstance(label, Logits) and label.normalized for label in labels)
-    return Probability(op, "softmax") if is_softmax else None
+    name = "softmax" if is_softmax else op.name
+    return Probability(op, name) if name in _PROBABILITIES else None
 
 
 @LOG_OF_ROUNDED.on_operation("log", "log1p")
@@ -147,12 +153,8 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
     labels = audit.flow.of(op.equation.invars[0]) if op.location.phase == FORWARD else ()
     for label in [x for x in labels if isinstance(x, Probability)][:1]:
-        dtype = dtype_of(label.op.equation.outvars[0]).name
-        where = audit.findings.where(label.op)
-        message = f"the logarithm of a {label.name} that is rounded to {dtype} at {where}."
-        code = {
-            "sigmoid": "jax.nn.log_sigmoid(x.astype(jnp.float32))",
-            "softmax": "jax.nn.log_softmax(x.astype(jnp.float32))",
-        }.get(label.name, "jnp.tanh(x.astype(jnp.float32))")
-        fix = f"Compute it from the FP32 input of the {label.name}:\n    {code}"
+        dtype, where = dtype_of(label.op.equation.outvars[0]), audit.findings.where(label.op)
+        name, code = _PROBABILITIES[label.name]
+        message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
+        fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
         audit.add(LOG_OF_ROUNDED, op, message, fix)

@@ -63,17 +63,10 @@ def check_difference(op: OpOccurrence, audit: Auditor) -> None:
         for label in labels if op.location.phase == FORWARD else ():
             root = label.op.location.names[:1]
             is_inside = bool(root) and op.location.names[:1] == root
-            source = op.body.source_of(other, LAYOUT)
-            is_constant = is_literal(source) or _is_zero(source, audit)
+            is_constant = is_literal(other) or audit.known.value(other) is not None
             if not (is_constant or is_inside or _depends(other, label, op, audit)):
                 harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
                 label.report(harm, audit.findings)
-
-
-def _is_zero(var: Atom, audit: Auditor) -> bool:
-    """Returns True for a known 0, which `jax.nn.softplus` subtracts."""
-    value = audit.known.value(var)
-    return value is not None and not value.any()
 
 
 def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
@@ -81,7 +74,7 @@ def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) 
     waiting, seen = [var], {var}
     while waiting:
         each = waiting.pop()
-        labels = (x for x in audit.flow.of(each) if isinstance(x, RoundedOutput))
+        labels = (x for x in audit.flow.of(each) if isinstance(x, (RoundedOutput, Logits)))
         if any(x.op.equation is label.op.equation for x in labels):
             return True
         maker = op.body.maker(each)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jax.extend.core import Jaxpr
+
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._audit._program import LAYOUT, Body, OpOccurrence, dtype_of, named
+from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOATS_16BIT
 from jaxmp._core._jaxprs import FORWARD, Atom, Equation, inners, is_literal
@@ -35,33 +37,26 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    if op.location.phase != FORWARD:
-        return
-    inner = inners(op.equation)[-1]
+    jaxpr = inners(op.equation)[-1].jaxpr
     if op.name == "scan":
         consts, carried = scan_counts(op.equation.params)
     else:
         consts, carried = op.equation.params["body_nconsts"], len(op.equation.outvars)
-    loop = Body(inner.jaxpr)
-    carries = inner.jaxpr.invars[consts : consts + carried]
-    for before, after in zip(carries, inner.jaxpr.outvars[:carried], strict=True):
-        if dtype_of(before) not in FLOATS_16BIT or is_literal(after):
-            continue
-        linear = _linear_in(
-            before, [var for var in carries if dtype_of(var).kind != "i"], loop
-        ).get(after)
-        if linear is not None and linear.addition is not None and linear.is_scaled:
-            _report(op, linear, dtype_of(before).name, audit)
+    carries = [v for v in jaxpr.invars[consts : consts + carried] if dtype_of(v) in FLOATS]
+    results = dict(zip(jaxpr.invars[consts:], jaxpr.outvars[:carried], strict=False))
+    for carry in carries if op.location.phase == FORWARD else ():
+        if dtype_of(carry) in FLOATS_16BIT and not is_literal(results[carry]):
+            linear = _linear_in(carry, carries, jaxpr).get(results[carry])
+            if linear is not None and linear.addition is not None and linear.is_scaled:
+                _report(op, linear, dtype_of(carry).name, audit)
 
 
-def _linear_in(carry: Atom, carries: list[Atom], loop: Body) -> dict[Atom, _Linear | None]:
+def _linear_in(carry: Atom, carries: list[Atom], jaxpr: Jaxpr) -> dict[Atom, _Linear | None]:
     """Returns the values that depend on carries; None for those that are not linear in `carry`."""
     values: dict[Atom, _Linear | None] = dict.fromkeys(carries) | {carry: _Linear()}
-    for equation in loop.jaxpr.eqns:
-        operands = [var for var in equation.invars if not is_literal(var) and var in values]
-        if operands:
-            linear = _after(equation, values)
-            values.update(dict.fromkeys(equation.outvars, linear))
+    for equation in jaxpr.eqns:
+        if any(not is_literal(var) and var in values for var in equation.invars):
+            values.update(dict.fromkeys(equation.outvars, _after(equation, values)))
     return values
 
 
@@ -98,16 +93,9 @@ def _report(op: OpOccurrence, linear: _Linear, dtype: str, audit: Auditor) -> No
         return
     steps = "" if length is None else f" of {length:,} steps"
     decay = "" if factor is None else f" with the factor {factor:.4g}"
-    least = "2**-9" if dtype == "bfloat16" else "2**-12"
-    message = (
-        f"a loop{steps} updates a decayed sum{decay} in {dtype}: summands below {least} of the sum"
-        " are rounded away."
-    )
-    fix = (
-        "Start from zeros in FP32, and cast the results after the loop:\n"
-        "    carry = jnp.zeros(shape, jnp.float32)\n"
-        f"    results = results.astype(jnp.{dtype})"
-    )
+    message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
+    fix = "Start from zeros in FP32, and cast the results after the loop:\n"
+    fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
     assert linear.addition is not None
     inner = op._replace(equation=linear.addition, enclosing=(op.equation, *op.enclosing))
-    audit.add(ACCUMULATOR_16BIT, inner, message, fix)
+    audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)

@@ -9,7 +9,6 @@ import jax.tree_util as jtu
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
 from jaxmp._audit._check_state import MISSING_MASTER, step_of
-from jaxmp._audit._checks import ERROR
 from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._labels import ConditionalFinding, Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
@@ -25,46 +24,22 @@ _CHANGES = named("mul div add sub max min clamp")
 def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
     step = step_of(audit, traced)
-    rows: dict[tuple[str, int, str], list[tuple[int, Update]]] = {}
-    for number, update in step.state_16bit(_returned_names(traced)).items():
-        key = *audit.findings.line_of(update.op), update.factor
-        rows.setdefault(key, []).append((number, update))
-    for (file, line, factor), updates in rows.items():
-        number, update = updates[0]
-        aval = step.avals[number]
-        message = f"{step.locations[number]} is updated in {aval.dtype.name}"
-        wide = "int32" if _counts(update) else "float32"
-        fix = (
-            f"Store it in {wide}, and do not cast the new value to {aval.dtype.name}:\n"
-            f"    jnp.zeros({aval.shape}, jnp.{wide})"
-        )
-        yield Finding(
-            check=ACCUMULATOR_16BIT.id,
-            severity=ERROR,
-            file=file,
-            line=line,
-            message=f"{message}: {_harm(factor, aval.dtype.name)}.",
-            fix=fix,
-            count=len(updates),
-        )
-
-
-def _counts(update: Update) -> bool:
-    """Returns True for an argument to which a step adds 1."""
-    literals = [var for var in update.op.equation.invars if is_literal(var)]
-    return update.factor == PLUS and any(abs(float(var.val)) == 1 for var in literals)
-
-
-def _harm(factor: str, dtype: str) -> str:
-    limit, least = (256, "2**-9") if dtype == "bfloat16" else (2048, "2**-12")
-    if factor == PLUS:
-        return f"a sum of ones stops at {limit}"
-    return f"changes below {least} of a value are rounded away"
-
-
-def _returned_names(traced: Traced) -> set[str]:
-    """Returns the keys of the results below the position in a tuple."""
-    return {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
+    # The keys of the results below the position in a tuple.
+    returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
+    rows: dict[tuple[object, str], dict[int, Update]] = {}
+    for number, update in step.state_16bit(returned).items():
+        key = audit.findings.line_of(update.op), update.factor
+        rows.setdefault(key, {})[number] = update
+    for (_, factor), updates in rows.items():
+        number, update = next(iter(updates.items()))
+        text = "are updated in 16 bits: changes below {least} of a value are rounded away"
+        if factor == PLUS:
+            text = "are sums in 16 bits: a sum of ones stops at {limit}"
+        literals = [abs(float(x.val)) for x in update.op.equation.invars if is_literal(x)]
+        wide = "int32" if factor == PLUS and 1 in literals else "float32"
+        fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
+        fix += f"    jnp.zeros({step.avals[number].shape}, jnp.{wide})"
+        yield from step.findings(ACCUMULATOR_16BIT, updates, text, fix)
 
 
 # ---------------------------------------------------------------------------
@@ -108,22 +83,16 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     dtype = half_of(op.equation.outvars)
     if not copies or len(numbers) > 1 or dtype is None or op.location.differentiated:
         return None
-    message = (
-        f"16-bit copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
-    )
-    fix = (
-        "Change the FP32 masters instead, before they are cast at"
-        f" {audit.findings.where(copies[0].op)}:\n    master = jax.tree.map(change, master)"
-    )
+    message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
+    fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"
+    fix += "    master = jax.tree.map(change, master)"
     return ChangedCopy(op, message, fix)
 
 
 @MISSING_MASTER.on_program
 def report_changes(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
-    parameters = {
-        (var.aval.shape, dtype_of(var)) for n, var in traced.variables.items() if var.aval.size > 1
-    }
-    results = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in parameters]
+    shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables.values() if v.aval.size > 1}
+    results = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
     yield from ()

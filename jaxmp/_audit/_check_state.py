@@ -15,10 +15,9 @@ from jaxmp._audit._check_integers import STEPS
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, FIX_ACCUMULATOR
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
-from jaxmp._audit._labels import SCALED
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._scale_powers import Power
+from jaxmp._audit._scale_powers import Power, powers_of
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
@@ -81,8 +80,6 @@ _TEXTS = {
 
 def label_arguments(audit: Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
-    for _, var in traced.scales():
-        audit.flow.mark(var, SCALED)
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
     for number, var in traced.variables.items():
@@ -127,9 +124,9 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 @UNUSED_LOSS_SCALE.on_program
 def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
-    if not audit.has_backward or audit.flow.scale_used:
-        return
-    for location, _ in traced.scales():
+    for location, var in traced.scales() if audit.has_backward else ():
+        if not audit.flow.scaled_by.isdisjoint(powers_of(audit.flow.of(var))):
+            continue
         message = (
             f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
             " gradients underflow."
@@ -345,7 +342,7 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
 def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit, traced)
-    if op is None or not step.is_training or audit.flow.scale_used or audit.flow.has_scale:
+    if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
         return
     if traced.scales():
         # Reported as an unused loss scale.

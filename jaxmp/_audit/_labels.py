@@ -34,8 +34,6 @@ from jaxmp._policies._op_table import OpTable
 
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_16_BITS = "was 16 bits"
-# A value that depends on the loss scale.
-SCALED = "depends on the loss scale"
 
 
 class WasFp8(NamedTuple):
@@ -132,8 +130,8 @@ class Logits(NamedTuple):
 Labels = frozenset[Any]
 _NONE: Labels = frozenset()
 _ONLY_GRADIENT: Labels = frozenset({GRADIENT})
-# Labels that every differentiable operation propagates.
-_PROPAGATED_BY_ALL = frozenset({SCALED, GRADIENT})
+# Labels that every operation propagates.
+_PROPAGATED_BY_ALL = _ONLY_GRADIENT
 
 # ---------------------------------------------------------------------------
 # Primitives
@@ -180,8 +178,8 @@ class Flow:
     def __init__(self, ops: OpTable) -> None:
         self._labels: dict[Any, Labels] = {}
         self._ops = ops
-        # True if the backward pass reads a value that depends on the loss scale.
-        self.scale_used = False
+        # Numbers of the scalar arguments that cotangents are proportional to.
+        self.scaled_by: set[int] = set()
         # True if a matmul of the forward pass reads float16, and if the backward pass reads a
         # scalar that may be a loss scale.
         self.has_float16 = self.has_scale = False
@@ -253,8 +251,6 @@ class Flow:
             for var in equation.outvars:
                 self._labels.pop(var, None)
             return
-        if phase == BACKWARD and SCALED in labels:
-            self.scale_used = True
         special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
         kept = self._kept(labels - special, name) | _inputs_after(labels, name)
         if _are_scalars(equation) and not is_call:
@@ -272,8 +268,11 @@ class Flow:
                 for x in special
                 if isinstance(x, lasting) and _survives(x, name) and (moved is None or x in moved)
             }
-            if any(isinstance(x, Power) for x in special):
+            powers = [x for x in special if isinstance(x, Power)]
+            if powers:
                 kept |= powers_after(op, self.of)
+            if powers and phase == BACKWARD:
+                self.scaled_by.update(x.number for x in powers if x.exponent)
         for var in equation.outvars:
             wide = dtype_of(var) in (FLOAT32, FLOAT64)
             self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))

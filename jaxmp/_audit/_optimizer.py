@@ -32,8 +32,12 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     ]
     sources = sources_of(traced.jaxpr, updated)
     _note_matmuls(auditor, sources)
-    dropped = {id(f) for f in suspects if not sources.isdisjoint(f.after_gradient)}
-    return [finding for finding in pending if id(finding) not in dropped]
+    dropped = [f for f in suspects if not sources.isdisjoint(f.after_gradient)]
+    for finding in (f for f in dropped if not f.flops):
+        where = auditor.findings.text_of(finding.line)
+        auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
+    ids = set(map(id, dropped))
+    return [finding for finding in pending if id(finding) not in ids]
 
 
 def sources_of(jaxpr: Jaxpr, results: Iterable[Any]) -> set[Any]:
@@ -48,9 +52,8 @@ def sources_of(jaxpr: Jaxpr, results: Iterable[Any]) -> set[Any]:
         inside = inners(equation)
         is_loop = equation.primitive.name in ("scan", "while")
         if not inside or equation.primitive.name == "cond":
-            sources.update(
-                v for v in equation.invars[: None if not inside else 1] if not is_literal(v)
-            )
+            read = equation.invars[:1] if inside else equation.invars
+            sources.update(var for var in read if not is_literal(var))
         for inner in inside:
             pairs = zip(inner.jaxpr.outvars, inner.results, strict=True)
             read = [v for v, outer in pairs if is_loop or outer is None or outer in sources]

@@ -95,8 +95,12 @@ class PendingFindings:
 
     def where(self, op: OpOccurrence) -> str:
         """Returns the line of an operation as `model.py:12`."""
-        file, line = self.line_of(op)
-        return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
+        return self.text_of(self.line_of(op))
+
+    def text_of(self, line: tuple[str, int]) -> str:
+        """Returns a line as `model.py:12`."""
+        file, number = line
+        return f"{file.rpartition('/')[2]}:{number}" if file else "an unknown line"
 
     def is_own_call(self, equation: Equation) -> bool:
         """Returns True if the user's own code contains the call that made an equation."""

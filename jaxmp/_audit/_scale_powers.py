@@ -63,7 +63,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name == "div":
         return known[0] - known[1]
     if name in _ROOTS or name == "integer_pow":
-        return known[0] * _ROOTS.get(name, op.equation.params.get("y", 0))
+        return known[0] * (_ROOTS[name] if name in _ROOTS else op.equation.params["y"])
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmp._audit._labels import FloatInput
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._jaxprs import Atom, Equation, inners, is_literal
+from jaxmp._core._jaxprs import Atom, Equation, inners
 from jaxmp._core._locations import Lines
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
@@ -116,22 +116,16 @@ class Traced:
             jaxpr, var = inside[0] if inside else (jaxpr, None)
         return Lines().of(enclosing)
 
-    def line_of(self, result: Atom) -> tuple[str, int]:
-        """Returns (file, line) of the user's code that computes a result, or ("", 0)."""
-        jaxpr, enclosing = self.jaxpr, []
-        while True:
-            maker = next((e for e in jaxpr.eqns if any(v is result for v in e.outvars)), None)
-            if maker is None:
-                return Lines().of(enclosing)
-            enclosing.insert(0, maker)
-            for inner in inners(maker):
-                pairs = zip(inner.jaxpr.outvars, inner.results, strict=True)
-                inside = [var for var, outer in pairs if outer is result]
-                if inside and not is_literal(inside[0]):
-                    jaxpr, result = inner.jaxpr, inside[0]
-                    break
-            else:
-                return Lines().of(enclosing)
+    def line_of(self, result: Atom) -> dict[str, Any]:
+        """Returns `file` and `line` of the user's code that computes a result, for a finding."""
+        jaxpr, var, makers = self.jaxpr, result, []
+        while maker := next((e for e in jaxpr.eqns if any(v is var for v in e.outvars)), None):
+            makers.insert(0, maker)
+            below, var = var, None
+            for inner in inners(maker)[-1:]:
+                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
+                jaxpr, var = inner.jaxpr, next((i for o, i in pairs if o is below), None)
+        return dict(zip(("file", "line"), Lines().of(makers), strict=True))
 
     def _parameter(self, keys: list[Any]) -> str:
         return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"
