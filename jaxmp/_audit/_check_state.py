@@ -29,7 +29,7 @@ OPTIMIZER_STATE_16BIT = Check(
     severity=ERROR,
     explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
     " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
-    fix="tx = recipe.optimizer(tx)",
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
 UNUSED_LOSS_SCALE = Check(
     id="unused_loss_scale",
@@ -57,8 +57,9 @@ MISSING_MASTER = Check(
 # momentum of SGD.
 _FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
 _FIX_OPTAX_STATE = (
-    "Remove mu_dtype, accumulator_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
-    "    tx = recipe.optimizer(tx)"
+    "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
+    " FP32 moments and masters of the FP32 parameters:\n"
+    "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
 )
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
@@ -148,7 +149,7 @@ def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: 
         file=file,
         line=line,
         message=message,
-        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _FIX_OPTAX_STATE,
+        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(_FIX_OPTAX_STATE, dtype),
         count=len(leaves),
     )
 
