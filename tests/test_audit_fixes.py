@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,3 +245,17 @@ def test_the_fix_of_two_dtypes_casts_the_wide_operand(line, checks, tmp_path):
     finding = next(e for e in errors if e.check in ("implicit_promotion", "mixed_operands"))
     mended = loaded(with_fix(source, finding), tmp_path)
     assert not checks & jaxmp.audit(mended, half(), policies="bf16").counts().keys()
+
+
+def test_attention_with_the_function_of_jaxmp_has_no_finding():
+    """The change of docs/field-report.md. An FP32 softmax alone makes a matmul wide."""
+    x = jnp.ones((2, 16, 32), jnp.bfloat16)
+
+    def checks(**options):
+        model = nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16, **options)
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        return set(jaxmp.audit(model.apply, variables, x, policies="bf16").counts())
+
+    assert checks() == {"softmax_16bit"}
+    assert "mixed_operands" in checks(force_fp32_for_softmax=True)
+    assert checks(attention_fn=jaxmp.linen.attention_fn()) == set()

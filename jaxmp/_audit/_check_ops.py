@@ -105,13 +105,6 @@ _FEW_TERMS = 8
 # less, and the rounding of its terms is of the same size.
 _NOTABLE = 0.05
 
-_FIX_SUMS = {
-    "reduce_sum": "jnp.sum(x, axis, dtype=jnp.float32).astype(x.dtype)",
-    "cumsum": "jnp.cumsum(x.astype(jnp.float32), axis).astype(x.dtype)",
-    "cumprod": "jnp.cumprod(x.astype(jnp.float32), axis).astype(x.dtype)",
-    "scatter-add": "total.astype(jnp.float32).at[index].add(x.astype(jnp.float32))",
-}
-_FIX_SUM = "Sum in FP32:\n    x = x.astype(jnp.float32)"
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
@@ -259,9 +252,9 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     is_backward = op.location.phase == BACKWARD
     if not is_backward and op.name != "reduce_window_sum":
         fix = fix_operation(op, audit.findings, dtype.name)
-        audit.add(REDUCTION_16BIT, op, message, fix or _FIX_SUMS.get(op.name, _FIX_SUM))
+        audit.add(REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
-        fix = _FIX_SUM
+        fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             fix = _fix_gradient(audit)
