@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmp
@@ -259,3 +260,26 @@ def test_attention_with_the_function_of_jaxmp_has_no_finding():
     assert checks() == {"softmax_16bit"}
     assert "mixed_operands" in checks(force_fp32_for_softmax=True)
     assert checks(attention_fn=jaxmp.linen.attention_fn()) == set()
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_the_fix_of_16_bit_moments(is_rounded):
+    """Pasted in place of the optimizer, with or without stochastic rounding."""
+
+    def step_of(tx):
+        def step(params, state, x):
+            cast = lambda p: (x @ p["w"]).astype(jnp.float32).mean()
+            updates, state = tx.update(jax.grad(cast)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
+    planted = jaxmp.optim.stochastic_rounding(tx) if is_rounded else tx
+    errors = jaxmp.audit(step_of(planted), params, planted.init(params), half()).errors
+    (finding,) = (e for e in errors if e.check == "optimizer_state_16bit")
+    scope = {"jaxmp": jaxmp, "tx": tx}
+    exec("\n".join(line[4:] for line in finding.fix.splitlines() if line[:4] == "    "), scope)
+    mended = scope["tx"]
+    assert jaxmp.audit(step_of(mended), params, mended.init(params), half()).ok
