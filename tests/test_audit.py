@@ -753,7 +753,7 @@ def test_optimizer_state_in_bf16():
 
     (finding,) = finding_of(tx)
     assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
-    assert "recipe.optimizer(tx)" in finding.fix
+    assert "jaxmp.load_recipe('bf16_params').optimizer(tx)" in finding.fix
     assert (finding.file, finding.line) == (str(HERE), line_of("half state"))
     assert "times" not in str(finding) and "2 arrays" in str(finding)
     assert finding_of(jaxmp.load_recipe("bf16_params").optimizer(tx)) == []

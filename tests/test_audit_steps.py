@@ -585,7 +585,7 @@ def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     (finding,) = audit(model.apply, variables, X, policies="bf16").errors
-    assert finding.fix.startswith("Remove .astype(jnp.float32) at test_audit_steps.py:")
+    assert "replace x.astype(F32) by:\n    x.astype(jnp.bfloat16)" in finding.fix
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
     assert audit(scope["fn"], variables, X, policies="bf16").ok
@@ -600,22 +600,13 @@ def test_autocast_mends_a_layer_that_casts_itself():
             lambda x: lax.reduce_sum(x, (0,)),
             lambda fix, x: eval(fix.replace("axis", "0")),
         ),
-        (lambda x: jnp.exp(x), lambda fix, x: jnp.exp(executed(fix, x=x))),
-        (
-            lambda x: jax.nn.logsumexp(x, axis=-1),
-            lambda fix, x: jax.nn.logsumexp(executed(fix, logits=x), axis=-1),
-        ),
+        (lambda x: jnp.exp(x), lambda fix, x: eval(fix)),
+        (lambda x: jax.nn.logsumexp(x, axis=-1), lambda fix, x: eval(fix)),
     ],
 )
 def test_fixes_of_16_bit_operations(fn, mended):
     (finding,) = audit(fn, half(X)).errors
     assert audit(lambda x: mended(code_of(finding), x), half(X)).ok
-
-
-def executed(code, **names):
-    scope = {"jnp": jnp, **names}
-    exec(code, scope)
-    return scope[next(iter(names))]
 
 
 def test_the_fix_of_a_softmax_inside_flax():

@@ -77,7 +77,7 @@ def test_an_entry_covers_its_own_check_file_and_line(change):
 
 
 def test_notes_are_no_faults():
-    findings = findings_of(lambda x: x**2, shape(64, 64))
+    findings = findings_of(lambda x: x**2, shape(64, 64, dtype=jnp.float16))
 
     assert [finding["severity"] for finding in findings] == ["warning"]
     assert false_positives.compare("ours", "step", findings)["false"] == []

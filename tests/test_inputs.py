@@ -426,8 +426,9 @@ def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
     for finding in found:
         assert finding.severity == "error" and finding.module == "enc"
         assert f"is rounded to {dtype} before" in finding.message
-        kept, computed = (line.strip() for line in finding.fix.splitlines() if line[0] == " ")
-        assert kept == f"Rule('', keep_inputs=['{name}'])"
+        *kept, computed = (line.strip() for line in finding.fix.splitlines() if line[0] == " ")
+        # The audit does not know the names of the arguments of `apply`.
+        assert kept == [f"Rule('', keep_inputs=['{name}'])"] * (name != "NAME")
         rule = eval(computed, {"Rule": Rule})
         assert rule.output_dtype.name == dtype
     fixed = PolicyMap(policies, [Rule("", keep_inputs=["c"]), rule])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, Check
+from jaxmp._audit._expressions import fix_operation
 from jaxmp._audit._labels import RoundedInput
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._jaxprs import FORWARD, module_paths_of
@@ -23,7 +24,8 @@ def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
     for source, dtype in _rounded(op, audit) if op.location.phase == FORWARD else ():
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        audit.add(ROUNDED_INPUT, op, message, _keep_input(source.name, dtype, op))
+        fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)
+        audit.add(ROUNDED_INPUT, op, message, fix)
 
 
 def is_rounded(op: OpOccurrence, audit: Auditor) -> bool:
@@ -37,10 +39,19 @@ def _rounded(op: OpOccurrence, audit: Auditor) -> list[RoundedInput]:
 
 
 def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
-    """Returns the rules that keep an argument in FP32 where a module computes its sine."""
-    fix = "Keep the argument in FP32 by a rule with its name in the model's __call__:\n"
-    fix += f"    Rule('', keep_inputs=[{name!r}])"
+    """Returns the rules that keep an argument in FP32 where a module computes its sine.
+
+    Returns:
+      "" outside of modules, where no policy casts the argument.
+    """
+    if not op.location.names:
+        return ""
     path = module_paths_of(op.location.names)[0]
+    parts = []
+    if name != "NAME":
+        keep = f"    Rule('', keep_inputs=[{name!r}])"
+        parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
     if path:
-        fix += f"\nAlso compute this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')"
-    return fix
+        start = "Also compute" if parts else "Compute"
+        parts.append(f"{start} this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')")
+    return "\n".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_promotions import promotion_fix
 from jaxmp._audit._checks import ERROR, WARNING, Check
+from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import WAS_16_BITS
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._rows import Finding
@@ -65,11 +67,14 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
-    fix = f"Cast the wide operand:\n    y = y.astype(jnp.{narrow.name})"
+    index = dtypes.index(wide)
+    code = narrowed(expression_of(op, audit.findings), index, narrow.name)
+    fix = f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{narrow.name})'}"
     if op.location.phase != FORWARD:
-        # The cotangent of a matmul with a wider preferred_element_type is wide.
-        fix = "Cast the result instead of setting preferred_element_type:\n"
-        fix += "    (x @ w).astype(jnp.float32)"
+        # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
+        # worth keeping, for a log-softmax in particular.
+        fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
+        fix += f"    {audit.context.loss_code}"
     audit.add(MIXED_OPERANDS, op, message, promotion_fix(op, audit) or fix, flops=flops)
 
 
@@ -155,8 +160,12 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
             continue
         if call_site(maker) == call_site(op.equation):
             return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
-        where = audit.findings.where(op._replace(equation=maker))
-        return f"Remove .astype(jnp.float32) at {where}."
+        cast = op._replace(equation=maker)
+        expression = expression_of(cast, audit.findings)
+        if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+            code, array = ast.unparse(expression), ast.unparse(expression.func.value)
+            where = audit.findings.where(cast)
+            return f"At {where}, replace {code} by:\n    {array}.astype(jnp.{source.name})"
     return ""
 
 

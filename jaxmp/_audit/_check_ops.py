@@ -13,6 +13,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_inputs import is_rounded
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
+from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._audit._labels import REDUCES, ConditionalFinding
 from jaxmp._audit._program import (
     LAYOUT,
@@ -37,6 +38,7 @@ from jaxmp._core._jaxprs import (
     is_literal,
     sub_jaxprs,
 )
+from jaxmp._core._locations import Location
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -108,13 +110,6 @@ _FEW_TERMS = 8
 # less, and the rounding of its terms is of the same size.
 _NOTABLE = 0.05
 
-_FIX_SUMS = {
-    "reduce_sum": "jnp.sum(x, axis, dtype=jnp.float32).astype(x.dtype)",
-    "cumsum": "jnp.cumsum(x.astype(jnp.float32), axis).astype(x.dtype)",
-    "cumprod": "jnp.cumprod(x.astype(jnp.float32), axis).astype(x.dtype)",
-    "scatter-add": "total.astype(jnp.float32).at[index].add(x.astype(jnp.float32))",
-}
-_FIX_SUM = "Sum in FP32:\n    x = x.astype(jnp.float32)"
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
@@ -135,8 +130,9 @@ _FIX_CARRY = (
 def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
-        is_own = audit.findings.is_own_call(op.equation)
-        fix = SOFTMAX_16BIT.fix if is_own else audit.context.wrap_code
+        is_own = audit.findings.is_own_call(op.equation) or not op.location.names
+        fix = fix_operation(op, audit.findings, dtype.name) or SOFTMAX_16BIT.fix
+        fix = fix if is_own else audit.context.wrap_code
         message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
@@ -146,7 +142,7 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
-        audit.add(LOSS_16BIT, op, message)
+        audit.add(LOSS_16BIT, op, message, fix_operation(op, audit.findings))
 
 
 @LOSS_16BIT.on_program
@@ -154,10 +150,13 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
-        if aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned:
-            file, line = audit.findings.lines.of(_makers(var, traced.jaxpr))
+        is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
+        makers = _makers(var, traced.jaxpr) if is_loss else []
+        if makers:
+            file, line = audit.findings.lines.of(makers)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            fix = "Compute the loss from FP32 outputs:\n    outputs = outputs.astype(jnp.float32)"
+            op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
+            fix = fix_operation(op, audit.findings) or LOSS_16BIT.fix
             yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
 
 
@@ -232,7 +231,9 @@ def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance has {limit}."
     fix = "Compute mean and variance in FP32, and cast the result:\n    x = x.astype(jnp.float32)"
-    fix = fix if audit.findings.is_own_call(op.equation) else audit.context.wrap_code
+    if not audit.findings.is_own_call(op.equation):
+        code = in_fp32(expression_of(op, audit.findings), dtype.name)
+        fix = audit.context.wrap_code if op.location.names else code or fix
     audit.add(NORM_16BIT, op, message, fix)
 
 
@@ -255,9 +256,10 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
     is_backward = op.location.phase == BACKWARD
     if not is_backward and op.name != "reduce_window_sum":
-        audit.add(REDUCTION_16BIT, op, message, _FIX_SUMS.get(op.name, _FIX_SUM))
+        fix = fix_operation(op, audit.findings, dtype.name)
+        audit.add(REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
-        fix = _FIX_SUM
+        fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             fix = _fix_gradient(audit)
@@ -411,7 +413,8 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
     is_call = bool(op.enclosing) and op.enclosing[0].params.get("name") in _BOUNDED
     if is_call or _is_bounded(op.equation, op.body):
         return None
-    fix = f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
+    fix = fix_operation(op, audit.findings, dtype.name)
+    fix = fix or f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
     return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
 
 

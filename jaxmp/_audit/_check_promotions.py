@@ -11,6 +11,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
+from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, named
@@ -127,7 +128,7 @@ def _label_promotion(
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
-        fix = _fix_promotion(here, others, source, audit.findings)
+        fix = _fix_promotion(here, result, others, source, audit.findings)
         audit.flow.mark(result, Promotion(here, message, fix))
 
 
@@ -137,7 +138,7 @@ def _own_line(op: OpOccurrence, findings: PendingFindings) -> tuple[str, int] | 
 
 
 def _fix_promotion(
-    op: OpOccurrence, others: list[Atom], source: str, findings: PendingFindings
+    op: OpOccurrence, upcast: Atom, others: list[Atom], source: str, findings: PendingFindings
 ) -> str:
     if not findings.is_own_call(op.equation):
         return (
@@ -150,7 +151,9 @@ def _fix_promotion(
             "Replace the array or NumPy number by a Python number, which does not promote:\n"
             f"    {float(literals[0].val)}"
         )
-    return f"Cast the wide operand:\n    y = y.astype(jnp.{source})"
+    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
+    code = narrowed(expression_of(op, findings), index, source)
+    return f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{source})'}"
 
 
 # ---------------------------------------------------------------------------

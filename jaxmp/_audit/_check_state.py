@@ -21,6 +21,7 @@ from jaxmp._audit._scale_powers import Power, powers_of
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -31,7 +32,7 @@ OPTIMIZER_STATE_16BIT = Check(
     severity=ERROR,
     explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
     " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
-    fix="tx = recipe.optimizer(tx)",
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
 UNUSED_LOSS_SCALE = Check(
     id="unused_loss_scale",
@@ -60,8 +61,14 @@ MISSING_MASTER = Check(
 # momentum of SGD.
 _FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
 _FIX_OPTAX_STATE = (
-    "Remove mu_dtype, accumulator_dtype and similar arguments, and let jaxmp store FP32 masters:\n"
-    "    tx = recipe.optimizer(tx)"
+    "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
+    " FP32 moments and masters of the FP32 parameters:\n"
+    "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
+)
+_FIX_ROUNDED = (
+    "Make FP32 moments, from the optimizer without its rounding:\n"
+    "    tx = jaxmp.optim.mixed_precision(tx, policies='{recipe}', master='none')\n"
+    "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
@@ -148,15 +155,21 @@ def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: 
             f"{len(leaves)} arrays are {dtype}, such as {example}: small updates are rounded away,"
             " and second moments underflow."
         )
+    nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
+    fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else _FIX_OPTAX_STATE
     return Finding(
         check=OPTIMIZER_STATE_16BIT.id,
         severity=WARNING if is_first else ERROR,
         file=file,
         line=line,
         message=message,
-        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _FIX_OPTAX_STATE,
+        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(fix, dtype),
         count=len(leaves),
     )
+
+
+def _is_rounded(node: object) -> bool:
+    return isinstance(node, StochasticRoundingState)
 
 
 # ---------------------------------------------------------------------------

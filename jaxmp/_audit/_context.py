@@ -66,6 +66,11 @@ class PolicyContext:
         return f"fn = jaxmp.autocast(fn, {self.text})"
 
     @property
+    def loss_code(self) -> str:
+        """Returns code that applies the policies to a loss function."""
+        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
+
+    @property
     def requires_fp32_reductions(self) -> bool:
         """True if the recipe requires sums of gradients over devices in FP32."""
         return self.recipe is not None and self.recipe.reduce_dtype == "float32"

@@ -32,10 +32,10 @@ def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]
         counts[key] += row.count
     whole = sum(flops.values())
     rows = tuple(
-        (*key, f"{counts[key]:,}", flops_text(value), share_text(value, whole))
+        (*key, counted(counts[key], "launch"), flops_text(value), share_text(value, whole))
         for key, value in flops.most_common()
     )
-    columns = ("multiplied in", "result", "kernel", "launches", "FLOPs", "share")
+    columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
     return Section("Matmuls in the compiled program", "", columns, rows)
 
 
@@ -73,12 +73,12 @@ def attention_kernels(attention: Iterable[AttentionRow], gpu: str) -> Section:
             group[0].phase,
             group[0].kernel,
             group[0].dtype,
-            f"{sum(row.count for row in group):,}",
+            counted(sum(row.count for row in group), "launch"),
             flops_text(sum(row.flops for row in group)),
         )
         for group in groups.values()
     )
-    columns = ("module", "line", "pass", "kernel", "dtype", "launches", "FLOPs")
+    columns = ("module", "line", "pass", "kernel", "dtype", "count", "FLOPs")
     text = "none" if gpu and not rows else ""
     return Section("Fused attention kernels", text, columns if rows else (), rows)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as `1 cast` and `2 casts`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Returns a count with its noun, such as `1 cast` and `2 launches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{plural * (count != 1)}"
 
 
 def flops_text(flops: float) -> str:

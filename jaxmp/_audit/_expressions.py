@@ -1,0 +1,238 @@
+"""Fixes as code: the expression of the source that makes an operation, with its casts changed."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+
+from jaxmp._audit._pending import PendingFindings
+from jaxmp._audit._program import LAYOUT, Body, OpOccurrence, dtype_of, half_of, named
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._jaxprs import (
+    Atom,
+    Equation,
+    equations,
+    inners,
+    is_literal,
+    scope_names,
+    sub_jaxprs,
+)
+
+_MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
+# Operations that round each element of a 16-bit array.
+_ELEMENTWISE = _MOVES | named(
+    "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
+    " max min clamp"
+)
+# If 16 bits enter at more lines, the fix casts the operand alone.
+_MAX_ORIGINS = 4
+# Modules whose functions compute with their first argument.
+_MODULES = frozenset(["jnp", "jax", "lax", "nn", "nnx", "optax", "np", "numpy", "jsp"])
+# Functions that make an array of a dtype, after one or two arguments.
+_MAKERS = ("jax.random.", "jnp.arange", "jnp.full", "jnp.zeros", "jnp.ones")
+_MATMULS = frozenset(("jnp.dot", "jnp.matmul"))
+_WIDE = ast.Attribute(ast.Name("jnp"), "float32")
+
+
+def expression_of(op: OpOccurrence, findings: PendingFindings) -> ast.expr | None:
+    """Returns the expression in the user's code whose call makes an operation.
+
+    Returns:
+      None without source code, or if an operation has no position in it.
+    """
+    for equation in (op.equation, *op.enclosing):
+        traceback = equation.source_info.traceback
+        frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
+        for code, instruction in frames:
+            if findings.lines.is_own(code.co_filename):
+                positions = itertools.islice(code.co_positions(), instruction // 2, None)
+                return _parsed(code.co_filename, *next(positions, (None,) * 4))
+    return None
+
+
+def _parsed(
+    file: str, line: int | None, end_line: int | None, start: int | None, end: int | None
+) -> ast.expr | None:
+    if line is None or end_line is None or start is None or end is None:
+        return None
+    lines = [linecache.getline(file, n).encode() for n in range(line, end_line + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        return ast.parse(f"({b''.join(lines).decode()})", mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+
+
+def in_fp32(expression: ast.expr | None, back: str = "") -> str:
+    """Returns an expression that computes in FP32; "" if it is not known how to change it.
+
+    Args:
+      expression: a call or an operation, of which the first array is cast, or a cast or a
+        constant, whose dtype is replaced.
+      back: the dtype of the result; "" for FP32.
+    """
+    changed = _changed(expression)
+    if changed is None:
+        return ""
+    return ast.unparse(_cast(changed, back) if back else changed)
+
+
+def narrowed(expression: ast.expr | None, index: int, dtype: str) -> str:
+    """Returns an operation of two arrays with a cast of one; "" for other expressions.
+
+    Args:
+      expression: of the operation.
+      index: 0 for the first array, 1 for the second.
+      dtype: to which the array is cast.
+    """
+    if isinstance(expression, ast.BinOp):
+        sides = [expression.left, expression.right]
+        sides[index] = _cast(sides[index], dtype)
+        return ast.unparse(ast.BinOp(sides[0], expression.op, sides[1]))
+    if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _MATMULS:
+        arguments = list(expression.args)
+        arguments[index] = _cast(arguments[index], dtype)
+        return ast.unparse(ast.Call(expression.func, arguments, expression.keywords))
+    return ""
+
+
+def _changed(node: ast.expr | None) -> ast.expr | None:
+    if isinstance(node, ast.BinOp) and not isinstance(node.left, ast.Constant):
+        return ast.BinOp(_cast(node.left), node.op, node.right)
+    if isinstance(node, ast.BinOp):
+        return ast.BinOp(node.left, node.op, _cast(node.right))
+    if not isinstance(node, ast.Call) or any(isinstance(n, ast.Starred) for n in node.args):
+        return None
+    function, arguments, name = node.func, node.args, ast.unparse(node.func)
+    if isinstance(function, ast.Attribute) and function.attr == "astype":
+        return ast.Call(function, [_WIDE], [])
+    if any(k.arg == "dtype" for k in node.keywords):
+        keywords = [
+            ast.keyword(k.arg, _WIDE if k.arg == "dtype" else k.value) for k in node.keywords
+        ]
+        return ast.Call(function, arguments, keywords)
+    if name.startswith(_MAKERS):
+        last = 2 if name.startswith(("jax.random.", "jnp.full")) else 1
+        return ast.Call(function, [*arguments[:last], _WIDE], node.keywords)
+    if name.partition(".")[0] in _MODULES and arguments:
+        return ast.Call(function, [_cast(arguments[0]), *arguments[1:]], node.keywords)
+    if isinstance(function, ast.Attribute) and name.partition(".")[0] not in _MODULES:
+        array = ast.Attribute(_cast(function.value), function.attr)
+        return ast.Call(array, arguments, node.keywords)
+    return None
+
+
+def _cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
+    return ast.Call(
+        ast.Attribute(array, "astype"), [ast.parse(f"jnp.{dtype}", mode="eval").body], []
+    )
+
+
+# ---------------------------------------------------------------------------
+# Where a value is rounded
+# ---------------------------------------------------------------------------
+
+
+def fix_operation(op: OpOccurrence, findings: PendingFindings, back: str = "") -> str:
+    """Returns the fix of an operation in 16 bits.
+
+    A cast of its operand does not help if the operand was rounded before. The fix then changes the
+    casts, the constants and the first operations of the elementwise computation.
+
+    Args:
+      op: the operation.
+      findings: for the lines of the source.
+      back: the dtype of the result; "" for FP32.
+
+    Returns:
+      Sentences and code, or "" without source code.
+    """
+    own = expression_of(op, findings)
+    code = in_fp32(own, back)
+    lines: dict[str, str] = {}
+    origins = _rounded_by(op)
+    for origin in origins if len(origins) <= _MAX_ORIGINS else ():
+        expression = expression_of(origin, findings)
+        changed = in_fp32(expression)
+        if not changed or expression is None:
+            continue
+        if findings.line_of(origin) == findings.line_of(op):
+            code = code.replace(ast.unparse(expression), changed)
+            code = code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
+        else:
+            where = findings.where(origin)
+            lines[changed] = f"At {where}, do not round to 16 bits:\n    {changed}"
+    if lines and own is not None and back:
+        code = ast.unparse(_cast(own, back))
+    final = f"Compute {op.name} in FP32:\n    {code}" if code else ""
+    return "\n".join([*lines.values(), *([final] if final else [])])
+
+
+def _rounded_by(op: OpOccurrence) -> list[OpOccurrence]:
+    """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
+    scopes = scope_names(str(op.equation.source_info.name_stack))
+    waiting = [(var, op) for var in _halves(op.equation)]
+    seen: set[Atom] = set()
+    origins = []
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        maker = within.body.maker(var)
+        if maker is None or var in seen:
+            continue
+        seen.add(var)
+        if scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
+            continue
+        inputs, name = _halves(maker), maker.primitive.name
+        is_cast = _is_rounding(maker)
+        is_made = not inputs and name in ("iota", "broadcast_in_dim")
+        is_entry = name not in _MOVES and not all(_is_computed(v, within.body) for v in inputs)
+        is_entry &= _is_elementwise(maker)
+        if is_cast or is_made or is_entry:
+            origins.append(within._replace(equation=maker))
+        if _is_elementwise(maker) and not is_cast:
+            waiting += [(v, within) for v in inputs]
+    return origins
+
+
+def _through_calls(var: Atom, op: OpOccurrence) -> tuple[Atom, OpOccurrence]:
+    """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
+    while len(op.enclosing) > 1 and op.enclosing[0].primitive.name in ("jit", "pjit"):
+        call, outer = op.enclosing[:2]
+        jaxprs = (jaxpr for jaxpr in sub_jaxprs(outer) if any(e is call for e in jaxpr.eqns))
+        body, inner = next(jaxprs, None), inners(call)[0]
+        pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
+        operand = next((o for o, i in pairs if i is var), None)
+        if body is None or operand is None:
+            break
+        var, op = operand, op._replace(body=Body(body), enclosing=op.enclosing[1:])
+    return var, op
+
+
+def _halves(equation: Equation) -> list[Atom]:
+    """Returns the 16-bit operands that are not literals."""
+    return [v for v in equation.invars if not is_literal(v) and half_of([v]) is not None]
+
+
+def _is_elementwise(equation: Equation) -> bool:
+    """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
+    inside = [e for jaxpr in sub_jaxprs(equation) for e in equations(jaxpr)]
+    return all(e.primitive.name in _ELEMENTWISE for e in inside or [equation])
+
+
+def _is_rounding(equation: Equation) -> bool:
+    is_cast = equation.primitive.name == "convert_element_type"
+    return is_cast and dtype_of(equation.invars[0]) == FLOAT32
+
+
+def _is_computed(var: Atom, body: Body) -> bool:
+    """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
+    maker = body.maker(var)
+    while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):
+        if is_literal(maker.invars[0]):
+            return True
+        maker = body.maker(maker.invars[0])
+    if maker is None:
+        return False
+    return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)

@@ -1,0 +1,285 @@
+"""Printed fixes, applied to the source of planted programs."""
+
+import ast
+import importlib.util
+import itertools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+
+HEAD = "import jax, jax.numpy as jnp, jaxmp\nfrom jax import lax\nbf = jnp.bfloat16\n"
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """The planted programs and their fixes rely on promotion, as user programs do."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Bare(ast.NodeTransformer):
+    """Removes dtypes and casts, so that an expression and its fix are equal."""
+
+    def __init__(self, kept=()):
+        self.kept = kept
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "astype"
+        if is_cast and ast.unparse(node.args[0]) not in self.kept:
+            return node.func.value
+        node.keywords = [k for k in node.keywords if k.arg != "dtype"]
+        if not is_cast:
+            node.args = [a for a in node.args if ast.unparse(a) not in ("bf", "jnp.float32")]
+        return node
+
+
+def bare(node, kept=()):
+    return ast.unparse(Bare(kept).visit(ast.parse(ast.unparse(node), mode="eval")))
+
+
+def with_fix(source, finding):
+    """Returns the source in which each line of code of a fix replaces its expression."""
+    place = str(finding.line)
+    for line in finding.fix.splitlines():
+        named = re.match(r"At [\w.]+:(\d+),", line)
+        place = named[1] if named else str(finding.line) if line.endswith("FP32:") else place
+        if line.startswith("    "):
+            source = replaced(source, int(place), line.strip())
+    return source
+
+
+def replaced(source, number, code):
+    """Returns the source with the outermost expression of a line that `code` casts replaced."""
+    lines, wanted = source.splitlines(), bare(ast.parse(code, mode="eval").body)
+    nodes = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.expr))
+    nodes = (n for n in nodes if n.lineno == number and not is_target(n))
+    node = next(n for n in nodes if bare(n, ("jnp.float32",)) == wanted)
+    line = lines[number - 1]
+    lines[number - 1] = line[: node.col_offset] + f"({code})" + line[node.end_col_offset :]
+    return "\n".join(lines)
+
+
+def is_target(node):
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def loaded(source, folder):
+    """Returns the function `loss_fn` of a module with this source."""
+    file = folder / f"planted_{next(NUMBERS)}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return jax.jit(module.loss_fn)
+
+
+def compiled(fn, *args):
+    """Returns the result of a program as it is written."""
+    options = {"xla_allow_excess_precision": False}
+    return np.asarray(jax.jit(fn, compiler_options=options)(*args), np.float64)
+
+
+def error_of(loss_fn, exact, x):
+    return np.abs(compiled(loss_fn, x) - exact).max()
+
+
+def assert_fixed(body, exact, x, folder):
+    """Asserts that the fixes of a program remove all findings, and that its error decreases."""
+    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    planted = loss_fn = loaded(source, folder)
+    for _ in range(4):
+        errors = jaxmp.audit(loss_fn, x).errors
+        if not errors:
+            break
+        source = with_fix(source, errors[0])
+        loss_fn = loaded(source, folder)
+    report = jaxmp.audit(loss_fn, x)
+    assert loss_fn is not planted and report.ok, f"{source}\n{report}"
+    assert error_of(loss_fn, exact, x) < error_of(planted, exact, x), source
+
+
+X = np.random.default_rng(0).uniform(0.1, 8, (64, 16))
+
+
+def half():
+    return jnp.asarray(X, jnp.bfloat16)
+
+
+def exact(fn):
+    """Returns the result of a NumPy function in FP64 of the same BF16 values."""
+    return fn(np.asarray(half()).astype(np.float64))
+
+
+def log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "reference"),
+    [
+        (["return jnp.cumsum(x, 0).astype(jnp.float32)[-1]"], lambda x: x.sum(0)),
+        (
+            ["q = jnp.cumsum(x, axis=0)", "return q.sum(0).astype(jnp.float32)"],
+            lambda x: x.cumsum(0).sum(0),
+        ),
+        (
+            ["p = jax.nn.log_softmax(x)", "return p.astype(jnp.float32).mean(0)"],
+            lambda x: log_softmax(x).mean(0),
+        ),
+        (
+            [
+                "m = x.max(-1, keepdims=True)",
+                "e = jnp.exp(x - m).sum(-1)",
+                "return (jnp.log(e.astype(jnp.float32))).mean()",
+            ],
+            lambda x: np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)).mean(),
+        ),
+        # The sigmoid rounds 1 - 2**-11 to 1, before the logarithm.
+        (
+            ["q = jax.nn.sigmoid(x)", "return jnp.log(1 - q + 1e-8).astype(jnp.float32).mean()"],
+            lambda x: np.log(1 - 1 / (1 + np.exp(-x)) + 1e-8).mean(),
+        ),
+        # The factor itself is rounded, to 0.988.
+        (
+            ["d = jnp.cumprod(jnp.full((64,), 0.99, bf))", "return d.astype(jnp.float32)[-1]"],
+            lambda x: 0.99**64,
+        ),
+        # Positions beyond 256 are rounded where they are made.
+        (
+            [
+                "a = jnp.arange(300, dtype=bf) * 0.5",
+                "s = jnp.sin(a).astype(jnp.float32)",
+                "return s + 0 * x[0, 0].astype(jnp.float32)",
+            ],
+            lambda x: np.sin(np.arange(300) * 0.5),
+        ),
+        (
+            [
+                "y = jnp.exp(x.astype(jnp.float32) * 1e-3)",
+                "y = y.astype(bf)",
+                "return jnp.log1p(y).astype(jnp.float32).mean()",
+            ],
+            lambda x: np.log1p(np.exp(x * 1e-3)).mean(),
+        ),
+    ],
+)
+def test_fixes_of_operations_remove_the_rounding(body, reference, tmp_path):
+    assert_fixed(body, exact(reference), half(), tmp_path)
+
+
+def test_a_fix_without_source_code_is_general():
+    scope = {"jax": jax}
+    exec("def fn(x):\n    return jax.nn.softmax(x)", scope)
+    (finding,) = jaxmp.audit(scope["fn"], half()).errors
+    assert finding.fix == "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)"
+
+
+def test_the_fix_of_a_rounded_argument_outside_of_modules_names_the_cast(tmp_path):
+    body = [
+        "t = x.astype(bf)",
+        "a = t * bf(0.5)",
+        "return jnp.sin(a).astype(jnp.float32).sum()",
+    ]
+    x = jnp.linspace(0, 900, 64)
+    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), x, policies="bf16").errors
+    assert finding.check == "rounded_input" and "NAME" not in finding.fix
+    mended = loaded(with_fix(source, finding), tmp_path)
+    assert jaxmp.audit(mended, x, policies="bf16").ok
+    reference = np.sin(np.linspace(0, 900, 64) * 0.5).sum()
+    assert error_of(mended, reference, x) < 0.5 < error_of(loaded(source, tmp_path), reference, x)
+
+
+def test_the_fix_of_a_wide_result_keeps_its_precision():
+    """An FP32 result of 16-bit operands is worth keeping; only its gradient is multiplied wide."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(16, 64)), jnp.bfloat16)
+
+    def loss_fn(w):
+        logits = jnp.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+    (finding,) = jaxmp.audit(jax.grad(loss_fn), w, policies="bf16").errors
+    assert finding.check == "mixed_operands"
+    scope = {"loss_fn": loss_fn, "jaxmp": jaxmp}
+    exec(finding.fix.splitlines()[-1].strip(), scope)
+    assert jaxmp.audit(jax.grad(scope["loss_fn"]), w, policies="bf16").findings == ()
+    logits = np.asarray(x, np.float64) @ np.asarray(w.astype(jnp.bfloat16), np.float64)
+    reference = -log_softmax(logits)[:, 0].mean()
+    assert error_of(scope["loss_fn"], reference, w) < 1e-4
+
+
+def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
+    body = ["wide = jnp.float32", "y = x.astype(wide)", "return (y @ y.T).sum()"]
+    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), half(), policies="bf16").errors
+    assert "replace x.astype(wide) by:" in finding.fix
+    mended = loaded(replaced(source, 6, finding.fix.splitlines()[1].strip()), tmp_path)
+    assert "fp32_matmul" not in jaxmp.audit(mended, half(), policies="bf16").counts()
+
+
+@pytest.mark.parametrize(
+    ("line", "checks"),
+    [
+        ("y = x * jnp.arange(16.0)[None]", {"implicit_promotion", "fp32_matmul"}),
+        ("y = jnp.arange(16.0)[None] + x", {"implicit_promotion", "fp32_matmul"}),
+        ("y = jnp.dot(x, jnp.ones((16, 16)))", {"mixed_operands", "fp32_matmul"}),
+        ("y = jnp.ones((8, 64)) @ x", {"mixed_operands", "fp32_matmul"}),
+    ],
+)
+def test_the_fix_of_two_dtypes_casts_the_wide_operand(line, checks, tmp_path):
+    body = [line, "return y.astype(bf).sum().astype(jnp.float32) + (y @ y.T).sum()"]
+    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    errors = jaxmp.audit(loaded(source, tmp_path), half(), policies="bf16").errors
+    assert {error.check for error in errors} <= checks | {"loss_16bit"}
+    finding = next(e for e in errors if e.check in ("implicit_promotion", "mixed_operands"))
+    mended = loaded(with_fix(source, finding), tmp_path)
+    assert not checks & jaxmp.audit(mended, half(), policies="bf16").counts().keys()
+
+
+def test_attention_with_the_function_of_jaxmp_has_no_finding():
+    """The change of docs/field-report.md. An FP32 softmax alone makes a matmul wide."""
+    x = jnp.ones((2, 16, 32), jnp.bfloat16)
+
+    def checks(**options):
+        model = nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16, **options)
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        return set(jaxmp.audit(model.apply, variables, x, policies="bf16").counts())
+
+    assert checks() == {"softmax_16bit"}
+    assert "mixed_operands" in checks(force_fp32_for_softmax=True)
+    assert checks(attention_fn=jaxmp.linen.attention_fn()) == set()
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_the_fix_of_16_bit_moments(is_rounded):
+    """Pasted in place of the optimizer, with or without stochastic rounding."""
+
+    def step_of(tx):
+        def step(params, state, x):
+            cast = lambda p: (x @ p["w"]).astype(jnp.float32).mean()
+            updates, state = tx.update(jax.grad(cast)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
+    planted = jaxmp.optim.stochastic_rounding(tx) if is_rounded else tx
+    errors = jaxmp.audit(step_of(planted), params, planted.init(params), half()).errors
+    (finding,) = (e for e in errors if e.check == "optimizer_state_16bit")
+    scope = {"jaxmp": jaxmp, "tx": tx}
+    exec("\n".join(line[4:] for line in finding.fix.splitlines() if line[:4] == "    "), scope)
+    mended = scope["tx"]
+    assert jaxmp.audit(step_of(mended), params, mended.init(params), half()).ok
