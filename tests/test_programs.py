@@ -241,7 +241,7 @@ def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
 
     closed = jax.make_jaxpr(unknown_operation("jaxmp_test_operation"))(X)
     message = (
-        f"does not know the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
+        f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
         "It runs as it was recorded: nothing is certain"
     )
     with pytest.warns(jaxmp.RecipeWarning, match=message):
