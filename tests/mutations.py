@@ -131,9 +131,8 @@ MUTATIONS = [
     Mutation(
         "a carried value is weakly typed in the body of a scan",
         "jaxmp/_autocast/_control_flow.py",
-        "        Value(to_aval(env, value, aval))\n        for value, aval in zip(values[carry],",
-        "        Value(to_aval(env, value, aval), Priority.ARGUMENT)\n"
-        "        for value, aval in zip(values[carry],",
+        "[Value(to_aval(env, value, var.aval)) for value, var in pairs]",
+        "[Value(to_aval(env, value, var.aval), Priority.ARGUMENT) for value, var in pairs]",
         ("test_autocast.py::test_the_carry_of_a_scan_is_not_weakly_typed",),
     ),
     Mutation(

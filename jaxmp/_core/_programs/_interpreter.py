@@ -81,7 +81,7 @@ class Frame:
 
 
 class Entry(enum.Enum):
-    """How operands enter a construct."""
+    """Manner in which operands enter a construct."""
 
     CALL = enum.auto()  # unchanged: of a call, and constants of a loop
     REMAT = enum.auto()  # into a function that the backward pass runs again
@@ -104,7 +104,7 @@ class Interpreter:
     drops_derivatives = False
 
     def __init__(self) -> None:
-        self.side: dict[Hashable, PyTree] = {}
+        self.side: dict[Any, Any] = {}
 
     # -- values ----------------------------------------------------------------------------
 
