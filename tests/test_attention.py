@@ -650,6 +650,16 @@ def test_sixteen_thousand_positions_train_on_a_cpu():
     assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.parametrize("left", [1, 16])
+def test_a_window_reaches_into_the_block_before(left):
+    """The first query of a block reads the last key of the block, or that of the one before."""
+    stated = {"is_causal": True, "local_window_size": (left, 0)}
+    options = dict(bias=None, mask=None, stated=stated, uneven=0)
+    call = drawn((32, 32), 2, 2, "float32", (8, 4), seed=0, **options)
+    result, expected = (IMPLEMENTATIONS[name](call) for name in ("blockwise", "xla"))
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------
 # The choice
 # ---------------------------------------------------------------------------

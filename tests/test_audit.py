@@ -887,6 +887,16 @@ def matmul(x):
         (lambda x: lax.fori_loop(0, 7, lambda i, c: c @ c, x), 7 * SQUARE),
         (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, matmul, x), SQUARE),
         (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, matmul, x), 2 * SQUARE),
+        # Of the outer branches, the second has more: the inner one runs a single product.
+        (
+            lambda x: lax.cond(
+                x[0, 0] > 0,
+                lambda x: lax.cond(x[1, 1] > 0, matmul, lambda x: x.T @ x, x),
+                lambda x: x @ x + x @ x[:, :1],
+                x,
+            ),
+            SQUARE + SQUARE // len(X),
+        ),
         (lambda x: jax.vmap(matmul)(jnp.stack([x] * 5)), 5 * SQUARE),
         (jax.checkpoint(matmul), SQUARE),
     ],

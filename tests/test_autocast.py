@@ -426,6 +426,19 @@ def test_scans_keep_the_dtypes_of_their_carry():
     np.testing.assert_array_equal(autocast(fn, MIXED)(w, x), x)
 
 
+def test_the_carry_of_a_scan_is_not_weakly_typed():
+    def outside(w, x):
+        total, _ = lax.scan(lambda c, row: (c + row.sum(), None), jnp.zeros(()), x)
+        return jnp.broadcast_to(total, (4, 8)) * 2 + x @ w
+
+    def inside(w, x):
+        return lax.scan(lambda c, _: (c + 1, c * 2 + x @ w), jnp.zeros((4, 8)), None, length=2)[1]
+
+    for fn in (outside, inside):
+        (add,) = named(trace(autocast(fn, MIXED), W, X), "add")[-1:]
+        assert add.outvars[0].aval.dtype == F32
+
+
 def test_a_running_sum_stays_in_fp32():
     def fn(w, x):
         step = lambda total, row: (total + (row @ w).sum(), None)

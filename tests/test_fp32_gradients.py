@@ -298,6 +298,19 @@ def test_gradients_of_computed_weights_are_summed_in_fp32(name, is_split):
         np.testing.assert_allclose(leaf, reference, rtol=4 * 2**-11)
 
 
+def test_a_reversed_scan_of_layers_runs_backwards():
+    def loss(layers, x):
+        body = lambda x, w: (jnp.tanh(x @ w.astype(jnp.bfloat16)), None)
+        out, _ = jax.lax.scan(body, x.astype(jnp.bfloat16), layers, reverse=True)
+        return out.astype(jnp.float32).sum()
+
+    layers, x = uniform((3, WIDTH, WIDTH)) / WIDTH, uniform((4, WIDTH), 2)
+    plain = jax.value_and_grad(loss)(layers, x)
+    result = jax.jit(lambda *args: jaxmp.value_and_grad(loss)(*args))(*placed(mesh_of(), layers, x))
+    for leaf, reference in zip(result, plain, strict=True):
+        np.testing.assert_allclose(leaf, reference, rtol=2**-6, atol=2**-6)
+
+
 def matmuls_of(name):
     """Returns the matmuls of the gradient of a loss with a computed weight."""
     mesh = mesh_of()

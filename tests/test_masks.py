@@ -510,6 +510,7 @@ def known_result(fn, *args):
         lambda t: jnp.arange(LENGTH)[None] // 4 == jnp.arange(LENGTH)[:, None] // 4,
         lambda t: jnp.where(windowed(t), 0.0, -1e9)[..., 2:9].swapaxes(2, 3) > -1,
         lambda t: jax.lax.dynamic_slice(nn.make_causal_mask(t), (0, 0, 4, 9), (1, 1, 8, 9)),
+        lambda t: jax.lax.dynamic_slice(jnp.arange(LENGTH), (-LENGTH - 5,), (3,)),
         lambda t: jax.jit(lambda x: ~x)(nn.make_causal_mask(t, dtype=bool)),
         lambda t: jax.checkpoint(lambda x: x - 1)(jnp.eye(LENGTH, dtype=jnp.int32) * 3),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -230,6 +231,7 @@ def unknown_operation(name):
     primitive = Primitive(name)
     primitive.def_impl(lambda x, jaxpr: x)
     primitive.def_abstract_eval(lambda x, jaxpr: x)
+    ad.defjvp(primitive, lambda tangent, x, jaxpr: tangent)
     mlir.register_lowering(primitive, lambda ctx, x, jaxpr: [x])
     closed = jax.make_jaxpr(lambda x: x @ x)(X)
     return lambda x: primitive.bind(x, jaxpr=closed)
@@ -241,9 +243,27 @@ def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
 
     closed = jax.make_jaxpr(unknown_operation("jaxmp_test_operation"))(X)
     message = (
-        f"does not know the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
+        f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
         "It runs as it was recorded: nothing is certain"
     )
     with pytest.warns(jaxmp.RecipeWarning, match=message):
         np.testing.assert_array_equal(Client().run(closed, [X])[0], X)
     Client().run(closed, [X])
+
+
+def test_autocast_and_gradients_name_the_consequence():
+    fn = unknown_operation("jaxmp_test_autocast")
+    with pytest.warns(jaxmp.RecipeWarning, match="computes in the dtypes in which it was traced"):
+        jax.make_jaxpr(jaxmp.autocast(fn, "bf16"))(X)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn = unknown_operation("jaxmp_test_gradients")
+    w = jax.device_put(X, jax.NamedSharding(mesh, P()))
+    loss = lambda w: jnp.sum(fn(w) @ w.astype(jnp.bfloat16).astype(jnp.float32))
+    with pytest.warns(jaxmp.RecipeWarning, match="weights that it reads are summed in the dtype"):
+        jax.make_jaxpr(lambda w: jaxmp.value_and_grad(loss)(w))(w)
+
+
+def test_the_documentation_names_every_construct():
+    text = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text("utf-8")
+    assert [name for name in CONSTRUCTS if f"`{name}`" not in text] == []

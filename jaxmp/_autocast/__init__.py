@@ -24,7 +24,7 @@ from jaxmp._autocast._explain import AutocastDecision as AutocastDecision
 from jaxmp._autocast._explain import AutocastExplanation as AutocastExplanation
 from jaxmp._autocast._explain import Recorder
 from jaxmp._autocast._fp8 import decisions, warn_if_unused
-from jaxmp._autocast._replay import Interpreter
+from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._policies._device import check_device
@@ -109,7 +109,7 @@ def autocast(
         check_device(config.policies)
         with decisions(config.policies.default.matmul == "fp8") as rows:
             traced = trace(fn, args, kwargs)
-            interpreter = Interpreter(config, traced.in_custom_vjp)
+            interpreter = Autocast(config, traced.in_custom_vjp)
             arrays = interpreter.function(traced.closed, traced.arrays)
         warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
@@ -156,7 +156,7 @@ def explain_autocast(
     def explain(*args: P.args, **kwargs: P.kwargs) -> AutocastExplanation:
         traced = trace(fn, args, kwargs)
         record = Recorder(config)
-        interpreter = Interpreter(config, traced.in_custom_vjp, record)
+        interpreter = Autocast(config, traced.in_custom_vjp, record)
         run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
         jax.make_jaxpr(run)(*traced.arrays)
         return record.explanation()

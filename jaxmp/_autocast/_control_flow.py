@@ -18,10 +18,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxmp._autocast._magnified import Effects
 from jaxmp._autocast._resolve import IN_CUSTOM_JVP, IN_JVP_RULE, AutocastConfig
 from jaxmp._autocast._values import Environment, Priority, Value, in_recorded_dtypes, to_aval, wrap
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import Path, array_aval
 from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
+from jaxmp._core._programs._constructs import (
+    CALLS,
+    REMATS,
+    call_of,
+    cond_of,
+    scan_of,
+    shard_map_of,
+    while_of,
+)
+from jaxmp._core._programs._interpreter import Place
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array
 
@@ -34,10 +43,9 @@ class Runner(Protocol):
     def run(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
-        consts: Sequence[Any],
-        args: list[Value],
-        outer: Path,
-        results: Effects = (),
+        args: Sequence[Value],
+        place: Place | None = None,
+        state: Effects = (),
     ) -> list[Value]: ...
 
     def retraced(
@@ -66,21 +74,17 @@ def _scan(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `scan`: the carry has its recorded dtypes, the other operands their current dtypes."""
-    params = equation.params
-    consts, carried = scan_counts(params)
-    carry = slice(consts, consts + carried)
-    avals = [var.aval for var in equation.invars]
-    values[carry] = [
-        Value(to_aval(env, value, aval))
-        for value, aval in zip(values[carry], avals[carry], strict=True)
-    ]
+    loop = scan_of(equation)
+    consts, carry, rows = loop.split(values)
+    values = [*consts, *_carried(env, carry, loop.split(equation.invars)[1]), *rows]
+    carried = loop.carry
 
     def outputs(outs: list[Array], recorded: list[ShapedArray]) -> list[Array]:
         return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
 
     effects = env.magnified.of(equation.outvars)
-    jaxpr, priorities = runner.retraced(params["jaxpr"], values, scope_path, outputs, effects)
-    outs = equation.primitive.bind(*(v.array for v in values), **{**params, "jaxpr": jaxpr})
+    jaxpr, priorities = runner.retraced(loop.jaxpr, values, scope_path, outputs, effects)
+    outs = bind(equation, [v.array for v in values], jaxpr=jaxpr)
     priorities = [Priority.COMPUTED] * carried + priorities[carried:]
     return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
@@ -89,18 +93,19 @@ def _while(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `while` loop; the loop state keeps its recorded dtypes."""
-    params = equation.params
-    cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    avals = [var.aval for var in equation.invars]
-    values[body:] = [
-        Value(to_aval(env, value, aval))
-        for value, aval in zip(values[body:], avals[body:], strict=True)
-    ]
-    tested, _ = runner.retraced(params["cond_jaxpr"], values[:cond] + values[body:], scope_path)
-    looped, _ = runner.retraced(params["body_jaxpr"], values[cond:], scope_path, _cast_all)
-    changes = {"cond_jaxpr": tested, "body_jaxpr": looped}
-    outs = equation.primitive.bind(*(v.array for v in values), **{**params, **changes})
-    return [Value(out) for out in outs]
+    loop = while_of(equation)
+    of_test, of_body, carry = loop.split(values)
+    carry = _carried(env, carry, loop.split(equation.invars)[2])
+    tested, _ = runner.retraced(loop.test, of_test + carry, scope_path)
+    looped, _ = runner.retraced(loop.body, of_body + carry, scope_path, _cast_all)
+    arrays = [value.array for value in of_test + of_body + carry]
+    return [Value(out) for out in bind(equation, arrays, cond_jaxpr=tested, body_jaxpr=looped)]
+
+
+def _carried(env: Environment, values: list[Value], variables: Sequence[Any]) -> list[Value]:
+    """Returns carried operands in their recorded dtypes."""
+    pairs = zip(values, variables, strict=True)
+    return [Value(to_aval(env, value, var.aval)) for value, var in pairs]
 
 
 def _cond(
@@ -110,12 +115,9 @@ def _cond(
     effects = env.magnified.of(equation.outvars)
     branches = tuple(
         runner.retraced(branch, values[1:], scope_path, _cast_all, effects)[0]
-        for branch in equation.params["branches"]
+        for branch in cond_of(equation).branches
     )
-    outs = equation.primitive.bind(
-        *(v.array for v in values), **{**equation.params, "branches": branches}
-    )
-    return [Value(out) for out in outs]
+    return [Value(out) for out in bind(equation, [v.array for v in values], branches=branches)]
 
 
 def _cast_all(outs: Sequence[Array], recorded: Sequence[ShapedArray]) -> list[Array]:
@@ -150,7 +152,7 @@ def _custom_jvp(
         recorded, zeros_out = _rule_jaxpr(rule, avals, zeros, params["symbolic_zeros"])
         args = [Value(array, v.priority) for array, v in zip(primals, values, strict=True)]
         args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
-        outs = runner.run(recorded, jaxpr_body(recorded)[1], args, (*scope_path, IN_JVP_RULE))
+        outs = runner.run(recorded, args, Place((*scope_path, IN_JVP_RULE)))
         moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
         arrays = _cast_all([out.array for out in outs], [*out_avals, *moving])
         rest = iter(arrays[len(out_avals) :])
@@ -229,25 +231,17 @@ def as_recorded_dtypes(
 def _shard_map(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
-    params = equation.params
-    consts, effects = jaxpr_body(params["jaxpr"])[1], env.magnified.of(equation.outvars)
+    record, effects = shard_map_of(equation), env.magnified.of(equation.outvars)
     priorities: list[Priority] = []
 
     def shard(*arrays: Array) -> tuple[Array, ...]:
         pairs = zip(arrays, values, strict=True)
         args = [Value(array, value.priority) for array, value in pairs]
-        outs = runner.run(params["jaxpr"], consts, args, scope_path, effects)
+        outs = runner.run(record.jaxpr, args, Place(scope_path), effects)
         priorities[:] = [out.priority for out in outs]
         return tuple(out.array for out in outs)
 
-    outs = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=params["newly_manual_axes"],
-    )(*(value.array for value in values))
+    outs = record.run(shard, [value.array for value in values])
     return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
@@ -34,6 +34,7 @@ from jaxmp._autocast._values import (
     common_dtype,
     in_recorded_dtypes,
     is_castable_aval,
+    literal_value,
     scalar_of,
     with_dtype,
     wrap,
@@ -41,7 +42,8 @@ from jaxmp._autocast._values import (
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
-from jaxmp._core._programs._bind import as_recorded, bind
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
@@ -50,8 +52,8 @@ from jaxmp._policies._precision import matmul_precision
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
 
 
-class Interpreter:
-    """Interpreter of one traced function.
+class Autocast(Interpreter):
+    """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
       rules: the policies and the op table.
@@ -60,9 +62,12 @@ class Interpreter:
       record: collects the decisions for an explanation; None to collect none.
     """
 
+    consequence = "it computes in the dtypes in which it was traced"
+
     def __init__(
         self, config: AutocastConfig, in_custom_vjp: bool = False, record: Recorder | None = None
     ) -> None:
+        super().__init__()
         self.config = config
         self.in_custom_vjp = in_custom_vjp
         self.record = record
@@ -91,8 +96,8 @@ class Interpreter:
         Raises:
           RuleError: if a required rule matches no scope of the function.
         """
-        jaxpr, consts = jaxpr_body(closed)
-        outs = self.run(closed, consts, [Value(arg, Priority.ARGUMENT) for arg in args], ())
+        jaxpr, _ = jaxpr_body(closed)
+        outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args])
         self.config.check_required(self.seen)
         rule = resolve_policy(self.config.policies, "").rule
         named = None if rule is None else rule.output_dtype
@@ -102,38 +107,38 @@ class Interpreter:
             for out, aval in zip(outs, recorded, strict=True)
         ]
 
+    def constant(self, array: Any) -> Value:
+        return Value(array, Priority.ARGUMENT)
+
+    def literal(self, var: Literal) -> Value:
+        return literal_value(var)
+
     def run(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
-        consts: Sequence[Any],
-        args: list[Value],
-        outer: Path,
-        results: Effects = (),
+        args: Sequence[Value],
+        place: Place | None = None,
+        state: Effects = (),
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
         Args:
-          jaxpr: open or closed.
-          consts: values of its constant variables.
-          args: values of its input variables.
-          outer: name scopes of the equation that contains the jaxpr.
-          results: effects of the rounding of its results; () if they are all bounded.
+          jaxpr, args, place: as in `Interpreter.run`.
+          state: effects of the rounding of its results; () if they are all bounded.
         """
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        consumers = self.consumers[id(body)][1]
-        env = Environment(body, consts, args, consumers, self.effects_in(body, results))
-        for equation in body.eqns:
-            stack = str(equation.source_info.name_stack)
-            scope_path = outer + scope_names(stack)
-            if self.config.scaling is not None:
-                scope_path = with_phase(scope_path, stack)
-            self.seen.add(scope_path)
-            with as_recorded(equation):
-                outs = self.run_equation(equation, env, scope_path)
-            env.values |= zip(equation.outvars, outs, strict=True)
-        return [env.read(var) for var in body.outvars]
+        env = Environment(self.consumers[id(body)][1], self.effects_in(body, state))
+        return super().run(jaxpr, args, place, env)
+
+    def equation(self, equation: JaxprEqn, operands: list[Value], frame: Frame) -> list[Value]:
+        stack = str(equation.source_info.name_stack)
+        scope_path = frame.place.scopes + scope_names(stack)
+        if self.config.scaling is not None:
+            scope_path = with_phase(scope_path, stack)
+        self.seen.add(scope_path)
+        return self.run_equation(equation, operands, frame.state, scope_path)
 
     def effects_in(self, body: Jaxpr, results: Effects) -> Magnified:
         """Returns the effects of rounding the variables of a jaxpr, given those of its results."""
@@ -156,9 +161,10 @@ class Interpreter:
         """Returns the op-table category of an equation."""
         return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
-    def run_equation(self, equation: JaxprEqn, env: Environment, scope_path: Path) -> list[Value]:
+    def run_equation(
+        self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: Path
+    ) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, in the dtype of its category."""
-        values = list(map(env.read, equation.invars))
         if self.is_as_written(equation):
             return as_recorded_dtypes(self, equation, env, values, scope_path)
         special = INSIDE.get(equation.primitive.name)
@@ -182,6 +188,7 @@ class Interpreter:
         if category == "low":
             return self.run_matmul(equation, env, values, policy, scope_path, effect)
         if category == "opaque":
+            self.check_known(equation)
             return wrap(
                 equation, bind(equation, in_recorded_dtypes(equation, env, values)), priority
             )
@@ -379,7 +386,7 @@ class Interpreter:
         Returns:
           The new jaxpr, in the same form (open or closed), and the `Priority` of each result.
         """
-        body, consts = jaxpr_body(jaxpr)
+        body, _ = jaxpr_body(jaxpr)
         avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.priority, None if v.scalar is None else v.scalar.tobytes()) for v in values]
         # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
@@ -399,7 +406,7 @@ class Interpreter:
             def run(*arrays: Array) -> list[Array]:
                 pairs = zip(arrays, values, strict=True)
                 args = [Value(array, v.priority, v.scalar) for array, v in pairs]
-                outs = self.run(jaxpr, consts, args, scope_path, effects)
+                outs = self.run(jaxpr, args, Place(scope_path), effects)
                 priorities[:] = [out.priority for out in outs]
                 results = [out.array for out in outs]
                 return outputs(results, [var.aval for var in body.outvars]) if outputs else results

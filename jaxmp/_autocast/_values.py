@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast._fp32_consumers import Consumers
 from jaxmp._autocast._magnified import Magnified
@@ -68,26 +68,11 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
 
 
 class Environment:
-    """Environment of one jaxpr: the values of its variables, and a cache of their casts."""
+    """State of one jaxpr: the consumers of its variables, and a cache of casts."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: list[Value],
-        consumers: Consumers,
-        magnified: Magnified,
-    ) -> None:
-        self.values = {
-            var: Value(const, Priority.ARGUMENT)
-            for var, const in zip(jaxpr.constvars, consts, strict=True)
-        }
-        self.values |= zip(jaxpr.invars[-len(args) :] if args else (), args, strict=True)
+    def __init__(self, consumers: Consumers, magnified: Magnified) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
         self.consumers, self.magnified = consumers, magnified
-
-    def read(self, var: Var | Literal) -> Value:
-        return _literal(var) if isinstance(var, Literal) else self.values[var]
 
     def cast(self, value: Value, dtype: DTypeLike) -> Array:
         """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
@@ -102,7 +87,8 @@ class Environment:
         return self.casts[key][1]
 
 
-def _literal(var: Literal) -> Value:
+def literal_value(var: Literal) -> Value:
+    """Returns the value of a literal."""
     if not hasattr(var.aval, "dtype"):
         return Value(var.val, Priority.CONSTANT)
     number = np.asarray(var.val, array_aval(var).dtype)

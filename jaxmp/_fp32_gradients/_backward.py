@@ -12,8 +12,9 @@ from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import consumers, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
-from jaxmp._core._programs._bind import as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, call_of
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS
+from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import Array
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._fp32_gradients._layout import ELEMENTWISE, REDUCTIONS
@@ -87,18 +88,7 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
             is_wide = (r is not None and not chosen.isdisjoint(r.outvars) for r in readers[var])
             if is_of_weights or all(is_wide):
                 chosen.add(var)
-    values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= pairs
-    for equation in jaxpr.eqns:
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
-        with as_recorded(equation):
-            is_wide = not chosen.isdisjoint(equation.outvars)
-            if not is_wide or equation.primitive.name in MATMULS:
-                operands = list(map(rounded, operands, equation.invars))
-            run = _in_fp32 if is_wide else bind
-            results = results_of(equation, run(equation, operands))
-        values |= zip(equation.outvars, results, strict=True)
-    results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    results = _Wide(chosen).run(ClosedJaxpr(jaxpr, consts), args)
     return [
         r.astype(FLOAT32) if w else rounded(r, v)
         for r, w, v in zip(results, wide, jaxpr.outvars, strict=True)
@@ -111,26 +101,35 @@ def rounded(array: Array, var: Var | Literal) -> Array:
     return array.astype(_dtype(var)) if is_wide else array
 
 
+class _Wide(Interpreter):
+    """Interpreter that computes some variables in FP32 instead of 16 bits."""
+
+    def __init__(self, variables: set[Var]) -> None:
+        super().__init__()
+        self.variables = variables
+
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
+        is_wide = not self.variables.isdisjoint(equation.outvars)
+        if not is_wide or equation.primitive.name in MATMULS:
+            operands = list(map(rounded, operands, equation.invars))
+        return results_of(equation, (_in_fp32 if is_wide else bind)(equation, operands))
+
+
+class _Inline(Interpreter):
+    """Interpreter that replaces calls by the operations inside."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
+        if equation.primitive.name in CALLS:
+            return self.enter(equation, operands, frame)
+        return self.bound(equation, operands)
+
+
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a jaxpr without calls of jitted functions and without unused equations."""
-
-    def run(closed: ClosedJaxpr, *args: Array) -> list[Array]:
-        jaxpr, consts = jaxpr_body(closed)
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-        for equation in jaxpr.eqns:
-            operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
-            with as_recorded(equation):
-                if equation.primitive.name in CALLS:
-                    results = run(call_of(equation).jaxpr, *operands)
-                else:
-                    results = results_of(equation, bind(equation, operands))
-            values |= zip(equation.outvars, results, strict=True)
-        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-
+    inlined = closed
     if any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
-        closed = jax.make_jaxpr(lambda *args: run(closed, *args))(*closed.in_avals)
-    jaxpr, consts = jaxpr_body(closed)
+        inlined = jax.make_jaxpr(lambda *args: _Inline().run(closed, args))(*closed.in_avals)
+    jaxpr, consts = jaxpr_body(inlined)
     return ClosedJaxpr(without_unused(jaxpr), consts)
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._programs._bind import as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
+from jaxmp._core._programs._interpreter import Entry, Frame, Interpreter
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
 from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
@@ -54,6 +55,9 @@ _MERGES = frozenset(
 )
 
 
+# Constructs that the interpreter enters, if they read weights.
+_ENTERED = CALLS | REMATS | {"cond", "scan", "shard_map"}
+
 # Operations for which rows of a table remain a copy: they may be weights that data selects.
 _OF_ROWS = (
     MOVES
@@ -78,7 +82,7 @@ def run(
     Returns:
       The results of the function.
     """
-    jaxpr, consts = jaxpr_body(closed)
+    jaxpr, _ = jaxpr_body(closed)
     layout = Layout(batch_axes=batch_axes(closed, is_param), again=regather)
     values: list[Value] = []
     for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
@@ -86,31 +90,84 @@ def run(
             values.append(copy_of(arg, lax.convert_element_type(arg, var.aval.dtype), layout))
         else:
             values.append(Weight(arg, layout) if differentiated else arg)
-    return list(map(as_array, _run(jaxpr, consts, values)))
+    return list(map(as_array, _Gradients().run(closed, values)))
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Array], args: list[Value]) -> list[Value]:
-    values: dict[Var, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+class _Gradients(Interpreter):
+    """Interpreter whose values are weights, their copies, constants and other arrays."""
 
-    def read(var: Var | Literal) -> Value:
-        return Constant(var.val) if isinstance(var, Literal) else values[var]
+    consequence = (
+        "the gradients of the weights that it reads are summed in the dtype of its matmuls"
+    )
 
-    for equation in jaxpr.eqns:
-        operands = [read(var) for var in equation.invars]
-        with as_recorded(equation):
-            results = _equation(equation, operands)
-        values |= zip(equation.outvars, results, strict=True)
-    return [read(var) for var in jaxpr.outvars]
+    def literal(self, var: Literal) -> Value:
+        return Constant(var.val)
+
+    def array(self, value: Value) -> Array:
+        return as_array(value)
+
+    def entered(self, values: list[Any], entry: Entry, operands: list[Any]) -> list[Any]:
+        if entry is Entry.CALL:
+            return values
+        if entry is Entry.CARRY:
+            return left(values, operands)
+        flags = {"is_recomputed": entry is Entry.REMAT, "is_scanned": entry is Entry.ROWS}
+        inside = [entered(value, **flags) for value in values]
+        return list(map(_unplaced, inside)) if entry is Entry.SHARD else inside
+
+    def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
+        return left(results, operands)
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        operands = _without_rows(name, operands)
+        if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
+            return _operation(equation, operands)
+        if name not in _ENTERED:
+            self.check_known(equation)
+            return _operation(equation, operands)
+        results = self.enter(equation, operands, frame)
+        if name == "shard_map":
+            return left(results, self.entered(operands, Entry.SHARD, operands))
+        # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights,
+        # and might split the copies over devices.
+        pairs = zip(_sources(equation), results, strict=True)
+        return [result if n is None else operands[n] for n, result in pairs]
 
 
-def _equation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _sources(equation: JaxprEqn) -> list[int | None]:
+    """Returns for each result of a remat or scan the index of the operand that it is."""
+    name = equation.primitive.name
+    if name in REMATS:
+        return forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+    sources: list[int | None] = [None] * len(equation.outvars)
+    if name == "scan":
+        loop = scan_of(equation)
+        returned = forwarded(jaxpr_body(loop.jaxpr)[0])[loop.carry :]
+        first = loop.consts + loop.carry
+        sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
+    return sources
+
+
+def _unplaced(value: Value) -> Value:
+    if isinstance(value, Weight):
+        return Weight(value.array)
+    return Copy(value.low, value.carrier) if isinstance(value, Copy) else value
+
+
+def _without_rows(name: str, operands: list[Value]) -> list[Value]:
+    """Converts rows of a table to activations, unless they remain copies in this operation."""
+    if name in _OF_ROWS:
+        return operands
+    return [as_array(v) if _is_selected(v) else v for v in operands]
+
+
+def _operation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs an equation that the interpreter does not enter."""
     if all(isinstance(operand, Constant) for operand in operands):
         return [Constant(out) for out in bound(equation, operands)]
     name = equation.primitive.name
-    if name not in _OF_ROWS:
-        # Rows that are used otherwise are activations.
-        operands = [as_array(v) if _is_selected(v) else v for v in operands]
+    operands = _without_rows(name, operands)
     if name == "convert_element_type" and isinstance(operands[0], Rows):
         return [_narrowed_rows(operands[0], equation)]
     if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
@@ -332,7 +389,7 @@ def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
         low = lax.convert_element_type(weight.array, dtype)
         return copy_of(weight.array, low, weight.layout)
     source, equation, rest = weight.origin
-    (result,) = _equation(equation, [_narrowed(source, dtype), *rest])
+    (result,) = _operation(equation, [_narrowed(source, dtype), *rest])
     return result
 
 
@@ -353,112 +410,10 @@ def _is_gathered_later(value: Value) -> bool:
     return value.origin is not None or (value.layout is not None and value.layout.is_split)
 
 
-def _call(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Inlines the jaxpr of a jitted function."""
-    jaxpr, consts = jaxpr_body(call_of(equation).jaxpr)
-    return _run(jaxpr, consts, operands)
-
-
-def _remat(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    params = equation.params
-    jaxpr, consts = jaxpr_body(params["jaxpr"])
-    inside = [entered(operand, is_recomputed=True) for operand in operands]
-    leaves, structure = jax.tree.flatten(inside)
-
-    def run_leaves(*leaves: Array) -> list[Value]:
-        return left(_run(jaxpr, consts, structure.unflatten(leaves)), operands)
-
-    prevent_cse, policy = params["prevent_cse"], params["policy"]
-    results = jax.checkpoint(run_leaves, prevent_cse=prevent_cse, policy=policy)(*leaves)
-    return [
-        result if index is None else operands[index]
-        for result, index in zip(results, forwarded(jaxpr), strict=True)
-    ]
-
-
-def _scan(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Runs a scan. Carried arrays are weights if it has no other operands."""
-    params = equation.params
-    num_consts, num_carry = scan_counts(params)
-    jaxpr, closed_consts = jaxpr_body(params["jaxpr"])
-    consts = operands[:num_consts]
-    init = left(operands[num_consts : num_consts + num_carry], operands)
-    scanned = [entered(v, is_scanned=True) for v in operands[num_consts + num_carry :]]
-    leaves, structure = jax.tree.flatten(scanned)
-
-    def body(carry: list[Value], leaves: list[Array]) -> tuple[list[Value], list[Value]]:
-        args = [*consts, *carry, *structure.unflatten(leaves)]
-        results = left(_run(jaxpr, closed_consts, args), operands)
-        return results[:num_carry], results[num_carry:]
-
-    carry, stacked = lax.scan(
-        body,
-        init,
-        leaves,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        _split_transpose=params.get("_split_transpose", False),
-    )
-    # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights, and
-    # might split the copies over devices.
-    xs = dict(enumerate(operands[num_consts + num_carry :], num_consts + num_carry))
-    returned = forwarded(jaxpr)[num_carry:]
-    ys = (
-        array if index is None else xs.get(index, array)
-        for array, index in zip(stacked, returned, strict=True)
-    )
-    return [*carry, *ys]
-
-
-def _cond(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    # Data may choose between weights.
-    index, *rest = operands
-    leaves, structure = jax.tree.flatten(list(map(entered, rest)))
-
-    def branch(closed: ClosedJaxpr) -> Callable[..., list[Value]]:
-        jaxpr, consts = jaxpr_body(closed)
-        return lambda *leaves: left(_run(jaxpr, consts, structure.unflatten(leaves)), rest)
-
-    branches = list(map(branch, equation.params["branches"]))
-    return list(lax.switch(as_array(index), branches, *leaves))
-
-
-def _shard_map(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    params = equation.params
-    jaxpr, consts = jaxpr_body(params["jaxpr"])
-    operands = [Weight(v.array) if isinstance(v, Weight) else v for v in map(entered, operands)]
-    operands = [Copy(v.low, v.carrier) if isinstance(v, Copy) else v for v in operands]
-    leaves, structure = jax.tree.flatten(operands)
-    specs = [
-        spec
-        for operand, spec in zip(operands, params["in_specs"], strict=True)
-        for _ in jax.tree.leaves(operand)
-    ]
-
-    def shard(*leaves: Array) -> tuple[Array, ...]:
-        return tuple(map(as_array, _run(jaxpr, consts, structure.unflatten(leaves))))
-
-    results = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(specs),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=params["newly_manual_axes"],
-    )(*leaves)
-    return left(results, operands)
-
-
 _RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
-    "cond": _cond,
     "convert_element_type": _convert,
     "custom_jvp_call": run_custom_derivative,
     "custom_vjp_call": _custom_derivative,
     "reshard": _reshard,
-    "scan": _scan,
-    "shard_map": _shard_map,
     "sharding_constraint": _constrain,
-    **dict.fromkeys(CALLS, _call),
-    **dict.fromkeys(REMATS, _remat),
 }

@@ -18,8 +18,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import equations, sub_jaxprs
-from jaxmp._core._programs._bind import as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, call_of
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS
+from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array
 
 # Axes over which each dimension of an array is split.
@@ -322,9 +323,7 @@ def run_gathered(
       The results, and a layout for each of them that has not been gathered: weights that are
       gathered again in the backward pass.
     """
-    jaxpr, consts = jaxpr_body(closed)
-    values = [(const, None) for const in consts]
-    results = _run(jaxpr, values, list(zip(args, layouts, strict=True)), is_outermost=True)
+    results = _Gathering().run(closed, list(zip(args, layouts, strict=True)))
     return (
         [array for array, _ in results],
         [mark if mark is not None and mark.is_split else None for _, mark in results],
@@ -334,68 +333,73 @@ def run_gathered(
 _Marked: TypeAlias = tuple[Any, Layout | None]
 
 
-def _run(
-    jaxpr: Jaxpr,
-    consts: Sequence[_Marked],
-    args: Sequence[_Marked],
-    *,
-    is_outermost: bool = False,
-) -> list[_Marked]:
-    values: dict[Var, _Marked] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
-    # Arrays that have been gathered, by the variable of which all others are bitcasts, and dtype.
-    sources: dict[Var, Var] = {}
-    whole: dict[tuple[Var, Any], Array] = {}
+class _Gathered:
+    """Arrays of one jaxpr that have been gathered, by the source of which they are bitcasts."""
 
-    def read(var: Var | Literal) -> _Marked:
-        return (var.val, _LOCAL) if isinstance(var, Literal) else values[var]
+    def __init__(self) -> None:
+        self.sources: dict[Var, Var] = {}
+        self.arrays: dict[tuple[Var, Any], Array] = {}
 
-    def gather(var: Var | Literal) -> Array:
-        array, layout = read(var)
+    def array(self, var: Var | Literal, value: _Marked) -> Array:
+        """Returns an array in the sharding in which matmuls read it."""
+        array, layout = value
         if isinstance(var, Literal) or layout is None or not layout.is_split:
             return array
-        key = sources.get(var, var), array.dtype
-        if key not in whole:
-            whole[key] = gathered(array, layout)
-        return whole[key]
+        key = self.sources.get(var, var), array.dtype
+        if key not in self.arrays:
+            self.arrays[key] = gathered(array, layout)
+        return self.arrays[key]
 
-    for equation in jaxpr.eqns:
-        operands = list(map(read, equation.invars))
+
+class _Gathering(Interpreter):
+    """Interpreter whose values are arrays with the layouts of weights that are not gathered."""
+
+    def constant(self, array: Array) -> _Marked:
+        return array, None
+
+    def literal(self, var: Literal) -> _Marked:
+        return var.val, _LOCAL
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
+    ) -> list[_Marked]:
+        """Runs a jaxpr; `state` is None for the outermost one, whose results may be gathered."""
+        own = _Gathered()
+        results = super().run(jaxpr, args, place, own)
+        if state is not None:
+            return results
+        pairs = zip(jaxpr_body(jaxpr)[0].outvars, results, strict=True)
+        return [
+            (own.array(var, (array, mark)), None)
+            if mark is not None and not mark.again
+            else (as_stored(array, mark), mark)
+            for var, (array, mark) in pairs
+        ]
+
+    def equation(self, equation: JaxprEqn, operands: list[_Marked], frame: Frame) -> list[_Marked]:
+        own: _Gathered = frame.state
         if equation.primitive.name == "bitcast_convert_type":
             operand, result = equation.invars[0], equation.outvars[0]
             if isinstance(operand, Var) and isinstance(result, Var):
-                sources[result] = sources.get(operand, operand)
-        with as_recorded(equation):
-            if equation.primitive.name in CALLS and _has_split(operands):
-                inner, inner_consts = jaxpr_body(call_of(equation).jaxpr)
-                results = _run(inner, [(const, None) for const in inner_consts], operands)
-            elif _is_identity(equation):
-                out = bind(equation, [array for array, _ in operands])
-                results = list(zip(out, _returned_marks(equation, operands), strict=True))
-            else:
-                can_wait, mark = _mark(equation, operands)
-                arrays = (
-                    [array for array, _ in operands]
-                    if can_wait
-                    else list(map(gather, equation.invars))
-                )
-                if can_wait and mark is not None and mark.is_split:
-                    arrays = [_split_like(array, mark) for array in arrays]
-                out = bind(equation, arrays)
-                out = list(out) if isinstance(out, (list, tuple)) else [out]
-                if mark is _LOCAL and any(m is not None and m.is_explicit for _, m in operands):
-                    out = list(map(_as_recorded_sharding, out, equation.outvars))
-                results = [(array, mark) for array in out]
-        values |= zip(equation.outvars, results, strict=True)
-    results = list(map(read, jaxpr.outvars))
-    if not is_outermost:
-        return results
-    return [
-        (gather(var), None)
-        if mark is not None and not mark.again
-        else (as_stored(array, mark), mark)
-        for var, (array, mark) in zip(jaxpr.outvars, results, strict=True)
-    ]
+                own.sources[result] = own.sources.get(operand, operand)
+        if equation.primitive.name in CALLS and _has_split(operands):
+            return self.enter(equation, operands, frame, state=own)
+        if _is_identity(equation):
+            out = bind(equation, [array for array, _ in operands])
+            return list(zip(out, _returned_marks(equation, operands), strict=True))
+        can_wait, mark = _mark(equation, operands)
+        arrays = (
+            [array for array, _ in operands]
+            if can_wait
+            else list(map(own.array, equation.invars, operands))
+        )
+        if can_wait and mark is not None and mark.is_split:
+            arrays = [_split_like(array, mark) for array in arrays]
+        out = bind(equation, arrays)
+        out = list(out) if isinstance(out, (list, tuple)) else [out]
+        if mark is _LOCAL and any(m is not None and m.is_explicit for _, m in operands):
+            out = list(map(_as_recorded_sharding, out, equation.outvars))
+        return [(array, mark) for array in out]
 
 
 def _split_like(array: Array, layout: Layout) -> Array:

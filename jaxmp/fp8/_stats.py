@@ -163,5 +163,6 @@ def _role(equation: JaxprEqn) -> str:
     """Returns the role of the operand that an equation quantizes; "" if it does not quantize."""
     name = equation.params.get("name")
     # A scan over layers moves the constants of its body to calls without operands.
-    is_quantization = isinstance(name, str) and QUANTIZE in name and equation.invars
-    return name.removeprefix(QUANTIZE) if is_quantization else ""
+    if not isinstance(name, str) or QUANTIZE not in name or not equation.invars:
+        return ""
+    return name.removeprefix(QUANTIZE)

@@ -27,8 +27,17 @@ CONSTRUCTS = CALLS | REMATS | CUSTOM_DERIVATIVES | LOOPS | {"cond", "shard_map"}
 # Equations whose jaxprs no interpreter enters: kernels, functions that combine two elements, and
 # functions that belong together with a rule of their author.
 OPAQUE = frozenset(
-    {"composite", "custom_linear_solve", "custom_partitioning", "custom_vmap_call", "linear_call"}
-    | {"mpmd_map", "pallas_call", "reduce", "reduce_window", "remat_opt", "scatter", "scatter-add"}
+    {"composite", "compute_on", "custom_linear_solve", "custom_partitioning", "custom_vmap_call"}
+    | {
+        "linear_call",
+        "mpmd_map",
+        "pallas_call",
+        "reduce",
+        "reduce_window",
+        "remat_opt",
+        "scatter",
+        "scatter-add",
+    }
     | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "xla_metadata_call"}
 )
 

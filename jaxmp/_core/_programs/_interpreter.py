@@ -81,7 +81,7 @@ class Frame:
 
 
 class Entry(enum.Enum):
-    """How operands enter a construct."""
+    """Manner in which operands enter a construct."""
 
     CALL = enum.auto()  # unchanged: of a call, and constants of a loop
     REMAT = enum.auto()  # into a function that the backward pass runs again
@@ -104,13 +104,17 @@ class Interpreter:
     drops_derivatives = False
 
     def __init__(self) -> None:
-        self.side: dict[Hashable, PyTree] = {}
+        self.side: dict[Any, Any] = {}
 
     # -- values ----------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Any:
-        """Converts a literal or a constant of a jaxpr to a value."""
+        """Converts a constant of a jaxpr to a value."""
         return array
+
+    def literal(self, var: Any) -> Any:
+        """Converts a literal, such as the scalar in `mul x 2.0`, to a value."""
+        return self.constant(var.val)
 
     def array(self, value: Any) -> Any:
         """Converts a value to the array that equations read which the client does not change."""
@@ -153,7 +157,7 @@ class Interpreter:
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
         values |= zip(body.invars, args, strict=True)
         frame = Frame(place or Place(), state, values)
-        read = lambda var: self.constant(var.val) if is_literal(var) else values[var]
+        read = lambda var: self.literal(var) if is_literal(var) else values[var]
         for frame.index, equation in enumerate(body.eqns):
             operands = list(map(read, equation.invars))
             with as_recorded(equation):
@@ -186,9 +190,18 @@ class Interpreter:
         rule = Interpreter._call if is_call else _RULES.get(name)
         if rule is not None:
             return rule(self, equation, operands, frame.place.of(equation), state)
-        if self.consequence and name not in CONSTRUCTS | OPAQUE and sub_jaxprs(equation):
-            _warn_of_unknown(name, self.consequence)
+        self.check_known(equation)
         return self.bound(equation, operands)
+
+    def check_known(self, equation: JaxprEqn) -> None:
+        """Warns once of an operation that contains a jaxpr, and is neither listed nor opaque."""
+        name = equation.primitive.name
+        if name not in CONSTRUCTS | OPAQUE and sub_jaxprs(equation):
+            self._warn(name)
+
+    def _warn(self, name: str) -> None:
+        if self.consequence:
+            _warn_of_unknown(name, self.consequence)
 
     # -- rules of constructs ---------------------------------------------------------------
 
@@ -275,6 +288,7 @@ class Interpreter:
     def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
         (index, *rest), cond = operands, cond_of(equation)
         if cond.by_platform:
+            self._warn("platform_dependent")
             return self.bound(equation, operands)
         args = self.entered(rest, Entry.BRANCH, rest)
 
@@ -362,7 +376,7 @@ def vary_as_here(tree: PyTree) -> PyTree:
 @functools.cache
 def _warn_of_unknown(name: str, consequence: str) -> None:
     warnings.warn(
-        f"jaxmp does not know the operation {name!r} of JAX {jax.__version__}, which contains a "
+        f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}, which contains a "
         f"function. It runs as it was recorded: {consequence}.",
         RecipeWarning,
         stacklevel=2,
