@@ -51,7 +51,7 @@ def emulated(dtype, numbers=(), default=ROUNDED):
     modes = np.full(MAX_LINES, default, np.int32)
     modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
     options = {"xla_allow_excess_precision": False}
-    compiled = jax.jit(emulation.run.step, compiler_options=options)
+    compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
     result = compiled((modes, pure.arrays), pure.first)[1]
     plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1]
     return np.asarray(result.grads["w"]), np.asarray(plain.grads["w"]), emulation.origins

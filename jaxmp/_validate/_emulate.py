@@ -2,14 +2,15 @@
 
 Each array of 16 bits or in FP8 becomes an FP32 array, and the result of each operation that the
 step computes in such a format is rounded to its values. The program receives the mode of each
-source line, so that one compiled program measures the effect of every line. Operations that contain
-other functions, such as while loops, kernels and callbacks, run in the dtypes of the step.
+source line, so that one compiled program measures the effect of every line. Kernels, callbacks and
+other operations that the interpreter does not enter run in the dtypes of the step.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +19,13 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
 from jaxmp._core._jaxprs import Equation, is_literal, sub_jaxprs
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._core._programs._bind import SCATTERS, as_recorded, bind
-from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
+from jaxmp._core._programs._bind import SCATTERS, bind
+from jaxmp._core._programs._constructs import CONSTRUCTS
+from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._pure import PureRun, StepResult
 
@@ -59,11 +61,23 @@ class Origin(NamedTuple):
     source: str
 
 
-# Location of the equations of a jaxpr, and the enclosing equations, the innermost first.
-_Place = tuple[Location, tuple[Any, ...]]
+class _Inside(NamedTuple):
+    """State of the run of one jaxpr.
+
+    Args:
+      location: location of the equation that contains it.
+      enclosing: the enclosing equations, the innermost first.
+      labels: for each argument, the name of the leaf of the batch that it is; "" otherwise.
+      named: variables that are leaves of the batch, and their names.
+    """
+
+    location: Location = Location()
+    enclosing: tuple[Any, ...] = ()
+    labels: tuple[str, ...] = ()
+    named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
-class Emulation:
+class Emulation(Interpreter):
     """Step of a run with emulated 16-bit operations.
 
     Args:
@@ -72,7 +86,11 @@ class Emulation:
     `origins` are the lines in the order of the program, known after the step was traced.
     """
 
+    # The step contains its backward pass.
+    drops_derivatives = True
+
     def __init__(self, run: PureRun) -> None:
+        super().__init__()
         self.origins: list[Origin] = []
         self._run = run
         self._numbers: dict[tuple[str, str, str], int] = {}
@@ -83,7 +101,7 @@ class Emulation:
         )
 
     @property
-    def run(self) -> PureRun:
+    def pure_run(self) -> PureRun:
         """The run whose state is `(modes, arrays)`."""
         inner = self._run
         return inner._replace(
@@ -101,88 +119,72 @@ class Emulation:
         paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
-        outs = self._eval(self._closed, jax.tree.leaves((arrays, batch)), (Location(), ()), labels)
+        args = list(map(_wide, jax.tree.leaves((arrays, batch))))
+        outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
         return (state[0], new), result
 
     # -- equations --------------------------------------------------------------------------
 
-    def _eval(
-        self, jaxpr: Any, args: Sequence[Any], place: _Place, labels: Sequence[str] = ()
-    ) -> list[Any]:
-        """Evaluates an open or closed jaxpr; `labels` are the names of leaves of the batch."""
-        body, consts = jaxpr_body(jaxpr)
-        values = dict(
-            zip((*body.constvars, *body.invars), map(_wide, (*consts, *args)), strict=True)
-        )
-        named = {var: label for var, label in zip(body.invars, labels, strict=False) if label}
-        read = lambda var: _wide(var.val) if is_literal(var) else values[var]
-        for equation in body.eqns:
-            location = self._locations.of(equation, place[0])
-            inner = location, (equation, *place[1])
-            with as_recorded(equation):
-                labels = ["" if is_literal(var) else named.get(var, "") for var in equation.invars]
-                outs = self._evaluated(equation, list(map(read, equation.invars)), inner, labels)
-                if equation.primitive.name in _MOVES and any(labels):
-                    named.update(dict.fromkeys(equation.outvars, max(labels)))
-                outs = self._rounded(equation, outs, inner, labels)
-            values.update(zip(equation.outvars, outs, strict=True))
-        return list(map(read, body.outvars))
+    def constant(self, array: Any) -> Any:
+        return _wide(array)
 
-    def _evaluated(
-        self, equation: Equation, operands: list[Any], place: _Place, labels: Sequence[str]
+    def run(
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: _Inside | None = None,
     ) -> list[Any]:
+        """Runs one jaxpr; see `Interpreter.run`."""
+        state = state or _Inside()
+        pairs = zip(jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
+        named = {var: label for var, label in pairs if label}
+        return super().run(jaxpr, args, place, state._replace(named=named))
+
+    def equation(self, equation: Equation, operands: list[Any], frame: Frame) -> list[Any]:
+        state: _Inside = frame.state
         name, params = equation.primitive.name, equation.params
-        if name in CALLS | CUSTOM_DERIVATIVES | REMATS:
-            return self._eval(sub_jaxprs(equation)[0], operands, place, labels)
-        if name == "scan":
-            return self._scan(params, operands, place, labels)
-        if name == "cond" and params.get("branches_platforms") is None:
-            run = lambda branch: lambda *args: self._eval(branch, args, place)
-            return lax.switch(operands[0], list(map(run, params["branches"])), *operands[1:])
-        avals = [var.aval for var in (*equation.invars, *equation.outvars)]
-        if name == "bitcast_convert_type" and any(is_fp8(aval.dtype) for aval in avals):
-            return operands  # FP8 arrays are saved for the backward pass as bytes
-        changes: dict[str, Any] = {}
-        if name in _OPAQUE or (sub_jaxprs(equation) and name not in SCATTERS):
-            operands = [
-                x.astype(var.aval.dtype) if _is_narrow(var.aval) else x
-                for x, var in zip(operands, equation.invars, strict=True)
-            ]
-        else:
-            dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
-            changes = {key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)}
-            if "precision" in params and any(_is_narrow(var.aval) for var in equation.invars):
-                changes["precision"] = (lax.Precision.HIGHEST,) * 2
-        outs = bind(equation, operands, **changes)  # type: ignore[arg-type]
-        return list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
+        labels = ["" if is_literal(v) else state.named.get(v, "") for v in equation.invars]
+        location = self._locations.of(equation, state.location)
+        inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
+        if name in _MOVES and any(labels):
+            state.named.update(dict.fromkeys(equation.outvars, max(labels)))
+        if name in CONSTRUCTS or name in _OPAQUE or self._contains_function(equation):
+            # The first operand of a branch is its index.
+            inside = inside._replace(labels=tuple(labels[name == "cond" :]))
+            return self.enter(equation, operands, frame, inside)
+        dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
+        changes: dict[str, Any] = {
+            key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)
+        }
+        if "precision" in params and any(_is_narrow(var.aval) for var in equation.invars):
+            changes["precision"] = (lax.Precision.HIGHEST,) * 2
+        outs = bind(equation, operands, **changes)
+        outs = list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
+        return self._rounded(equation, outs, inside, labels)
 
-    def _scan(
-        self, params: dict[str, Any], operands: list[Any], place: _Place, labels: Sequence[str]
-    ) -> list[Any]:
-        consts, carried = scan_counts(params)
-        first = consts + carried
+    def bound(self, equation: Equation, operands: list[Any]) -> list[Any]:
+        """Runs an equation in the dtypes of the step."""
+        if _is_of_fp8_bytes(equation):
+            return operands
+        pairs = zip(operands, equation.invars, strict=True)
+        narrow = [x.astype(v.aval.dtype) if _is_narrow(v.aval) else x for x, v in pairs]
+        return list(map(_wide, super().bound(equation, narrow)))
 
-        def body(carry: list[Any], xs: list[Any]) -> Any:
-            args = [*operands[:consts], *carry, *xs]
-            outs = self._eval(params["jaxpr"], args, place, labels)
-            return outs[:carried], outs[carried:]
-
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, operands[consts:first], operands[first:], **options)
-        return [*carry, *ys]
+    def _contains_function(self, equation: Equation) -> bool:
+        return bool(sub_jaxprs(equation)) and equation.primitive.name not in SCATTERS
 
     # -- roundings --------------------------------------------------------------------------
 
     def _rounded(
-        self, equation: Equation, outs: list[Any], place: _Place, labels: Sequence[str]
+        self, equation: Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
     ) -> list[Any]:
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
         dtypes = [var.aval.dtype if _is_narrow(var.aval) else None for var in equation.outvars]
-        is_inner = bool(sub_jaxprs(equation)) and name not in SCATTERS
-        if name in _MOVES or is_inner or not any(dtypes):
+        if name in _MOVES or not any(dtypes):
             return outs
         source = ""
         if name == "convert_element_type":
@@ -190,24 +192,31 @@ class Emulation:
             source = labels[0] or ("integers" if is_integer else "")
         elif name == "iota":
             source = "integers"
-        number = self._number(place, str(next(filter(None, dtypes))), source)
+        number = self._number(inside, str(next(filter(None, dtypes))), source)
         mode = self._modes[min(number, MAX_LINES - 1)]
         return [
             x if dtype is None else _as_format(x, dtype, mode)
             for x, dtype in zip(outs, dtypes, strict=True)
         ]
 
-    def _number(self, place: _Place, dtype: str, source: str) -> int:
+    def _number(self, inside: _Inside, dtype: str, source: str) -> int:
         """Returns the number of the line of an operation, and registers a new one."""
-        file, line = self._lines.of(place[1])
+        file, line = self._lines.of(inside.enclosing)
         location = f"{os.path.basename(file)}:{line}" if file else ""
         # Modules that share a line, such as those of a loop, are separate in FP8.
         is_line = location and not is_fp8(dtype)
-        key = location, "" if is_line else "/".join(place[0].names), source
+        key = location, "" if is_line else "/".join(inside.location.names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)
-            self.origins.append(Origin(location, place[0].names, dtype, source))
+            self.origins.append(Origin(location, inside.location.names, dtype, source))
         return self._numbers[key]
+
+
+def _is_of_fp8_bytes(equation: Equation) -> bool:
+    """Returns True for a conversion of FP8 arrays to the bytes that the backward pass saves."""
+    avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+    is_cast = equation.primitive.name == "bitcast_convert_type"
+    return is_cast and any(is_fp8(aval.dtype) for aval in avals)
 
 
 def _is_narrow(aval: Any) -> bool:

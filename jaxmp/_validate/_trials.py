@@ -92,7 +92,7 @@ def repeat_step(run: PureRun, arrays: PyTree, batch: PyTree, step: int, referenc
       reference: measurements of the reference.
     """
     emulation = Emulation(run)
-    probe = make_probe(emulation.run)
+    probe = make_probe(emulation.pure_run)
 
     def measure(modes: np.ndarray) -> Probe:
         return probe((modes, arrays), batch)
