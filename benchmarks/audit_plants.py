@@ -151,7 +151,7 @@ def trained(loss: Callable[..., jax.Array], d: Dtypes, *batch: Any) -> Any:
 # ---------------------------------------------------------------------------
 
 
-@plant("softmax_16bit", "jax.nn.softmax(x.astype(jnp.float32))")
+@plant("softmax_16bit", "jax.nn.softmax(")
 def teacher_probabilities(d):
     def step(p, teacher, x):
         logits = forward(teacher, x, d.low).astype(d.spot)
@@ -214,7 +214,7 @@ def fp32_teacher(d):
     return step, (parameters(d.wide), inputs(d.wide))
 
 
-@plant("mixed_operands", "y.astype(jnp.bfloat16)", repeats=0)
+@plant("mixed_operands", ".astype(jnp.bfloat16)", repeats=0)
 def mixed_probe(d):
     def step(p, x, y):
         grads = jax.grad(lambda p: cross_entropy(forward(p, x, d.low), y, d.wide))(p)
@@ -665,7 +665,7 @@ def squashed_actions(d):
     return trained(loss, d, inputs(d.wide))
 
 
-@plant("exp_16bit", "x.astype(jnp.float32)")
+@plant("exp_16bit", "Compute cos in FP32")
 def cosine_of_progress(d):
     def step(p, progress, x, y):
         angle = (jnp.pi * progress).astype(d.spot)
@@ -724,7 +724,7 @@ def rows_of_an_fp32_table(d):
     return step, (p | {"table": jnp.zeros((32, HIDDEN), d.wide)}, *batch)
 
 
-@plant("fp32_matmul", "astype(jnp.float32)", repeats=0)
+@plant("fp32_matmul", "audit_plants.py:", repeats=0)
 def wide_weights_of_attention(d):
     def loss(p, x, y):
         rows = hidden(p, x, d.low)
