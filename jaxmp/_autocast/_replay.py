@@ -38,7 +38,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
@@ -231,7 +231,7 @@ class Autocast(Interpreter):
         preferred = params["preferred_element_type"]
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
-        elif is_16bit(dtype) and self._is_fp32_only(equation, env):
+        elif is_16bit(dtype) and self._is_fp32_only(equation, env, dtype):
             wide = FLOAT32
         elif IN_JVP_RULE in scope_path and all(map(is_16bit, recorded)):
             # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
@@ -291,13 +291,17 @@ class Autocast(Interpreter):
             path, why = path_of(scope_path), policy.exclusion_reason
             record_excluded(self.config.scaling, (equation, *inside), path, why)
 
-    def _is_fp32_only(self, equation: JaxprEqn, env: Environment) -> bool:
+    def _is_fp32_only(self, equation: JaxprEqn, env: Environment, dtype: DTypeLike) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.
 
-        Rounding it to 16 bits would lose precision without benefit.
+        Rounding it to 16 bits would lose precision without benefit. In float16 it may overflow, so
+        that it is also FP32 if arithmetic leads from it to FP32 operations only.
         """
-        var = equation.outvars[0]
-        return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)
+        var, consumers = equation.outvars[0], env.consumers
+        reaches_fp32_only = dtype == FLOAT16 and consumers.leads_to_fp32_only(var)
+        return array_aval(var).dtype == FLOAT32 and (
+            reaches_fp32_only or consumers.is_fp32_only(var)
+        )
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
