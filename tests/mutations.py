@@ -502,8 +502,8 @@ MUTATIONS = [
     Mutation(
         "a matmul that only FP32 operations read is rounded to 16 bits",
         "jaxmp/_autocast/_replay.py",
-        "return array_aval(var).dtype == FLOAT32 and env.consumers.is_fp32_only(var)",
-        "return False",
+        "            reaches_fp32_only or consumers.is_fp32_only(var)\n",
+        "            reaches_fp32_only\n",
         ("test_autocast.py::test_a_product_that_only_fp32_operations_read_is_not_rounded",),
     ),
     Mutation(
