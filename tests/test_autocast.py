@@ -86,6 +86,12 @@ def test_the_call_of_a_traced_object_is_entered():
     assert operands(autocast(lambda w, x: traced(w, x).sum(), MIXED), W, X) == [(BF16, BF16)]
 
 
+def test_a_float16_product_on_the_way_to_a_mean_does_not_overflow():
+    fn = lambda w, x: ((x @ w) / 64).mean()
+    args = jnp.full((64, 64), 64.0), jnp.full((4, 64), 64.0)
+    assert autocast(fn, "p=f32,c=f16,o=f32")(*args) == fn(*args) == 4096
+
+
 def test_a_softmax_is_in_fp32_throughout():
     """Not only the exponentials are in FP32: `x - max(x)` is not rounded before them."""
 

@@ -7,12 +7,18 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jaxmp._core._jaxprs import is_literal
+from jaxmp._core._jaxprs import array_aval, is_literal
 
 # Arithmetic on two operands, which rounds its result to the dtype of the result.
 ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
 # Operations of the category "follow" that round their result; all others are exact.
 _BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
+
+
+def _is_identity(equation: JaxprEqn) -> bool:
+    """Returns True for a conversion to the recorded dtype, as `jnp.mean` contains."""
+    is_conversion = equation.primitive.name == "convert_element_type"
+    return is_conversion and array_aval(equation.invars[0]).dtype == equation.params["new_dtype"]
 
 
 def _made_in_fp32(jaxpr: Jaxpr, kinds: list[str]) -> set[Any]:
@@ -40,7 +46,7 @@ class Consumers:
     """
 
     def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
-        kinds = list(map(category, jaxpr.eqns))
+        kinds = ["follow" if _is_identity(e) else category(e) for e in jaxpr.eqns]
         wide = _made_in_fp32(jaxpr, kinds)
         # Variables with a consumer that is not an FP32 operation; the jaxpr's results are consumed
         # by the caller.

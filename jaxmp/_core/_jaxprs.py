@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._programs._constructs import scan_of, shard_map_of, while_of
 
 Path = tuple[str, ...]
 # A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
@@ -183,11 +184,14 @@ class Inner(NamedTuple):
 
 def inners(equation: Equation) -> list[Inner]:
     """Returns the jaxprs of an equation, each with its operands and results."""
-    params, name = equation.params, equation.primitive.name
+    name, times = equation.primitive.name, 1
     if name == "while":
         return _inner_while(equation)
+    if name == "scan":
+        times = scan_of(equation).options["length"]
+    if name == "shard_map":
+        times = shard_map_of(equation).devices
     operands = equation.invars[1:] if name == "cond" else equation.invars
-    times = params["length"] if name == "scan" else _devices(params) if name == "shard_map" else 1
     return [
         Inner(
             body, _matched(operands, body.invars), _matched(equation.outvars, body.outvars), times
@@ -197,26 +201,17 @@ def inners(equation: Equation) -> list[Inner]:
 
 
 def _inner_while(equation: Equation) -> list[Inner]:
-    params, invars = equation.params, equation.invars
-    tested, looped = (jaxpr_body(params[key])[0] for key in ("cond_jaxpr", "body_jaxpr"))
-    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    loop, outvars = while_of(equation), list(equation.outvars)
+    of_test, of_body, carry = loop.split(equation.invars)
     return [
-        Inner(tested, [*invars[:first], *invars[second:]], [None], 1),
-        Inner(looped, list(invars[first:]), list(equation.outvars), 1),
+        Inner(jaxpr_body(loop.test)[0], [*of_test, *carry], [None], 1),
+        Inner(jaxpr_body(loop.body)[0], [*of_body, *carry], outvars, 1),
     ]
 
 
 def _matched(outside: Sequence[Atom], inside: Sequence[Atom]) -> list[Atom | None]:
     same = len(outside) == len(inside)
     return list(outside) if same else [None] * len(inside)
-
-
-def _devices(params: Mapping[str, Any]) -> int:
-    """Returns the number of devices of a `shard_map`, whose jaxpr has the shapes of one device."""
-    count = 1
-    for axis in params.get("manual_axes", params.get("newly_manual_axes", ())):
-        count *= params["mesh"].shape[axis]
-    return count
 
 
 # ---------------------------------------------------------------------------

@@ -388,11 +388,8 @@ class _Gathering(Interpreter):
             out = bind(equation, [array for array, _ in operands])
             return list(zip(out, _returned_marks(equation, operands), strict=True))
         can_wait, mark = _mark(equation, operands)
-        arrays = (
-            [array for array, _ in operands]
-            if can_wait
-            else list(map(own.array, equation.invars, operands))
-        )
+        read = (lambda _, value: value[0]) if can_wait else own.array
+        arrays = list(map(read, equation.invars, operands))
         if can_wait and mark is not None and mark.is_split:
             arrays = [_split_like(array, mark) for array in arrays]
         out = bind(equation, arrays)

@@ -7,12 +7,12 @@ of the package has to know about them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import scan_counts
 
@@ -138,6 +138,11 @@ class ShardMap(NamedTuple):
     check_vma: bool
     axis_names: frozenset[Any]
 
+    @property
+    def devices(self) -> int:
+        """Number of devices; the jaxpr has the shapes of one device."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axis_names)
+
     def run(
         self,
         function: Callable[..., Any],
@@ -156,7 +161,7 @@ class ShardMap(NamedTuple):
         )(*operands)
 
 
-def call_of(equation: JaxprEqn) -> Call:
+def call_of(equation: Any) -> Call:
     """Returns the record of an equation in `CALLS`, `REMATS` or `CUSTOM_DERIVATIVES`."""
     params = equation.params
     parameter = "jaxpr" if "jaxpr" in params else "call_jaxpr"
@@ -170,27 +175,27 @@ def call_of(equation: JaxprEqn) -> Call:
     )
 
 
-def scan_of(equation: JaxprEqn) -> Scan:
+def scan_of(equation: Any) -> Scan:
     """Returns the record of a `scan`."""
     params = equation.params
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     return Scan(params["jaxpr"], *scan_counts(params), options)
 
 
-def while_of(equation: JaxprEqn) -> While:
+def while_of(equation: Any) -> While:
     """Returns the record of a `while`."""
     params = equation.params
     counts = params["cond_nconsts"], params["body_nconsts"]
     return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
 
 
-def cond_of(equation: JaxprEqn) -> Cond:
+def cond_of(equation: Any) -> Cond:
     """Returns the record of a `cond`."""
     params = equation.params
     return Cond(tuple(params["branches"]), params.get("branches_platforms") is not None)
 
 
-def shard_map_of(equation: JaxprEqn) -> ShardMap:
+def shard_map_of(equation: Any) -> ShardMap:
     """Returns the record of a `shard_map`."""
     params = equation.params
     return ShardMap(
