@@ -562,7 +562,9 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
         exec(code, second)
         report = jaxmp.audit(second["step"], *second["arguments"], policies="bf16")
     script = AuditReport.from_json(finished.value.args[0]["report"])
-    assert report.findings and script.findings == report.findings
+    assert script.findings == report.findings
+    # Flax's layer computes its statistics in FP32.
+    assert bool(report.findings) == (name != "layer_norm")
     assert script.to_json() == report.to_json()
 
 

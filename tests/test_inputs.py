@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxmp._flax._data_movement import ComputedError, DataMovement, LazyArray
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
@@ -358,21 +357,6 @@ def test_boundaries_within_boundaries():
     for function in (model, jax.jit(model)):
         for out in function(T):
             np.testing.assert_allclose(out, EXACT, atol=2**-9)
-
-
-def test_inputs_of_two_dtypes_are_not_joined():
-    jaxpr = jax.make_jaxpr(lambda a, b: jnp.concatenate([a, b]))(T, T).jaxpr
-    for dtypes in (("float32", "float32"), ("float32", "float16")):
-        arrays = {
-            var: LazyArray(lambda dtype=dtype: T.astype(dtype), jnp.dtype(dtype))
-            for var, dtype in zip(jaxpr.invars, dtypes, strict=True)
-        }
-        movement = DataMovement(jaxpr, arrays.__getitem__, lambda var: None)
-        if len(set(dtypes)) == 1:
-            np.testing.assert_array_equal(movement.wide(jaxpr.outvars[0]).make(), [*T, *T])
-        else:
-            with pytest.raises(ComputedError):
-                movement.wide(jaxpr.outvars[0])
 
 
 def test_several_modules_receive_the_input():

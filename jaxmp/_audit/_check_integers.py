@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._check_ops import counts_largest
 from jaxmp._audit._checks import ERROR, Check
 from jaxmp._audit._labels import ConditionalFinding, Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
@@ -92,6 +93,8 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
         return None
     if op.name == "convert_element_type":
         return each[0]
+    if op.name == "reduce_sum" and counts_largest(op):
+        return None
     bound, size = math.prod(bounds) if op.name == "mul" else sum(bounds), result.aval.size
     if op.name == "reduce_sum":
         bound *= op.equation.invars[0].aval.size / max(size, 1)

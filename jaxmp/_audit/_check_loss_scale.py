@@ -32,13 +32,16 @@ SCALED_GRADIENTS = Check(
 )
 
 
+_FIX = f"Divide the gradients by the loss scale first:\n    {SCALED_GRADIENTS.fix}"
+
+
 class _Event(NamedTuple):
     """Use of gradients that is wrong if argument `number` is a loss scale."""
 
     number: int
     op: OpOccurrence
     message: str
-    fix: str = f"Divide the gradients by the loss scale first:\n    {SCALED_GRADIENTS.fix}"
+    fix: str = _FIX
 
 
 class _Divisor(NamedTuple):
@@ -118,6 +121,6 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
                 check=SCALED_GRADIENTS.id,
                 message=f"result{jtu.keystr(path)} is computed from gradients that are multiplied"
                 " by the loss scale.",
-                fix=_Event._field_defaults["fix"],
+                fix=_FIX,
                 **traced.line_of(var),
             )

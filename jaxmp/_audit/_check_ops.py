@@ -248,7 +248,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     if op.name not in _REDUCTIONS:
         return
     terms = _terms(op)
-    if terms < _FEW_TERMS or _counts_largest(op):
+    if terms < _FEW_TERMS or counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
@@ -323,7 +323,7 @@ def _fix_gradient(audit: Auditor) -> str:
     return f"Accumulate the gradient in FP32:\n    {code}"
 
 
-def _counts_largest(op: OpOccurrence) -> bool:
+def counts_largest(op: OpOccurrence) -> bool:
     """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
     for maker in _made_of(op.equation.invars[0], op.body, LAYOUT):
         if maker.primitive.name == "eq":

@@ -15,7 +15,7 @@ from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import is_literal
+from jaxmp._core._jaxprs import Atom, is_literal
 
 _CHANGES = named("mul div add sub max min clamp")
 
@@ -93,6 +93,13 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
 def report_changes(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
     shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables.values() if v.aval.size > 1}
-    results = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
+    arguments = traced.jaxpr.invars
+
+    def is_average(var: Atom) -> bool:
+        sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
+        return any(is_16bit(dtype_of(arguments[x.number])) for x in sums)
+
+    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
+    results = [v for v in outs if is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
     yield from ()

@@ -101,7 +101,8 @@ def compile_for(target: str, traced: Traced) -> Compiled:
             staged = jax.jit(run, donate_argnums=donated, keep_unused=True).trace(*shapes)
             compiled = staged.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        raise AuditError(f"XLA cannot compile this for {GPUS[target].name}: {error}") from error
+        reason = f"XLA cannot compile this for {GPUS[target].name}: {_reason(str(error))}"
+        raise AuditError(reason) from error
     except RuntimeError as error:
         if real or "Unknown backend" not in str(error):
             raise
@@ -112,6 +113,12 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     has_tf32 = GPUS[target].capability >= TF32_MATMULS
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
+
+
+def _reason(text: str) -> str:
+    """Returns the message of a Python error in an error of XLA, which contains its traceback."""
+    raised = re.search(r"^(?:\w+\.)*\w+Error: (.+)$", text, re.MULTILINE)
+    return text if raised is None else raised[1]
 
 
 def _in_jit(traced: Traced) -> Any:

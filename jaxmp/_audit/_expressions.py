@@ -150,6 +150,7 @@ def fix_operation(op: OpOccurrence, findings: PendingFindings, back: str = "") -
       Sentences and code, or "" without source code.
     """
     own = expression_of(op, findings)
+    back = "" if _is_widened(op) else back
     code = in_fp32(own, back)
     lines: dict[str, str] = {}
     origins = _rounded_by(op)
@@ -168,6 +169,14 @@ def fix_operation(op: OpOccurrence, findings: PendingFindings, back: str = "") -
         code = ast.unparse(_cast(own, back))
     final = f"Compute {op.name} in FP32:\n    {code}" if code else ""
     return "\n".join([*lines.values(), *([final] if final else [])])
+
+
+def _is_widened(op: OpOccurrence) -> bool:
+    """Returns True if the result is only cast to FP32, so that a cast to 16 bits rounds it."""
+    readers = op.body.consumers.get(op.equation.outvars[0], ())
+    casts = [r for r in readers if r is not None and r.primitive.name == "convert_element_type"]
+    is_cast = bool(readers) and len(casts) == len(readers)
+    return is_cast and all(dtype_of(cast.outvars[0]) == FLOAT32 for cast in casts)
 
 
 def _rounded_by(op: OpOccurrence) -> list[OpOccurrence]:
