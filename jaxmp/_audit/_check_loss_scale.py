@@ -117,10 +117,12 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         is_state = any(isinstance(label, From) for label in audit.flow.of(var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
         if is_norm and not events:
+            file, line = audit.findings.lines.of(traced.makers_of(var))
             yield Finding(
                 check=SCALED_GRADIENTS.id,
                 message=f"result{jtu.keystr(path)} is computed from gradients that are multiplied"
                 " by the loss scale.",
                 fix=_FIX,
-                **traced.line_of(var),
+                file=file,
+                line=line,
             )

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_inputs import is_rounded
@@ -151,26 +150,13 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
-        makers = _makers(var, traced.jaxpr) if is_loss else []
+        makers = traced.makers_of(var) if is_loss else []
         if makers:
             file, line = audit.findings.lines.of(makers)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
             op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
             fix = fix_operation(op, audit.findings) or LOSS_16BIT.fix
             yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
-
-
-def _makers(var: Atom | None, jaxpr: Jaxpr) -> list[Equation]:
-    """Returns the equation that computes a result, and the enclosing ones, innermost first."""
-    makers: list[Equation] = []
-    while var is not None:
-        maker = next((e for e in jaxpr.eqns if any(var is other for other in e.outvars)), None)
-        inside = [] if maker is None else inners(maker)
-        makers[:0] = [] if maker is None else [maker]
-        pairs = [pair for i in inside[-1:] for pair in zip(i.results, i.jaxpr.outvars, strict=True)]
-        var = next((inner for outer, inner in pairs if outer is var), None)
-        jaxpr = inside[-1].jaxpr if inside else jaxpr
-    return makers
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:

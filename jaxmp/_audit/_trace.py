@@ -116,8 +116,8 @@ class Traced:
             jaxpr, var = inside[0] if inside else (jaxpr, None)
         return Lines().of(enclosing)
 
-    def line_of(self, result: Atom) -> dict[str, Any]:
-        """Returns `file` and `line` of the user's code that computes a result, for a finding."""
+    def makers_of(self, result: Atom) -> list[Equation]:
+        """Returns the equation that computes a result, and the enclosing ones, innermost first."""
         jaxpr, var, makers = self.jaxpr, result, []
         while maker := next((e for e in jaxpr.eqns if any(v is var for v in e.outvars)), None):
             makers.insert(0, maker)
@@ -125,7 +125,7 @@ class Traced:
             for inner in inners(maker)[-1:]:
                 pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
                 jaxpr, var = inner.jaxpr, next((i for o, i in pairs if o is below), None)
-        return dict(zip(("file", "line"), Lines().of(makers), strict=True))
+        return makers
 
     def _parameter(self, keys: list[Any]) -> str:
         return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"

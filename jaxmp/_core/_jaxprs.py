@@ -26,6 +26,7 @@ class Equation(Protocol):
     invars: list[Any]
     outvars: list[Any]
     params: dict[str, Any]
+    effects: Any
     source_info: Any
     ctx: Any
 

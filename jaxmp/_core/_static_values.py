@@ -126,8 +126,9 @@ class Known:
     def _row(self, value: _Value) -> _Value:
         """Returns the value in each step of a loop, if it is the same in all steps."""
         array = _evaluated(value)
-        is_same = array is not None and len(array) and (array == array[:1]).all()
-        return array[0] if is_same else None
+        if array is None or not len(array) or not (array == array[:1]).all():
+            return None
+        return array[0]
 
 
 def walk(jaxpr: Jaxpr | ClosedJaxpr, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
@@ -177,10 +178,11 @@ def _evaluated(value: _Value) -> np.ndarray | None:
 
 def _results(node: _Node) -> list[np.ndarray]:
     """Computes the results of an equation; an empty list if they cannot be computed."""
-    operands = [_evaluated(operand) for operand in node.operands]
+    known = [_evaluated(operand) for operand in node.operands]
+    operands = [operand for operand in known if operand is not None]
     avals = [var.aval for var in node.equation.outvars]
     sizes = [getattr(aval, "size", 0) * aval.dtype.itemsize for aval in avals]
-    if any(operand is None for operand in operands) or max(sizes, default=0) > _LARGEST:
+    if len(operands) < len(known) or max(sizes, default=0) > _LARGEST:
         return []
     if node.equation.primitive.name in _PLACEMENTS:
         return operands

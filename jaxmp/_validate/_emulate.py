@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
-from jaxmp._core._jaxprs import Equation, is_literal, sub_jaxprs
+from jaxmp._core._jaxprs import Equation, array_aval, is_literal, sub_jaxprs
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
 from jaxmp._core._programs._bind import SCATTERS, bind
 from jaxmp._core._programs._constructs import CONSTRUCTS
@@ -143,7 +144,7 @@ class Emulation(Interpreter):
         named = {var: label for var, label in pairs if label}
         return super().run(jaxpr, args, place, state._replace(named=named))
 
-    def equation(self, equation: Equation, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         state: _Inside = frame.state
         name, params = equation.primitive.name, equation.params
         labels = ["" if is_literal(v) else state.named.get(v, "") for v in equation.invars]
@@ -165,12 +166,12 @@ class Emulation(Interpreter):
         outs = list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
         return self._rounded(equation, outs, inside, labels)
 
-    def bound(self, equation: Equation, operands: list[Any]) -> list[Any]:
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation in the dtypes of the step."""
         if _is_of_fp8_bytes(equation):
             return operands
         pairs = zip(operands, equation.invars, strict=True)
-        narrow = [x.astype(v.aval.dtype) if _is_narrow(v.aval) else x for x, v in pairs]
+        narrow = [x.astype(array_aval(v).dtype) if _is_narrow(v.aval) else x for x, v in pairs]
         return list(map(_wide, super().bound(equation, narrow)))
 
     def _contains_function(self, equation: Equation) -> bool:
