@@ -69,6 +69,39 @@ def test_emulated_roundings_are_those_of_the_step(dtype):
     assert {origin.dtype for origin in origins} == {jnp.dtype(dtype).name}
 
 
+def test_loops_and_parts_of_devices_are_emulated():
+    """A step whose update runs a while loop and a `shard_map` in bfloat16."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def halve(x):
+        loop = lambda c: (c[0] + 1, c[1] * jnp.bfloat16(0.7))
+        return jax.lax.while_loop(lambda c: c[0] < 3, loop, (0, x.astype(jnp.bfloat16)))[1]
+
+    def step(state, batch):
+        loss = jnp.square(batch["x"] @ state["params"]["w"]).mean()
+        part = jax.shard_map(halve, mesh=mesh, in_specs=rows, out_specs=rows)
+        return state, {"loss": loss, "grads": {"w": part(state["params"]["w"]).astype(jnp.float32)}}
+
+    rng = np.random.default_rng(0)
+    state = {"params": {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}}
+    batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
+    run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
+    pure = as_pure(run, "run", 1)
+    emulation = Emulation(pure)
+    options = {"xla_allow_excess_precision": False}
+    compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
+    results = {}
+    for mode in (ROUNDED, EXACT):
+        modes = np.full(MAX_LINES, mode, np.int32)
+        results[mode] = np.asarray(compiled((modes, pure.arrays), pure.first)[1].grads["w"])
+    plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1].grads["w"]
+    np.testing.assert_array_equal(results[ROUNDED], plain)
+    exact = np.asarray(state["params"]["w"], np.float64) * float(jnp.bfloat16(0.7)) ** 3
+    np.testing.assert_allclose(results[EXACT], exact, rtol=1e-6)
+    assert {origin.dtype for origin in emulation.origins} == {"bfloat16"}
+
+
 def test_a_single_line_rounds_alone():
     exact, _, origins = emulated(jnp.bfloat16, default=EXACT)
     alone, _, _ = emulated(jnp.bfloat16, [0], default=EXACT)
