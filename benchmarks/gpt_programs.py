@@ -137,7 +137,7 @@ def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Count
 def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
     """Compiles a step for the GPU, and returns its counts; its last argument is the batch."""
     *state, tokens = args
-    with _compat.context(target="gpu", capability=(GPUS[TARGET].major, 0)):
+    with _compat.context(target="gpu", capability=GPUS[TARGET].capability):
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)
     program = Program(compiled.text)

@@ -412,9 +412,10 @@ def test_an_error_in_the_update_is_located():
 
     line = first_line(report := make_by_hand(clip=clip), "hand")
     where = line_of("clipped, _ = optax.clip_by_global_norm(1.0)")
-    expected = f"an operation in float16 in (root) {where}, which alone changes the update by 100 %"
+    effect = "which alone changes the update by 100 %"
+    expected = f"a norm or its statistics in float16 in (root) {where}, {effect}"
     assert line.startswith(f"hand FAILS: {expected}; held-out loss +")
-    assert report["hand"].causes[0].id == "rounding"
+    assert report["hand"].causes[0].id == "norm_16bit"
     assert report["hand"].gradients[0].update_ratio == 0
 
 

@@ -177,7 +177,7 @@ def _skipped(evidence: Evidence) -> Diagnosis:
 _COMPUTED = {
     "softmax_16bit": "a softmax",
     "loss_16bit": "a loss",
-    "norm_16bit": "normalization statistics",
+    "norm_16bit": "a norm or its statistics",
     "accumulator_16bit": "gradients accumulated over microbatches",
     "reduction_16bit": "a sum or product",
     "exp_16bit": "an exponential",
@@ -231,7 +231,11 @@ def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
 def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
     origin = line.origin
     findings = evidence.findings(*_COMPUTED)
-    finding = next((each for each in findings if each.location == origin.location), None)
+    # A finding without a line of its own has that of the step's definition.
+    own = {each.origin.location for each in evidence.trial.lines} if evidence.trial else set()
+    places = (each.location if each.location in own else "" for each in findings)
+    matching = (f for f, place in zip(findings, places, strict=True) if place == origin.location)
+    finding = next(matching, None)
     module = line.module or "(root)"
     where = f"{module} ({origin.location})" if origin.location else module
     text = f"{_COMPUTED[finding.check] if finding else 'an operation'} in {origin.dtype}"
