@@ -30,7 +30,6 @@ def test_operations_and_calls():
     ratios = autocast_overhead.counts()
     assert ratios["stablehlo_ops"]["ratio"] <= autocast_overhead.LIMITS["stablehlo_ops"]
     assert ratios["python_calls"]["ratio"] <= autocast_overhead.LIMITS["trace_lower"]
-    # The two steps are different programs: autocast traces the plain model, and casts each weight
-    # once.
-    ours, theirs = ratios["stablehlo_ops"]["counts"]
-    assert ours != theirs and min(ours, theirs) > 1000
+    # The two steps are traced differently: autocast traces the plain model, and runs it again.
+    ours, theirs = ratios["python_calls"]["counts"]
+    assert ours != theirs and min(ratios["stablehlo_ops"]["counts"]) > 1000
