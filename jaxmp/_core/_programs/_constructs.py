@@ -95,12 +95,7 @@ class Scan(NamedTuple):
 
     def split(self, operands: Sequence[Any]) -> _Parts:
         """Returns constants, carry and scanned operands."""
-        first = self.consts + self.carry
-        return (
-            list(operands[: self.consts]),
-            list(operands[self.consts : first]),
-            [*operands[first:]],
-        )
+        return _split(operands, self.consts, self.consts + self.carry)
 
 
 class While(NamedTuple):
