@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from jaxmp._audit import AuditReport as AuditReport
     from jaxmp._audit import Finding as Finding
     from jaxmp._audit import audit as audit
+    from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
+    from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -92,6 +94,8 @@ _LAZY = {
     "AuditReport": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "Finding": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
+    "NonfiniteReport": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
+    "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),

@@ -1,6 +1,9 @@
 """Training steps with planted faults, and the diagnosis that is expected of each.
 
-The table was written before the first run of `jaxmp.locate_nonfinite`. Five faults are those of
+The table was written before the first run of `jaxmp.locate_nonfinite`. Since then, only the names
+of arguments were changed to code, and the lines of three faults: JAX records the call of a
+custom_vjp function as the line of the operations in its rules, and the line of an overflow by a
+loss scale was left open. Five faults are those of
 public issue threads, which their names cite. Each source defines `make`, which returns a step and
 its arguments. `text` is the line of the source that has the fault, without indentation.
 """
@@ -37,7 +40,7 @@ def with_gradient(loss):
 def train(model, x, recipe="fp32", tx=optax.sgd(0.1), loss=lambda y: jnp.mean(y**2), **options):
     recipe = jaxmp.load_recipe(recipe)
     wrapped = recipe.wrap(model)
-    params = model.init(jax.random.key(0), x)
+    params = wrapped.init(jax.random.key(0), x)
     state = jaxmp.TrainState.create(
         apply_fn=wrapped.apply, params=params, tx=recipe.optimizer(tx)
     )
@@ -69,7 +72,8 @@ class Plant:
       device: expected device of a `shard_map`; None outside of one.
       argument: expected argument, and None for a fault of an operation.
       repair: how the printed fix is applied: "line" replaces the expression of the line, "recipe"
-        changes the recipe that `make` takes, and "arguments" changes the arguments of the step.
+        or "tx" changes this argument of `make`, and "arguments" the arguments of the step. Another
+        word is the denominator that the fix replaces.
     """
 
     name: str
@@ -208,9 +212,10 @@ PLANTS = [
             return with_gradient(loss), params, jnp.ones((2, 4))
         """,
         "w_down",
-        "rounded = (blocks / scale).astype(jnp.float8_e4m3fn).astype(f32)",
+        'y = matmul(h, params["down"])',
         "backward",
         "division_by_zero",
+        repair="scale",
     ),
     Plant(
         "exponential in a scan",
@@ -289,9 +294,10 @@ PLANTS = [
             return with_gradient(loss), jnp.array([[1.0, 2.0], [0.0, 0.0]])
         """,
         "norm",
-        "return (g / size,)",
+        "y = normalized(x)",
         "backward",
         "division_by_zero",
+        repair="size",
     ),
     Plant(
         "normalized examples under vmap",
@@ -489,7 +495,8 @@ PLANTS = [
                 return nn.remat(Block)(name="block")(x)
 
         def make():
-            return train(Net(), jnp.ones((2, 16)), "fp16")
+            loss = lambda y: jnp.mean(y) * 1e-9
+            return train(Net(), jnp.ones((2, 16)), "fp16", loss=loss)
         """,
         "block",
         "return jnp.exp(x)",
@@ -512,7 +519,7 @@ PLANTS = [
             return train(Net(), x, recipe, loss=lambda y: jnp.sum(y**2))
         """,
         "",
-        "",
+        'loss_fn = lambda params, batch: loss(wrapped.apply(params, batch["x"]).astype(f32))',
         "backward",
         "loss_scale",
         repair="recipe",
@@ -533,7 +540,7 @@ PLANTS = [
         "",
         "",
         "bad_input",
-        argument="[1]['x']",
+        argument="batch['x']",
         repair="arguments",
     ),
     Plant(
@@ -554,7 +561,7 @@ PLANTS = [
         "",
         "",
         "poisoned_parameter",
-        argument="[0].params['params']['readout']['kernel']",
+        argument="state.params['params']['readout']['kernel']",
         repair="arguments",
     ),
     Plant(
@@ -586,7 +593,7 @@ PLANTS = [
         "",
         "",
         "poisoned_moment",
-        argument="[1][0].nu['params']['readout']['bias']",
+        argument="opt_state[0].nu['params']['readout']['bias']",
         repair="arguments",
     ),
     Plant(
@@ -595,10 +602,12 @@ PLANTS = [
         class Net(nn.Module):
             @nn.compact
             def __call__(self, x):
-                return nn.Dense(32, name="readout")(x)
+                return nn.Dense(32, name="up")(x)
 
         def make():
-            step, state, batch = train(Net(), jnp.ones((16, 16)), "fp8_delayed")
+            scaling = jaxmp.fp8.DelayedScaling(amax_history_len=4, min_width=1, emulate=True)
+            recipe = jaxmp.load_recipe("fp8_delayed").replace(fp8=scaling)
+            step, state, batch = train(Net(), jnp.ones((16, 16)), recipe)
             bad = lambda path, x: x * jnp.nan if "kernel" in str(path) else x
             name = "_overwrite_with_gradient"
             fp8 = jax.tree_util.tree_map_with_path(bad, state.params[name])
@@ -690,16 +699,16 @@ PLANTS = [
             grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
             optimizer.update(model, grads)
 
-        def make(eps=0.0):
+        def make(tx=optax.adam(0.1, eps=0.0)):
             model = Net(nnx.Rngs(0))
-            optimizer = nnx.Optimizer(model, optax.adam(0.1, eps=eps), wrt=nnx.Param)
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
             return step, model, optimizer, jnp.ones((2, 4))
         """,
         "",
         "optimizer.update(model, grads)",
         "forward",
         "optimizer_epsilon",
-        repair="epsilon",
+        repair="tx",
     ),
     Plant(
         "NNX: quotient in an nnx.remat",

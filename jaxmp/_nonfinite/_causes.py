@@ -1,0 +1,383 @@
+"""Causes of values that are not finite, each from measured operands."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._audit._expressions import expression_of
+from jaxmp._audit._pending import PendingFindings
+from jaxmp._audit._program import Body, OpOccurrence
+from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._core._locations import module_of, root_of
+from jaxmp._nonfinite import _fixes
+from jaxmp._nonfinite._arguments import FP8, INPUT, MOMENT, PARAMETER, ArgumentRow, ScaleArgument
+from jaxmp._nonfinite._measure import ArrayRow, Measured
+from jaxmp._nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
+
+_LOGS = frozenset({"log", "log1p", "log2"})
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
+_ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
+
+
+class Cause(NamedTuple):
+    """Measured cause.
+
+    id: name of the cause, such as "division_by_zero"; "" if it is not known.
+    message: the measurement, in one or two sentences.
+    fix: the remedy: a sentence, and code in lines that are indented by four spaces.
+    expression: the expression of the user's code that the code replaces; "" for other code.
+    operation: the operation whose line is reported; None for that of the origin.
+    """
+
+    id: str
+    message: str
+    fix: str = ""
+    expression: str = ""
+    operation: Operation | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """Measurements of an origin.
+
+    Attributes:
+      walk: the walk that ended there.
+      origin: the origin, which is an operation.
+      source: operands and results of the operation that made the value.
+      shown: those of the operation that is reported.
+      overflows_in_fp32: True if the whole step in FP32 overflows too.
+      scale: the loss scale among the arguments.
+      passing_scale: the largest smaller power of two with which the step is finite; None if there
+        is none.
+      roots: names of the scopes of the program, of which the root's class is removed.
+    """
+
+    walk: Walk
+    origin: Origin
+    source: Measured
+    shown: Measured
+    overflows_in_fp32: bool
+    scale: ScaleArgument | None
+    passing_scale: float | None
+    roots: dict[Any, None]
+
+    @property
+    def op(self) -> Operation:
+        assert isinstance(self.origin.source, Operation)
+        return self.origin.source
+
+    @property
+    def result(self) -> ArrayRow:
+        return self.source.results[0]
+
+    def value(self, operand: int) -> float:
+        """Returns the operand at the first index where the result is not finite; NaN if unknown."""
+        rows = self.source.operands
+        value = rows[operand].value if operand < len(rows) else None
+        return np.nan if value is None else value
+
+    def expression(self, operation: Operation | None = None) -> ast.expr | None:
+        """Returns the user's expression that makes an operation."""
+        op = operation or self.op
+        occurrence = OpOccurrence(
+            op.equation,
+            op.region.locations[op.index],
+            1,
+            Body(op.region.body),
+            op.region.enclosing,
+        )
+        return expression_of(occurrence, PendingFindings(lambda _: False))
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the program differentiates a function."""
+        regions = self.walk.recorded.regions.values()
+        return any(location.differentiated for r in regions for location in r.locations)
+
+    def denominator(self) -> Variable:
+        return Variable(*self.op[:2], self.op.equation.invars[1])
+
+    def replaced(self, code: str, sentence: str, operation: Operation | None = None) -> Any:
+        """Returns (fix, expression) for code in place of the expression of an operation."""
+        old = self.expression(operation)
+        if not code or old is None:
+            return sentence.rstrip(":") + ".", ""
+        return f"{sentence}\n    {code}", ast.unparse(old)
+
+
+def cause_of(evidence: Evidence) -> Cause:
+    """Returns the first cause that the measurements show."""
+    for check in _CHECKS:
+        cause = check(evidence)
+        if cause is not None:
+            return cause
+    rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
+    return Cause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
+
+
+# ---------------------------------------------------------------------------
+# Domains of functions
+# ---------------------------------------------------------------------------
+
+
+def _where_gradient(e: Evidence) -> Cause | None:
+    shown = e.origin.shown
+    assert isinstance(shown, Operation)
+    if not shown.is_backward or not e.shown.results[0].nonfinite:
+        return None
+    for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):
+        if row.value != 0:
+            continue
+        for select in e.walk.chain(Variable(*shown[:2], var), MOVES):
+            if select.name == "select_n" and select.is_backward:
+                return _of_where(e, shown, select)
+    return None
+
+
+def _of_where(e: Evidence, shown: Operation, select: Operation) -> Cause:
+    where, inner = e.expression(select), e.expression(shown)
+    code, is_where = _fixes.double_where(where, inner)
+    message = (
+        f"The forward pass discards the result of {_text(inner) or shown.name} here, so its "
+        "gradient is zero, and the derivative is infinite: zero times infinity is NaN."
+    )
+    sentence = "Replace the operand too where the branch is not used:"
+    fix, expression = e.replaced(code, sentence, select if is_where else shown)
+    return Cause("where_gradient", message, fix, expression, select)
+
+
+def _text(expression: ast.expr | None) -> str:
+    return "" if expression is None else f"`{ast.unparse(expression)}`"
+
+
+def _masked_softmax(e: Evidence) -> Cause | None:
+    of_sums = e.op.name in _LOGS | {"div"} and _is_sum_of_exponentials(e)
+    if not (of_sums or e.walk.is_masked_softmax(e.op)):
+        return None
+    old = e.expression()
+    code = _fixes.at_least(old, "jnp.finfo(({array}).dtype).min")
+    is_softmax = isinstance(old, ast.Call) and "softmax" in ast.unparse(old.func)
+    row = e.result.index[:-1] if len(e.result.index) > 1 else e.result.index
+    message = f"All logits of row {list(row)} are -inf: the mask hides every element of this row."
+    sentence = "Bound the logits, so that such a row has equal weights:"
+    return Cause("masked_softmax", message, *e.replaced(code if is_softmax else "", sentence))
+
+
+def _is_sum_of_exponentials(e: Evidence) -> bool:
+    position = 1 if e.op.name == "div" else 0
+    variable = Variable(*e.op[:2], e.op.equation.invars[position])
+    made = [op.name for op in e.walk.chain(variable, MOVES)]
+    return "reduce_sum" in made and "exp" in made
+
+
+def _logarithm(e: Evidence) -> Cause | None:
+    if e.op.name not in _LOGS:
+        return None
+    x = e.value(0) + (e.op.name == "log1p")
+    if x > 0 or np.isnan(x):
+        return None
+    return _of_log(e, x)
+
+
+def _of_log(e: Evidence, x: float) -> Cause:
+    old = e.expression()
+    row = e.source.operands[0]
+    code = _fixes.at_least(old, _fixes.TINY)
+    if isinstance(old, ast.Call) and "sigmoid(" in ast.unparse(old.args[:1] and old.args[0]):
+        inner = old.args[0]
+        if isinstance(inner, ast.Call) and ast.unparse(inner.func).endswith("sigmoid"):
+            code = f"jax.nn.log_sigmoid({ast.unparse(inner.args[0])})"
+    name = "log_of_negative" if x < 0 else "log_of_zero"
+    message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
+    return Cause(name, message, *e.replaced(code, "Keep the operand positive:"))
+
+
+def _root(e: Evidence) -> Cause | None:
+    if e.op.name not in _ROOTS:
+        return None
+    x = e.value(0)
+    if not x <= 0:
+        return None
+    name = "root_of_negative" if x < 0 else "root_of_zero"
+    message = f"The root reads {x:g}; its operand is {_range(e.source.operands[0])}."
+    return _of_root(e, name, message)
+
+
+def _of_root(e: Evidence, name: str, message: str) -> Cause:
+    old = e.expression()
+    is_inverse = isinstance(old, ast.Call) and "rsqrt" in ast.unparse(old.func)
+    bound = _fixes.EPS if is_inverse else _fixes.TINY
+    code = _fixes.norm(old) or _fixes.at_least(old, bound)
+    return Cause(name, message, *e.replaced(code, "Keep the operand positive:"))
+
+
+def _quotient(e: Evidence) -> Cause | None:
+    if e.op.name not in ("div", "integer_pow", "rem"):
+        return None
+    position = 1 if e.op.name in ("div", "rem") else 0
+    x = e.value(position)
+    row = e.source.operands[position]
+    if not (x == 0 or (np.isnan(x) and row.zero > 0)):
+        return None
+    if e.op.name == "integer_pow":
+        return _divided(e, row)
+    below = e.denominator()
+    made = {op.name for op in e.walk.chain(below, MOVES | {"add", "sub"})}
+    location = e.op.region.locations[e.op.index]
+    if "sqrt" in made and not location.differentiated and e.has_gradient:
+        message = (
+            "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
+            "zero in this dtype."
+        )
+        fix = "Set an epsilon:\n    tx = optax.adam(learning_rate, eps=1e-8)"
+        return Cause("optimizer_epsilon", message, fix)
+    old = e.expression()
+    if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
+        return _of_log(e, 0.0)
+    if made & _ROOTS and location.differentiated:
+        message = "The root reads 0, where its derivative is infinite."
+        if isinstance(old, ast.Call):
+            return _of_root(e, "root_of_zero", message)
+    return _divided(e, row)
+
+
+def _divided(e: Evidence, row: ArrayRow) -> Cause:
+    code = _fixes.divided(e.expression())
+    message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
+    if not code and is_in_custom_vjp(e.op.equation.source_info):
+        fix = (
+            "JAX records only the line that calls the custom_vjp function. In its rule, replace "
+            "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
+        )
+        return Cause("division_by_zero", message, fix)
+    return Cause("division_by_zero", message, *e.replaced(code, "Replace such denominators:"))
+
+
+def _exponential(e: Evidence) -> Cause | None:
+    if e.op.name not in _EXPONENTIALS or not np.isfinite(e.value(0)):
+        return None
+    row = e.source.operands[0]
+    bound = _fixes.largest_exponent(e.result.dtype)
+    also = " The step overflows in FP32 too." if e.overflows_in_fp32 else ""
+    message = (
+        f"The exponential reads up to {row.high:g}; {bound:g} is the largest operand with a result "
+        f"in {e.result.dtype}.{also}"
+    )
+    code = _fixes.at_most(e.expression(), bound)
+    return Cause("exp_overflow", message, *e.replaced(code, "Bound the operand:"))
+
+
+# ---------------------------------------------------------------------------
+# Ranges of formats
+# ---------------------------------------------------------------------------
+
+
+def _loss_scale(e: Evidence) -> Cause | None:
+    if e.scale is None or e.passing_scale is None:
+        return None
+    message = (
+        f"The loss scale {e.scale.value:g} is too high for these gradients: with "
+        f"{e.passing_scale:g}, the step is finite."
+    )
+    kind = "DynamicLossScale" if e.scale.is_dynamic else "StaticLossScale"
+    fix = (
+        "Start with this scale (a dynamic one decreases by itself, at one skipped step each):\n"
+        f"    recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:g}))"
+    )
+    return Cause("loss_scale", message, fix)
+
+
+def _diverged(e: Evidence) -> Cause | None:
+    if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
+        return None
+    message = (
+        f"{e.op.name} overflows {e.result.dtype}, and the same step in FP32 overflows too: the "
+        "precision is not the cause."
+    )
+    fix = (
+        "Restart from an earlier checkpoint with a smaller learning rate, or clip the gradients:\n"
+        "    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
+    )
+    return Cause("diverged", message, fix)
+
+
+def _range_exceeded(e: Evidence) -> Cause | None:
+    wide = e.source.in_fp32
+    if not wide or wide[0].nonfinite or e.origin.from_infinite:
+        return None
+    largest = float(jnp.finfo(e.result.dtype).max)
+    size = max(abs(wide[0].low), abs(wide[0].high))
+    if size <= largest:
+        return None
+    message = (
+        f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest "
+        f"{e.result.dtype} number, {largest:g}."
+    )
+    name = f"{e.result.dtype}_range"
+    module = module_of(e.op.region.locations[e.op.index].names, root_of(e.roots))
+    if module and _is_in_flax(e.op):
+        fix = (
+            "Compute this module in FP32:\n"
+            f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
+            "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
+        )
+        return Cause(name, message, fix)
+    code = _fixes.in_fp32(e.expression())
+    return Cause(name, message, *e.replaced(code, "Compute the operation in FP32:"))
+
+
+def _is_in_flax(op: Operation) -> bool:
+    """Returns True for an operation in a layer of Flax, not in the user's own code."""
+    traceback = op.equation.source_info.traceback
+    files = [frame.file_name for frame in traceback.frames] if traceback is not None else []
+    outside = [file for file in files if "/jax/" not in file and "/jaxmp/" not in file]
+    return bool(outside) and "/flax/" in outside[0]
+
+
+def _range(row: ArrayRow) -> str:
+    return f"from {row.low:g} to {row.high:g}"
+
+
+_CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
+    *(_where_gradient, _masked_softmax, _logarithm, _root, _quotient, _exponential),
+    *(_loss_scale, _diverged, _range_exceeded),
+)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+_OF_ROLE = {
+    PARAMETER: "poisoned_parameter",
+    MOMENT: "poisoned_moment",
+    FP8: "fp8_scale",
+    INPUT: "bad_input",
+}
+
+
+def cause_of_argument(row: ArgumentRow) -> Cause:
+    """Returns the cause of an argument that is not finite."""
+    message = (
+        f"The {row.role} {row.name} has {row.count} elements that are not finite before the step; "
+        f"the first is {row.value:g} at {list(row.index)}."
+    )
+    root = row.name.partition("[")[0].partition(".")[0]
+    if row.role == INPUT:
+        where = f" (row {row.index[0]} of the batch)" if row.index else ""
+        fix = (
+            f"Remove such elements{where} from the data, or replace them:\n"
+            f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
+        )
+    else:
+        fix = (
+            "An earlier step wrote it. Restart from a checkpoint before that step:\n"
+            f"    {root} = checkpointer.restore({root})"
+        )
+    return Cause(_OF_ROLE[row.role], message, fix)
