@@ -4,16 +4,18 @@
 `jaxmp.__main__`. In other programs it does nothing.
 """
 
+import inspect
 import os
 import signal
-import sys
 
 
 def is_command() -> bool:
     """Returns True if this process runs `python -m jaxmp` or the script that pip installs."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
         frame = frame.f_back
+    if frame is None:  # not CPython
+        return False
     # The script imports `jaxmp.__main__`. `python -m` starts in the function
     # `runpy._run_module_as_main`.
     is_script = "jaxmp.__main__" in frame.f_code.co_names

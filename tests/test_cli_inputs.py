@@ -102,15 +102,6 @@ AUDIT = [
 ]
 SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/x.py", LONG]
 CHECKPOINTS = ["", "dir", "gone", "file", "fifo", "loop", "damaged", "7", "/dev/null", LONG, "*"]
-MIGRATE = [
-    ["--to", "bf61", "--out", "new"],
-    ["--to", "bf16_params", "--out", "file"],
-    ["--to", "bf16_params", "--out", "lr=[0.1]"],
-    ["--to", "bf16_params", "--out", "new", "--master", "half"],
-    ["--to", "bf16_params", "--out", "new", "--step", "9"],
-    ["--to", "bf16_params", "--out", "new"],
-    ["--to", "bf16_params"],
-]
 COMMANDS = [
     *(["show", name] for name in SHOW),
     *(["explain", name, "--recipe", "bf16"] for name in FUNCTIONS),
@@ -122,7 +113,6 @@ COMMANDS = [
     *(["audit", "--script", name] for name in SCRIPTS),
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
     *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
-    *(["checkpoint", "migrate", "run", *options] for options in MIGRATE),
     ["checkpoint"],
     ["checkpoint", "🦄"],
     ["🦄"],
