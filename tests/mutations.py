@@ -180,8 +180,8 @@ MUTATIONS = [
     Mutation(
         "a known value ignores the parameters of its operation",
         "jaxmp/_core/_static_values.py",
-        'params = {k: None if k == "sharding" else v for k, v in node.equation.params.items()}',
-        "params = {k: None for k in node.equation.params}",
+        'params = {k: None if k == "sharding" else v for k, v in self.equation.params.items()}',
+        "params = {k: None for k in self.equation.params}",
         ("test_masks.py::test_values_that_follow_from_shapes_are_those_of_jax",),
     ),
     Mutation(
