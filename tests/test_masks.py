@@ -10,9 +10,9 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import AttentionError, audit, load_recipe
+from jaxmp._attention._layer import AttentionFunction, attention_under_policy
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._static_values import Scope
-from jaxmp._flax._attention import AttentionFunction, attention_function
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -195,10 +195,10 @@ def test_a_bias_stays_beside_a_declared_mask():
     query = jax.random.normal(jax.random.key(3), (1, LENGTH, 2, 8), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(4), (1, 2, LENGTH, LENGTH), jnp.bfloat16)
     mask = nn.make_causal_mask(TOKENS[:1])
-    declared = attention_function(
+    declared = attention_under_policy(
         nn.dot_product_attention,
         nn.dot_product_attention,
-        AttentionFunction,
+        AttentionFunction(),
         recipe(mask="causal").policies.default,
         "layer",
     )

@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from jaxmp._attention._layer import AttentionFunction, attention_under_policy
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import AttentionFunction, attention_function
 from jaxmp._flax._casts import ModulePolicy, wide_operator
 from jaxmp._flax._fp8_layers import promote_around_kernel, quantizes_float32_kernels
 from jaxmp._flax._layer_table import EINSUM_OP, PREFERRED, DotAttribute, LayerTraits
@@ -95,8 +95,8 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     if traits.attention_fn in attributes:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
-        make = functools.partial(AttentionFunction, intermediates=nnx.Intermediate)
-        function = attention_function(current, default, make, policy, path)
+        own = AttentionFunction(intermediates=nnx.Intermediate)
+        function = attention_under_policy(current, default, own, policy, path)
         changes[traits.attention_fn] = function
     return changes | _dot_changes(attributes, module_policy)
 
