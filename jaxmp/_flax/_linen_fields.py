@@ -26,6 +26,7 @@ from jaxmp._flax._fp8_layers import (
     promote_around_kernel,
     quantizes_float32_kernels,
 )
+from jaxmp._flax._method_call import MethodCall
 
 _UNSET = object()
 
@@ -223,41 +224,25 @@ class Promotion:
 # ---------------------------------------------------------------------------
 
 
-def method_under_policy(
-    module: nn.Module,
-    module_policy: ModulePolicy,
-    method: str,
-    call: Callable[..., Any],
-    *,
-    at_boundary: bool,
-    is_overridden: bool,
-    keeps_dtype: bool,
-) -> Callable[..., Any]:
-    """Returns the function that replaces a method of a Flax layer.
+def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that replaces `call`, a method of a Flax layer.
 
     A method that a user overrides in a subclass is called as it is.
-
-    Args:
-      module: a bound module.
-      module_policy: its policy.
-      method: name of the method.
-      call: the method.
-      at_boundary: the caller is another module.
-      is_overridden: the policy replaces the author's dtypes.
-      keeps_dtype: the operands require the dtype that the author of the model chose.
     """
-    traits, resolved = module_policy.traits, module_policy.resolved
+    module, module_policy = under_policy.module, under_policy.module_policy
+    traits, resolved, method = module_policy.traits, module_policy.resolved, under_policy.method
     if not traits.embedding and traits.fp8_call is None:
         return call
     if getattr(author_class(module), method, None) is not getattr(traits.layer, method, call):
         return call
+    at_boundary, wide = under_policy.at_boundary, resolved.wide_output
     if method == "attend" and traits.embedding:
-        if at_boundary and resolved.wide_output is not None and not keeps_dtype:
-            return _wide_attend(module, resolved.wide_output)
-    elif method == "__call__" and is_overridden:
+        if at_boundary and wide is not None and not under_policy.keeps_dtype:
+            return _wide_attend(module, wide)
+    elif method == "__call__" and under_policy.is_overridden:
         if resolved.scaling is not None and traits.fp8_call is not None:
-            args = resolved.scaling, resolved.wide_output, resolved.path
-            return traits.fp8_call(module, linen_dot(LayerEinsum, module, *args))
+            dot = linen_dot(LayerEinsum, module, resolved.scaling, wide, resolved.path)
+            return traits.fp8_call(module, dot)
         if at_boundary and _looks_up_float32(module, module_policy):
             return _lookup(module, module_policy, call)
     return call
