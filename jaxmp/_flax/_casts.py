@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed, wide_product
+from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
@@ -300,28 +300,3 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
     if value.dtype != read.dtype or value.shape != read.shape:
         return wide
     return jnp.where(value == read, stored, wide)
-
-
-# ---------------------------------------------------------------------------
-# Wide outputs: 16-bit operands, FP32 result
-# ---------------------------------------------------------------------------
-
-
-@functools.cache
-def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `product` with results in `wide`; one object per dtype, so equal modules stay equal.
-
-    Args:
-      product: a function of two operands with the option `preferred_element_type`.
-      wide: dtype of the result.
-    """
-
-    def operator(lhs: jax.Array, rhs: jax.Array, *args: object, **kwargs: object) -> jax.Array:
-        def bound(
-            lhs: Array, rhs: Array, preferred_element_type: DTypeLike | None = None
-        ) -> jax.Array:
-            return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
-
-        return wide_product(bound, lhs, rhs, wide)
-
-    return operator

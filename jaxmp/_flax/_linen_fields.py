@@ -16,14 +16,14 @@ from flax.linen.dtypes import promote_dtype
 from jaxmp._attention._layer import AttentionFunction, attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
+from jaxmp._flax._casts import ModulePolicy, is_complex, written_back
+from jaxmp._flax._dots import Promotion, wide_operator
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
     linen_dot,
-    promote_around_kernel,
     quantizes_float32_kernels,
 )
 from jaxmp._flax._method_call import MethodCall
@@ -194,29 +194,6 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
     # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
     is_default = value is defaults[name] or isinstance(value, (LayerDot, LayerEinsum))
     return is_default and getattr(module, f"{name}_cls", None) is None
-
-
-@dataclasses.dataclass(frozen=True)
-class Promotion:
-    """Flax's `promote_dtype` for a layer with another dot."""
-
-    # Dtype of the result, to which biases are cast; None: the compute dtype.
-    wide: np.dtype | None
-    # An FP32 kernel is not cast.
-    keeps_kernel: bool
-
-    def __call__(
-        self, *arrays: Array | None, dtype: DTypeLike | None = None, inexact: bool = True
-    ) -> list[Array | None]:
-        count = len(arrays) if self.wide is None else 2
-        operands, biases = arrays[:count], arrays[count:]
-        if self.keeps_kernel:
-            flax_promote = lambda arrays, **options: promote_dtype(*arrays, **options)
-            promoted = promote_around_kernel(flax_promote, operands, dtype, inexact)
-        else:
-            promoted = promote_dtype(*operands, dtype=dtype, inexact=inexact)
-        wide_biases = [None if bias is None else jnp.asarray(bias, self.wide) for bias in biases]
-        return promoted + wide_biases
 
 
 # ---------------------------------------------------------------------------
