@@ -13,13 +13,11 @@ from flax import linen, nnx
 from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
-from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._layer import MaskHints
+from jaxmp._attention._layer import AttentionFunction
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
-from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
@@ -210,9 +208,8 @@ def attention_fn(
       >>> layer(jnp.ones((1, 4, 8))).shape
       (1, 4, 8)
     """
-    implementation = check_implementation(implementation)
-    hints = MaskHints(implementation, is_causal, local_window_size, padding_mask)
-    return AttentionFunction(hints, nnx.Intermediate)
+    hints = implementation, is_causal, local_window_size, padding_mask
+    return AttentionFunction(*hints, intermediates=nnx.Intermediate)
 
 
 def register_layer(
