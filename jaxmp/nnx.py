@@ -13,14 +13,11 @@ from flax import linen, nnx
 from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
-from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._layer import MaskHints
-from jaxmp._audit._share import low_precision_share
+from jaxmp._attention._layer import AttentionFunction
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
-from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
@@ -28,6 +25,7 @@ from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
+from jaxmp._flax._share import low_precision_share
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
@@ -210,9 +208,8 @@ def attention_fn(
       >>> layer(jnp.ones((1, 4, 8))).shape
       (1, 4, 8)
     """
-    implementation = check_implementation(implementation)
-    hints = MaskHints(implementation, is_causal, local_window_size, padding_mask)
-    return AttentionFunction(hints, nnx.Intermediate)
+    hints = implementation, is_causal, local_window_size, padding_mask
+    return AttentionFunction(*hints, intermediates=nnx.Intermediate)
 
 
 def register_layer(
