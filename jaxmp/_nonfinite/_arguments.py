@@ -124,7 +124,7 @@ def scale_of(traced: Traced) -> ScaleArgument | None:
                 number = numbers[leaf]
                 value = float(np.max(jax.device_get(traced.arrays[number])))
                 factor = getattr(node, "backoff_factor", None)
-                skipped = factor and _last_step_was_skipped(traced.arguments)
+                skipped = factor and last_step_was_skipped(traced.arguments)
                 return ScaleArgument(
                     number, value, factor is not None, value / factor if skipped else None
                 )
@@ -138,7 +138,8 @@ def _is_scale(node: object) -> bool:
     return isinstance(node, (StaticLossScale, DynamicLossScale)) or is_flax
 
 
-def _last_step_was_skipped(tree: PyTree) -> bool:
+def last_step_was_skipped(tree: PyTree) -> bool:
+    """Returns True if the counters in a state are those of a skipped step."""
     is_state = lambda x: isinstance(x, SkipNonfiniteState)
     states = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
     flags = [_compat.plain_array(state.stats.last_finite) for state in states]

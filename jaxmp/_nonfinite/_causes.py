@@ -97,8 +97,7 @@ class Evidence:
     @property
     def has_gradient(self) -> bool:
         """True if the program differentiates a function."""
-        regions = self.walk.recorded.regions.values()
-        return any(location.differentiated for r in regions for location in r.locations)
+        return any(location.differentiated for *_, location in self.walk.recorded.equations())
 
     def denominator(self) -> Variable:
         return Variable(*self.op[:2], self.op.equation.invars[1])
@@ -127,8 +126,7 @@ def cause_of(evidence: Evidence) -> Cause:
 
 
 def _where_gradient(e: Evidence) -> Cause | None:
-    shown = e.origin.shown
-    assert isinstance(shown, Operation)
+    shown = e.origin.operation
     if not shown.is_backward or not e.shown.results[0].nonfinite:
         return None
     for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):

@@ -29,16 +29,19 @@ def at_most(expression: ast.expr | None, bound: float) -> str:
 
 
 def divided(expression: ast.expr | None) -> str:
-    """Returns a quotient with 1 in place of denominators of zero; "" for other expressions."""
-    safe = lambda text: f"jnp.where({text} == 0, 1, {text})"
-    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Div):
-        right = _parsed(safe(ast.unparse(expression.right)))
-        return ast.unparse(ast.BinOp(expression.left, expression.op, right))
-    is_call = isinstance(expression, ast.Call) and _function(expression).endswith("divide")
-    if is_call and len(expression.args) == 2:
-        right = _parsed(safe(ast.unparse(expression.args[1])))
-        return ast.unparse(_call(expression, [expression.args[0], right]))
-    return ""
+    """Returns a quotient with 1 in place of denominators of zero; "" for other expressions.
+
+    If the denominator contains a root or a norm, these are kept positive instead: their derivative
+    is infinite at zero.
+    """
+    if not isinstance(expression, ast.BinOp) or not isinstance(expression.op, ast.Div):
+        return ""
+    text = ast.unparse(expression.right)
+    new = f"jnp.where({text} == 0, 1, {text})"
+    for call in ast.walk(expression.right):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("sqrt", "norm")):
+            new = text.replace(ast.unparse(call), norm(call) or at_least(call, TINY))
+    return ast.unparse(ast.BinOp(expression.left, expression.op, _parsed(new)))
 
 
 def norm(expression: ast.expr | None) -> str:
@@ -48,7 +51,7 @@ def norm(expression: ast.expr | None) -> str:
     if len(expression.args) != 1 or {k.arg for k in expression.keywords} - {"axis", "keepdims"}:
         return ""
     array = ast.unparse(expression.args[0])
-    more = "".join(f", {ast.unparse(k)}" for k in expression.keywords)
+    more = "".join(f", {k.arg}={ast.unparse(k.value)}" for k in expression.keywords)
     bound = TINY.format(array=array)
     return f"jnp.sqrt(jnp.maximum(jnp.sum(jnp.square({array}){more}), {bound}))"
 

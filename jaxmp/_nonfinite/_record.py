@@ -61,6 +61,8 @@ class Region:
         names = (v for v in (*self.body.constvars, *self.body.invars))
         variables = [*names, *(v for e in self.body.eqns for v in e.outvars)]
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
+        self.read = {v for e in self.body.eqns for v in e.invars if not is_literal(v)}
+        self.read |= {v for v in self.body.outvars if not is_literal(v)}
         self.makers = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
         self.selected: dict[tuple[int, int], int] = {}
         for n, equation in enumerate(self.body.eqns):
@@ -284,6 +286,12 @@ class Recorded:
         ran = self.arrays[region.key][..., -1]
         yield from (tuple(map(int, at)) for at in np.argwhere(ran))
 
+    def equations(self) -> Iterator[tuple[Region, Any, Location]]:
+        """Yields (region, equation, location) of each equation."""
+        for region in self.regions.values():
+            for equation, location in zip(region.body.eqns, region.locations, strict=True):
+                yield region, equation, location
+
     def inside(self, region: Region, index: int) -> list[Region]:
         """Returns the regions that an equation runs, but for the test of a while loop."""
         count = len(region.key)
@@ -291,15 +299,21 @@ class Recorded:
         return [self.regions[key] for key in keys if key[-1][0] == index]
 
 
-def record(recorder: Codes, closed: Any) -> Any:
-    """Returns a compiled function from the arguments of a jaxpr to the codes of its variables."""
+class Program:
+    """Compiled program of the codes of a jaxpr's variables; returns `Recorded`."""
 
-    def codes(arrays: list[Any]) -> dict[Key, Array]:
+    def __init__(self, recorder: Codes, closed: Any) -> None:
+        self.recorder, self.closed = recorder, closed
+        self._codes = compiled(self._run)
+
+    def _run(self, arrays: list[Any]) -> dict[Key, Array]:
+        recorder = self.recorder
         recorder.side = {}
-        recorder.run(closed, list(map(recorder.constant, arrays)), state=(None, 0))
+        recorder.run(self.closed, list(map(recorder.constant, arrays)), state=(None, 0))
         return recorder.side
 
-    return compiled(codes)
+    def __call__(self, arrays: list[Any]) -> Recorded:
+        return Recorded(self.recorder.regions, jax.device_get(self._codes(arrays)))
 
 
 def compiled(function: Any) -> Any:

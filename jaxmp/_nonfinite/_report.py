@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from jaxmp._nonfinite._arguments import ArgumentRow
 from jaxmp._nonfinite._measure import ArrayRow
-
-# Version of the JSON text, which is increased if a field changes; `docs/debugging.md` describes it.
-SCHEMA_VERSION = 1
+from jaxmp._report._section import Fix, Section
+from jaxmp._report._units import share_text
+from jaxmp._report._views import Report
+from jaxmp.errors import JaxmpError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NonfiniteReport:
-    """Origin of values of a training step that are not finite; prints as a text.
+class NonfiniteReport(Report):
+    """Origin of values of a training step that are not finite. Frozen; contains plain data.
 
     Args:
       reproduced: True if the step has results that are not finite for these arguments.
@@ -36,10 +37,9 @@ class NonfiniteReport:
       text: text of this line, without indentation.
       iteration: iteration of each enclosing loop, outermost first; () outside of loops.
       device: number of the device in the mesh of a `shard_map`; None outside of one.
-      index: index of the first element of the operation's result that is not finite.
+      index: index of the first element that is not finite, of the result or the argument.
       argument: the argument that was not finite before the step, as code; "" if the cause is an
         operation.
-      result: the first result of the step that is not finite.
       loss_scale: the loss scale with which the step was reproduced; None without one.
       operands: the operands of the operation.
       results: its results.
@@ -51,6 +51,13 @@ class NonfiniteReport:
       >>> report.cause, report.phase
       ('root_of_zero', 'backward')
     """
+
+    _subject = "diagnosis"
+    _title = "First value that is not finite"
+    _command = "jaxmp locate run.py:make_step --json diagnosis.json"
+    _error = JaxmpError
+    _schema: ClassVar = {"schema": "jaxmp.nonfinite", "schema_version": 1}
+    _summary = ()
 
     reproduced: bool
     reason: str = ""
@@ -68,7 +75,6 @@ class NonfiniteReport:
     device: int | None = None
     index: tuple[int, ...] = ()
     argument: str = ""
-    result: str = ""
     loss_scale: float | None = None
     operands: tuple[ArrayRow, ...] = ()
     results: tuple[ArrayRow, ...] = ()
@@ -80,70 +86,50 @@ class NonfiniteReport:
         """The source line as `model.py:12`; "" if it is not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
-    def to_json(self) -> str:
-        """Returns the report as JSON text; numbers that are not finite become strings."""
-        fields = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
-        return json.dumps(_plain(fields), indent=1)
-
-    def __str__(self) -> str:
+    def _sections(self, full: bool) -> list[Section]:
+        others = tuple((row.name, row.role, str(list(row.index))) for row in self.arguments)
+        columns = "argument that is not finite", "role", "first index"
         if not self.reproduced:
-            rows = [f"  {_argument_text(row)}" for row in self.arguments]
-            return "\n".join([f"Not reproduced: {self.reason}", *rows])
-        lines = [self._headline(), *([f"    {self.text}"] if self.text else [])]
+            return [Section("Not reproduced", self.reason, columns, others)]
+        code = textwrap.dedent("\n".join(x for x in self.fix.splitlines() if x[:1] == " "))
+        text = " ".join(x for x in self.fix.splitlines() if x[:1] != " ")
+        parts = ((False, text), *(((True, code),) if code else ()))
+        fixes = (Fix("Fix", parts),) if self.fix else ()
+        cause = self.cause.replace("_", " ") or "cause not known"
+        sections = [
+            Section(f"Not finite: {self.argument or self._where()}", self.text, mood="bad"),
+            Section(cause.capitalize(), self.message, fixes=fixes),
+        ]
         if self.operands:
-            lines += ["", *_table(self._rows())]
-        known = self.cause.replace("_", " ") or "not known"
-        lines += ["", f"Cause: {known}. {self.message}"]
-        if self.fix:
-            lines += ["", f"Fix: {self.fix}"]
-        return "\n".join(lines)
+            sections.insert(1, Section("Operands", "", _COLUMNS, self._array_rows()))
+        if full and others:
+            sections.append(Section("Arguments", "", columns, others))
+        return sections
 
-    def _headline(self) -> str:
-        """Returns the location in one line."""
-        if self.argument:
-            return f"Not finite before the step: {self.argument}, index {list(self.index)}."
+    def _where(self) -> str:
         parts = [
             f"{self.primitive} in the {self.phase} pass",
-            *([f"module {self.module}"] if self.module else []),
-            *([self.location] if self.location else []),
-            *[f"iteration {n}" for n in self.iteration],
-            *([f"device {self.device}"] if self.device is not None else []),
-            f"index {list(self.index)}",
+            f"module {self.module}" if self.module else "",
+            self.location,
+            *(f"iteration {n}" for n in self.iteration),
+            "" if self.device is None else f"device {self.device}",
+            f"index {list(self.index)}" if self.index else "",
+            "" if self.loss_scale is None else f"loss scale {self.loss_scale:g}",
         ]
-        scale = "" if self.loss_scale is None else f" with loss scale {self.loss_scale:g}"
-        return f"First value that is not finite{scale}: {', '.join(parts)}"
+        return ", ".join(part for part in parts if part)
 
-    def _rows(self) -> list[tuple[str, ArrayRow]]:
-        rows = [(f"operand {n}", row) for n, row in enumerate(self.operands)]
-        rows += [("result", row) for row in self.results]
-        return rows + [("in FP32", row) for row in self.in_fp32]
-
-
-def _table(rows: list[tuple[str, ArrayRow]]) -> list[str]:
-    head = ("", "type", "smallest", "largest", "zero", "subnormal", "near largest", "not finite")
-    cells = [head]
-    for name, row in rows:
-        kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-        limits = [f"{x:.4g}" if math.isfinite(x) else "-" for x in (row.low, row.high)]
-        shares = (row.zero, row.subnormal, row.near_largest, row.nonfinite)
-        cells.append((name, kind, *limits, *(f"{share:.1%}" for share in shares)))
-    widths = [max(len(line[n]) for line in cells) for n in range(len(head))]
-    texts = []
-    for line in cells:
-        left = [text.ljust(width) for text, width in zip(line[:2], widths[:2], strict=True)]
-        right = [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
-        texts.append("  " + "  ".join([*left, *right]).rstrip())
-    return texts
+    def _array_rows(self) -> tuple[tuple[str, ...], ...]:
+        named = [(str(n), row) for n, row in enumerate(self.operands)]
+        named += [("result", row) for row in self.results]
+        named += [("in FP32", row) for row in self.in_fp32]
+        return tuple((name, *_cells(row)) for name, row in named)
 
 
-def _argument_text(row: ArgumentRow) -> str:
-    return f"{row.name} ({row.role}) is {row.value:g} at {list(row.index)}."
+_COLUMNS = ("", "type", "smallest", "largest", "zero", "subnormal", "near max", "not finite")
 
 
-def _plain(value: Any) -> Any:
-    """Returns JSON data in which numbers that are not finite are strings."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _cells(row: ArrayRow) -> tuple[str, ...]:
+    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    limits = (f"{x:.4g}" if math.isfinite(x) else "" for x in (row.low, row.high))
+    shares = row.zero, row.subnormal, row.near_largest, row.nonfinite
+    return kind, *limits, *map(share_text, shares)

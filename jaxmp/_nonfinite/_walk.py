@@ -106,9 +106,10 @@ class Origin:
     from_infinite: bool = False
 
     @property
-    def shown(self) -> Operation | Argument:
+    def operation(self) -> Operation:
         """The operation to report: a derivative belongs to the backward pass that reads it."""
-        is_residual = isinstance(self.source, Operation) and not self.source.is_backward
+        assert isinstance(self.source, Operation)
+        is_residual = self.via is not None and not self.source.is_backward
         return self.via if self.via is not None and is_residual else self.source
 
 
