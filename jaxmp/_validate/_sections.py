@@ -136,21 +136,32 @@ def _gradients(candidate: CandidateResult) -> Section:
 
 
 def _modules(candidate: CandidateResult, full: bool) -> Section:
-    rows = sorted(candidate.modules, key=lambda row: -(row.gradient_error or 0.0))
-    shown = rows if full else rows[:_MAX_MODULES]
-    text = "" if len(shown) == len(rows) else f"The {len(shown)} largest errors of {len(rows)}."
+    """Returns a table with a row per module, and columns for its errors at the compared steps."""
+    errors = {(row.module, row.step): row for row in candidate.modules}
+    steps = sorted({row.step for row in candidate.modules})
+    largest: dict[str, float] = {}
+    for row in candidate.modules:  # in the order of the forward pass
+        largest[row.module] = max(largest.get(row.module, 0.0), row.gradient_error or 0.0)
+    modules = list(largest)
+    if not full:
+        modules = sorted(modules, key=lambda module: -largest[module])[:_MAX_MODULES]
+    text = "Relative errors on the same parameters and batch."
+    if len(modules) < len(largest):
+        text += f" The {len(modules)} largest errors of gradients of {len(largest)} modules."
+    quantities = [("output", "activation_error"), ("gradient", "gradient_error")]
     cells = tuple(
         (
-            row.module or "(root)",
-            str(row.step),
-            _percent(row.gradient_error),
-            "" if row.gradient_cosine is None else f"{row.gradient_cosine:.6f}",
-            _percent(row.activation_error),
+            module or "(root)",
+            *(
+                _percent(getattr(errors.get((module, step)), field, None))
+                for _, field in quantities
+                for step in steps
+            ),
         )
-        for row in shown
+        for module in modules
     )
-    columns = ("module", "step", "gradient error", "cosine", "activation error")
-    return Section(f"{candidate.name}: modules", text, columns, cells)
+    columns = ("module", *(f"{name} {step}" for name, _ in quantities for step in steps))
+    return Section(f"{candidate.name}: errors of modules by step", text, columns, cells)
 
 
 def _percent(value: float | None) -> str:
