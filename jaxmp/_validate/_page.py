@@ -12,7 +12,7 @@ from jaxmp._audit._section import Section
 from jaxmp._validate import _charts
 from jaxmp._validate._charts import Curve, chart
 from jaxmp._validate._rows import TrainingRecord
-from jaxmp._validate._sections import report_sections
+from jaxmp._validate._sections import percent, report_sections
 from jaxmp.errors import install_command
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _charts_of(report: ValidationReport) -> str:
             _difference_note(report),
             _differences(runs, report),
             limits=_budgets(report),
-            label=_percent if report.metric.scale == "relative" else None,
+            label=percent if report.metric.scale == "relative" else None,
         ),
         chart(
             "Training loss",
@@ -193,7 +193,3 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values)
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"

@@ -107,13 +107,13 @@ def training_rows(training: TrainingRow) -> tuple[tuple[str, str], ...]:
     low, high = training.final_loss_scale
     scale = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     return (
-        ("distance of the loss curves", f"{100 * training.curve_distance:.3g} %"),
-        ("distance between seeds of the reference", f"{100 * training.curve_band:.3g} %"),
+        ("distance of the loss curves", percent(training.curve_distance)),
+        ("distance between seeds of the reference", percent(training.curve_band)),
         ("steps within the range of these seeds", f"{100 * training.curve_inside:.0f} %"),
         ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
         ("skipped steps", str(training.skipped)),
         ("final loss scale", scale),
-        ("drift of the parameter norm", f"{100 * training.weight_norm_drift:.3g} %"),
+        ("drift of the parameter norm", percent(training.weight_norm_drift)),
     )
 
 
@@ -121,11 +121,11 @@ def _gradients(candidate: CandidateResult) -> Section:
     rows = tuple(
         (
             str(row.step),
-            f"{100 * row.error:.3g} %",
+            percent(row.error),
             f"{row.cosine:.6f}",
-            f"{100 * row.underflow:.3g} %",
-            f"{100 * row.nonfinite:.3g} %",
-            f"{100 * row.stalled:.3g} %",
+            percent(row.underflow),
+            percent(row.nonfinite),
+            percent(row.stalled),
             f"{row.update_ratio:.4g}",
         )
         for row in candidate.gradients
@@ -153,7 +153,7 @@ def _modules(candidate: CandidateResult, full: bool) -> Section:
         (
             module or "(root)",
             *(
-                _percent(getattr(errors.get((module, step)), field, None))
+                percent(getattr(errors.get((module, step)), field, None))
                 for _, field in quantities
                 for step in steps
             ),
@@ -164,8 +164,11 @@ def _modules(candidate: CandidateResult, full: bool) -> Section:
     return Section(f"{candidate.name}: errors of modules by step", text, columns, cells)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.3g} %"
+def percent(value: float | None) -> str:
+    """Returns a share as text; "" for None."""
+    if value is None:
+        return ""
+    return f"{100 * value:.3g} %" if math.isfinite(value) else "infinite"
 
 
 def _pairs(report: ValidationReport, candidate: CandidateResult) -> Section:
