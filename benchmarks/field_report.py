@@ -4,14 +4,10 @@
     python benchmarks/field_report.py CHECKOUTS --only nanodo --target none   # the trace alone
     python benchmarks/field_report.py --markdown field.json        # table of docs/field-report.md
 
-CHECKOUTS is a folder of checkouts named nanodo, flax, tunix, ... Their steps are imported from
+CHECKOUTS is a folder of checkouts named nanodo and flax. Their steps are imported from
 there, unedited, and audited with the shapes of their arguments: nothing is computed and no GPU is
 needed (`pip install -e ".[aot]"` has the compiler). Each step is audited in a process of its own.
-Steps whose checkout is missing are left out. The projects need some small packages:
-
-    pip install ml_collections einops
-    pip install --no-deps draccus typing_inspect mypy_extensions mergedeep omegaconf \\
-        antlr4-python3-runtime==4.9.3 pyyaml-include aqtp qwix "haliax>=1.4.dev404,<1.4.dev500"
+Steps whose checkout is missing are left out. The projects need `pip install ml_collections`.
 """
 
 from __future__ import annotations

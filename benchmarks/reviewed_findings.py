@@ -60,50 +60,12 @@ STEPS = (
             ("examples/lm1b/models.py", "nn.MultiHeadDotProductAttention("),
             ("examples/wmt/models.py", "nn.MultiHeadDotProductAttention("),
             ("examples/nlp_seq/models.py", "nn.MultiHeadDotProductAttention("),
-            ("big_vision/models/vit.py", "nn.MultiHeadDotProductAttention("),
         ),
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
         ("softmax_16bit",),
         (("examples/gemma/modules.py", "probs = jax.nn.softmax(padded_logits"),),
-    ),
-    Reviewed(
-        "Parameters and Adam's moments are bfloat16, without FP32 masters",
-        ("missing_master", "optimizer_state_16bit"),
-        (("tunix/sft/peft_trainer.py", "optimizer.update(model, "),),
-    ),
-    Reviewed(
-        "Blockwise attention keeps its running sums in bfloat16",
-        ("softmax_16bit", "reduction_16bit", "exp_16bit"),
-        (("levanter/models/flash_attention.py", ""),),
-    ),
-    Reviewed(
-        "A product of the attention's backward pass has an FP32 operand",
-        ("mixed_operands", "fp32_gemm"),
-        (("levanter/models/flash_attention.py", ""),),
-    ),
-    Reviewed(
-        "Statistics of LayerNorm are rounded to bfloat16",
-        ("norm_16bit",),
-        (
-            ("levanter/models/gpt2.py", "self.ln_1(x)"),
-            ("levanter/models/gpt2.py", "self.ln_2(x)"),
-            ("levanter/models/gpt2.py", "self.ln_f(x)"),
-        ),
-    ),
-    Reviewed(
-        "The vocabulary is not a multiple of 8",
-        ("misaligned_matmul",),
-        (("levanter/models/loss.py", "hax.dot(pred_embeddings, pred_lm_head"),),
-    ),
-    Reviewed(
-        "The softmax of attention is computed in bfloat16",
-        ("softmax_16bit",),
-        (
-            ("maxtext/layers/attention_op.py", "jnp.exp(logits - local_max)"),
-            ("maxtext/layers/attention_op.py", "jnp.sum(local_exps_combined"),
-        ),
     ),
 )
 

@@ -127,20 +127,6 @@ def test_modules_of_a_project_are_forgotten(tmp_path):
         module("ours")
 
 
-def test_a_script_is_run_up_to_its_step():
-    def main():
-        params = jax.jit(lambda: jnp.ones((4, 4)))()
-
-        def update(x):
-            return x + 1
-
-        jax.jit(update, donate_argnums=0)(params)
-
-    fn, options, shapes = field_steps.captured(main, "update")
-    assert fn(1) == 2 and options == {"donate_argnums": 0}
-    assert [leaf.shape for leaf in shapes] == [(4, 4)]
-
-
 # ---------------------------------------------------------------------------
 # False errors that these audits showed
 # ---------------------------------------------------------------------------
@@ -230,7 +216,7 @@ def test_first_moments_in_bfloat16(dtype, level):
 def test_the_page_shows_the_results():
     page, report = PAGE.read_text("utf-8"), json.loads(STEPS.read_text("utf-8"))
 
-    assert len(report["steps"]) >= 6
+    assert len(report["steps"]) >= 4
     assert field_report.overview(report) in page
     for name, entry in report["steps"].items():
         section = page[page.index(f"### {name}\n") :].split("\n### ")[0]
