@@ -309,7 +309,7 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
         "versions": versions(None)
         | {
             name: importlib.metadata.version(name)
-            for name in ("optax", "equinox", "diffrax", "scikit-learn")
+            for name in ("optax", "equinox", "scikit-learn")
         },
         "device": f"CPU: {platform.machine()}, {os.cpu_count()} cores; one thread for matmuls",
         "xla_flags": XLA_FLAGS,
