@@ -212,7 +212,7 @@ CHANGES: dict[str, tuple[Callable[..., Batch], Callable[..., jax.Array]]] = {
 }
 
 
-def below_normal(stats: dict[str, fp8.QuantizationStats]) -> float:
+def below_normal(stats: dict[str, fp8._quantize.QuantizationStats]) -> float:
     """Returns the mean share of the inputs of linear layers that are subnormal or zero in FP8."""
     own = [each for name, each in stats.items() if ":input" in name]
     return float(np.mean([np.mean(each.subnormal + each.underflowed) for each in own]))

@@ -103,7 +103,7 @@ def measure(recipe_name: str, form: str, way: str) -> dict[str, Any]:
     state = jax.tree.map(abstract, jax.eval_shape(init))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=rows)
     jitted = jax.jit(step, donate_argnums=0)
-    report = jaxmp.audit(jitted, state, tokens, policies=recipe, target="h200")
+    report = jaxmp.audit(jitted, state, tokens, recipe=recipe, target="h200")
     sums = [row for row in report.collectives if row.bytes > 4096 * row.count]
     return {
         "recipe": recipe_name,

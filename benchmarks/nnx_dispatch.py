@@ -1,4 +1,4 @@
-"""Measures the overhead of a call of a compiled NNX step, with and without `apply_policy`.
+"""Measures the overhead of a call of a compiled NNX step, with and without `recipe.wrap`.
 
     python benchmarks/nnx_dispatch.py                        # prints the table
     python benchmarks/nnx_dispatch.py --out dispatch.json    # also writes it
@@ -93,7 +93,7 @@ def jitted(wrapped):
     def make():
         model = Chain(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        model = jaxmp.nnx.apply_policy(model, POLICY) if wrapped else model
+        model = jaxmp.load_recipe(POLICY).wrap(model) if wrapped else model
         step = nnx.jit(shrink)
         return lambda x: step(model, optimizer, x)
 

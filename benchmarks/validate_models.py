@@ -103,7 +103,7 @@ EXPERIMENTS = {
 }
 
 
-def run(name: str, steps: int | None, seeds: int | None) -> jaxmp.ValidationReport:
+def run(name: str, steps: int | None, seeds: int | None) -> jaxmp.typing.ValidationReport:
     """Runs an experiment, with other numbers of steps and seeds if they are not None."""
     experiment = EXPERIMENTS[name]
     return jaxmp.validate(
@@ -115,7 +115,7 @@ def run(name: str, steps: int | None, seeds: int | None) -> jaxmp.ValidationRepo
     )
 
 
-def summary(report: jaxmp.ValidationReport) -> dict[str, Any]:
+def summary(report: jaxmp.typing.ValidationReport) -> dict[str, Any]:
     """Returns a report as JSON data, without the curves and the rows of modules."""
     data: dict[str, Any] = report.to_dict()
     for candidate in data["candidates"]:

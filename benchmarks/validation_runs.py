@@ -1,7 +1,7 @@
 """Training runs of the examples, for `jaxmp.validate`.
 
     jaxmp validate benchmarks/validation_runs.py:byte_gpt --steps 300
-    jaxmp validate benchmarks/validation_runs.py:byte_gpt_nnx --steps 300 --candidates fp8
+    jaxmp validate benchmarks/validation_runs.py:byte_gpt_nnx --steps 300 --recipes fp8
     jaxmp validate benchmarks/validation_runs.py:digits --steps 210
 
 A run is a function of (recipe, seed): the same seed gives the same parameters and batches.

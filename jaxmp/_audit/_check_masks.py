@@ -107,7 +107,7 @@ def _check_declared(declared: list[_DeclaredMask], audit: Auditor) -> None:
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+            " were not compared; call jaxmp.explain(model, recipe) with a batch"
         ] = None
 
 

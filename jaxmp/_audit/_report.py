@@ -19,8 +19,9 @@ from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryR
 from jaxmp._audit._render import WIDTH, html_page, plain_text
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import RichRenderable
-from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
+from jaxmp.errors import AuditError, AuditFailedError
 
 # Version of the JSON text, which is increased if a field changes; `docs/audit.md` describes it.
 SCHEMA_VERSION = 1

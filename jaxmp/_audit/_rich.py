@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxmp._audit._render import text_lines
 from jaxmp._audit._section import Section
-from jaxmp.errors import missing_dependency
+from jaxmp._core._messages import missing_dependency
 
 try:
     from rich.console import Console, ConsoleOptions

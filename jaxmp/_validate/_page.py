@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from jaxmp._audit._render import html_document, html_sections, printable
 from jaxmp._audit._section import Section
+from jaxmp._core._messages import install_command
 from jaxmp._validate import _charts
 from jaxmp._validate._charts import Curve, chart
 from jaxmp._validate._rows import CandidateResult, ModuleRow, TrainingRecord
 from jaxmp._validate._sections import report_sections
-from jaxmp.errors import install_command
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport

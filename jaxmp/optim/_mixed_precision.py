@@ -17,7 +17,7 @@ from jaxmp.optim._skip import skip_nonfinite
 def mixed_precision(
     inner: optax.GradientTransformation,
     *,
-    policies: RecipeLike,
+    recipe: RecipeLike,
     loss_scale: LossScaleLike | Literal["auto"] = "auto",
     master: str = "auto",
     skip: str = "auto",
@@ -35,7 +35,7 @@ def mixed_precision(
 
     Args:
       inner: any optax transformation.
-      policies: policies or a recipe, whose `param_dtype` determines which parameters are stored in
+      recipe: a recipe or policies, whose `param_dtype` determines which parameters are stored in
         16 bits and therefore have a master.
       loss_scale: the loss scale to keep in the state and adjust. "auto": that of the recipe; for
         policies that are not a recipe, `DynamicLossScale()` if any of their dtypes is float16,
@@ -54,11 +54,11 @@ def mixed_precision(
 
     Example:
       >>> inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-      >>> tx = mixed_precision(inner, policies="fp16")
+      >>> tx = mixed_precision(inner, recipe="fp16")
       >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
       65536.0
     """
-    data = as_recipe_data(policies)
+    data = as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise CompositionError(
@@ -66,5 +66,5 @@ def mixed_precision(
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
         loss_scale = data.loss_scale.build()
-    masters = master_params(inner, policies=data.policies, master=master)
+    masters = master_params(inner, recipe=data.policies, master=master)
     return skip_nonfinite(masters, loss_scale=loss_scale, skip=skip, axis_name=axis_name)
