@@ -59,7 +59,7 @@ def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+            " were not compared; call jaxmp.explain(model, recipe) with a batch"
         ] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
