@@ -6,6 +6,8 @@ import inspect
 import itertools
 import json
 import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax.experimental import pallas as pl
 
 import jaxmp
 from grids import fast_cases
+from jaxmp import cli
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._locations import Lines
 from planted_nonfinite import HEAD, PLANTS
@@ -300,6 +303,7 @@ def test_a_skipped_step_is_reproduced_from_the_returned_state():
     report = jaxmp.locate_nonfinite(step, after, x)
     assert report.reproduced and report.cause == "loss_scale"
     assert report.loss_scale == 2.0**15
+    assert "The loss scale 32768 is too high" in report.message
     assert "with 16384, the step is finite" in report.message
     # After an applied step, the scale is that of the state.
     applied, _ = step(after, x)
@@ -366,7 +370,7 @@ def test_the_report_prints_and_round_trips():
     text = str(report)
     where = f"log in the forward pass, {report.location}, index [0]"
     assert text.startswith(f"Not finite: {where}\nreturn jnp.log(w * x).sum()")
-    assert re.search(r"0 +float32\[2\] +0 +1 +50.0%", text)
+    assert re.search(r"0 +float32\[2\] +0 to 1 +50.0%", text)
     assert "Log of zero\nThe logarithm reads 0 (50.0%" in text
     assert "jnp.log(jnp.maximum(w * x, jnp.finfo((w * x).dtype).tiny))" in text
     assert report.to_html().startswith("<!doctype html>")
@@ -404,3 +408,105 @@ def test_locating_leaves_the_lines_of_other_programs():
     closed = jax.make_jaxpr(clip)(jnp.zeros(7))
     line = logarithm.__code__.co_firstlineno + 1
     assert all(Lines().of((equation,))[1] != line for equation in equations(closed))
+
+
+# ---------------------------------------------------------------------------
+# Documents and command
+# ---------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "debugging.md"
+
+
+def blocks(language):
+    text = PAGE.read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Changes to a directory with the program of the page, and returns its other programs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    sys.modules.pop("run", None)
+    program, *others = blocks("python")
+    (tmp_path / "run.py").write_text(program)
+    yield program, others
+    sys.modules.pop("run", None)
+
+
+def command(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["locate", *arguments])
+    return stop.value.code, capsys.readouterr()
+
+
+def test_the_command_prints_what_the_page_shows(page, capsys):
+    code, printed = command(capsys, "run.py:make_step")
+    assert code == 1, printed.err
+    assert "\n".join(map(str.rstrip, printed.out.splitlines())).strip() == blocks("")[0].strip()
+
+
+def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
+    names = {}
+    exec(page[0], names)
+    step, state, batches = names["make_step"]()
+    for batch in itertools.islice(batches, 10):
+        state, _ = step(state, batch)
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(10, state, recipe="bf16", extra={"position": 10})
+        checkpointer.wait()
+    arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
+    code, printed = command(capsys, *arguments, "--step", "10")
+    assert code == 1, printed.err
+    fields = json.loads(printed.out)
+    assert (fields["cause"], fields["index"]) == ("division_by_zero", [2, 0])
+    # The first three batches are healthy.
+    code, printed = command(capsys, *arguments, "--batches", "3")
+    assert code == 0 and not json.loads(printed.out)["reproduced"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.py:make_step", "--step", "3"], "--step requires --checkpoint DIR"),
+        (["run.py:make_stop"], "Did you mean 'make_step'?"),
+        (["run.py:np.ones"], "does not name a function"),
+        (["run.py:empty"], "Return those after the checkpoint"),
+        (["run.py:state"], "returned dict, not a function and its arguments"),
+    ],
+)
+def test_the_command_refuses_bad_input(page, capsys, tmp_path, arguments, message):
+    more = (
+        "def empty():\n    return jnp.sum, jnp.ones(2), iter([])\n\ndef state():\n    return {}\n"
+    )
+    (tmp_path / "run.py").write_text(page[0] + more)
+    code, printed = command(capsys, *arguments)
+    assert code == 2
+    assert message in " ".join(printed.err.split())
+
+
+def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
+    names = {}
+    texts = blocks("")[1:]
+    for number, program in enumerate([page[0], *page[1]]):
+        file = tmp_path / f"step_{number}.py"
+        file.write_text(program)
+        exec(compile(program, str(file), "exec"), names)
+        printed = "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines())).strip()
+        if number >= 2:
+            assert printed == texts[number - 2].strip()
+        elif number:
+            assert printed.startswith("Not finite: div in the forward pass, module normalize")
+
+
+def test_the_page_names_every_cause():
+    source = "".join(file.read_text() for file in (PAGE.parents[1] / "jaxmp/_nonfinite").glob("*"))
+    causes = {plant.cause for plant in PLANTS} | {"diverged"}
+    text = PAGE.read_text("utf-8")
+    assert [cause for cause in causes if f"`{cause}`" not in text] == []
+    named = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    documented = {name for row in named for name in re.findall(r"`(\w+)`", row)}
+    assert documented - {"cause"} == causes
+    assert all(cause.removeprefix("float16") in source for cause in documented - {"cause"})

@@ -83,13 +83,14 @@ class _Search:
         walk, roots = self._walk(arrays)
         if not roots and scale is not None and scale.of_skipped is not None:
             value = scale.of_skipped
+            scale = dataclasses.replace(scale, value=value)
             arrays = with_scale(arrays, scale.number, value)
             walk, roots = self._walk(arrays)
         report = NonfiniteReport(
             reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
         )
         if not roots:
-            return dataclasses.replace(report, reason=_reason(scale))
+            return dataclasses.replace(report, reason=_reason(self.scale))
         origin = walk.origin(roots, _unused_results(walk))
         if origin is None:
             message = "The step returns constants that are not finite."

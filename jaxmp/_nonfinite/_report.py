@@ -125,11 +125,11 @@ class NonfiniteReport(Report):
         return tuple((name, *_cells(row)) for name, row in named)
 
 
-_COLUMNS = ("", "type", "smallest", "largest", "zero", "subnormal", "near max", "not finite")
+_COLUMNS = ("", "type", "finite range", "zero", "subnormal", "large", "nan/inf")
 
 
 def _cells(row: ArrayRow) -> tuple[str, ...]:
     kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    limits = (f"{x:.4g}" if math.isfinite(x) else "" for x in (row.low, row.high))
+    limits = "" if math.isnan(row.low) else f"{row.low:.4g} to {row.high:.4g}"
     shares = row.zero, row.subnormal, row.near_largest, row.nonfinite
-    return kind, *limits, *map(share_text, shares)
+    return kind, limits, *map(share_text, shares)
