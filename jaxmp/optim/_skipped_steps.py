@@ -123,8 +123,8 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
     return (
         f"The last {consecutive} steps were skipped ({total} in total), because their gradients "
         "were not finite. The parameters no longer change."
-        f"{scale}{_first_nonfinite(node, stats)} Locate the operation and its cause, on this state:"
-        "\n    print(jaxmp.locate_nonfinite(train_step, state, batch))\n"
+        f"{scale}{_first_nonfinite(node, stats)} Name the operation and its cause on this state by "
+        "print(jaxmp.locate_nonfinite(train_step, state, batch)). "
         "Possible causes, most likely first:"
         + "".join(f"\n  {number}. {cause}" for number, cause in causes)
     )
