@@ -213,20 +213,22 @@ def run(args: Arguments, implementation: str) -> Any:
       `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
     choice = choose(args, implementation)
-    record = _record.get()
+    record, implementation = _record.get(), choice.implementation
     if record is None:
         log_once(choice)
     else:
         record.append(choice)
+        # A fused kernel may not be present where it is only explained.
+        implementation = "xla" if implementation in FUSED else implementation
     because = choice.rows[0].argument if choice.rows else ""
     arrays = {
         field: getattr(args, field)
         for field in Arguments.__dataclass_fields__
         if field != "settings" and getattr(args, field) is not None
     }
-    name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
+    name = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
     _choices.setdefault(name, {})[_operands_of(arrays.values())] = choice
-    return _compiled(choice.implementation, name)(arrays, args.settings)
+    return _compiled(implementation, name)(arrays, args.settings)
 
 
 # Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
