@@ -19,7 +19,6 @@ from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_recipe_data
 from jaxmp._recipe_files._replace import RecipeChanges, replace_settings
 from jaxmp.errors import JaxmpError, RecipeError
-from jaxmp.optim._gradient_dtypes import gradient_dtypes
 from jaxmp.optim._mixed_precision import mixed_precision
 from jaxmp.optim._storage import cast_params
 
@@ -165,21 +164,13 @@ class Recipe:
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        tx = mixed_precision(
+        return mixed_precision(
             inner,
-            recipe=self.policies,
+            recipe=self,
             loss_scale=self.loss_scale,
             master=self.master,
             skip=self.skip,
             axis_name=axis_name,
-        )
-        if self.accumulate_dtype == self.reduce_dtype == "float32" and self.regather:
-            return tx
-        return gradient_dtypes(
-            tx,
-            accumulate_dtype=self.accumulate_dtype,
-            reduce_dtype=self.reduce_dtype,
-            regather=self.regather,
         )
 
     def cast_params(self, params: PyTree) -> PyTree:

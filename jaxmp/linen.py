@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 
-from jaxmp._attention._arguments import check_implementation
-from jaxmp._attention._layer import MaskHints
-from jaxmp._flax._attention import AttentionFunction
+from jaxmp._attention._layer import AttentionFunction
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 
 __all__ = ["attention_fn", "register_layer"]
@@ -48,8 +46,7 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
-    implementation = check_implementation(implementation)
-    return AttentionFunction(MaskHints(implementation, is_causal, local_window_size, padding_mask))
+    return AttentionFunction(implementation, is_causal, local_window_size, padding_mask)
 
 
 def register_layer(

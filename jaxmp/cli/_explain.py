@@ -13,10 +13,10 @@ import jaxmp
 from jaxmp._policies._policy import with_fields
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import rule_text
 from jaxmp._recipe import adapter_name, load_recipe
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
-from jaxmp.cli._recipe_text import rule_lines
 from jaxmp.errors import JaxmpError, RuleError
 
 
@@ -108,7 +108,8 @@ def _print(policies: PolicyMap, explained: jaxmp.typing.Explanation, json: str |
         if index not in used:
             label, style = f"{label}, unused", "yellow"
         output.print(escape(label, style))
-        output.print(Padding(escape(rule_lines(rule)), (0, 0, 0, 2)))
+        lines = filter(None, (rule_text(rule, with_reason=False), rule.why))
+        output.print(Padding(escape("\n".join(lines)), (0, 0, 0, 2)))
     for title, section in explained.sections():
         if title != "policies":
             output.print(escape(f"{title}\n{section}"))
