@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 from flax.core import Scope
 
-from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._core._compat import current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS
@@ -37,6 +36,7 @@ from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
 from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
+from jaxmp._flax._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap

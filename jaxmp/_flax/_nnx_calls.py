@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
@@ -37,6 +36,7 @@ from jaxmp._flax._fp8_use import fp8_decisions, note_weights, warn_of_model
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
+from jaxmp._flax._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmp._audit._render import text_lines
-from jaxmp._audit._section import Section
+from jaxmp._report._section import Section
+from jaxmp._report._text import text_lines
 from jaxmp.errors import missing_dependency
 
 try:
@@ -18,6 +18,7 @@ _STYLES = {
     "title": "bold cyan",
     "good": "bold green",
     "bad": "bold red",
+    "open": "bold cyan",
     "head": "dim",
     "code": "bold",
 }
