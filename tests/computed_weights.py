@@ -118,7 +118,7 @@ def compiled_sums(name, is_split):
     params = {"w": shape(WIDTH, WIDTH, at=where), "gain": shape(WIDTH, at=where)}
     step = jax.jit(step, donate_argnums=0)
     x = shape(ROWS, WIDTH, at=rows)
-    report = jaxmp.audit(step, params, x, policies="p=f32,c=bf16,o=f32", target="h200")
+    report = jaxmp.audit(step, params, x, recipe="p=f32,c=bf16,o=f32", target="h200")
     sums = Counter()
     for row in report.collectives:
         if row.operation in ("all-reduce", "reduce-scatter") and row.bytes >= 4096 * row.count:

@@ -228,7 +228,7 @@ def commands(folder):
     (folder / "my_step.py").write_text(STEP)
     (folder / "my_training.py").write_text(TRAINING)
     # The results that the first call saves include the duration.
-    short = ["--candidates", "bf16", "--seeds", "1", "--steps", "2", "--directory", "results"]
+    short = ["--recipes", "bf16", "--seeds", "1", "--steps", "2", "--directory", "results"]
     yield {
         "recipes": ["recipes"],
         "show": ["show", "fp16"],
@@ -261,7 +261,7 @@ def test_the_json_of_recipes_and_settings(run):
     settings = json.loads(run("show", "fp16", "--json", "-")[1])
     assert settings == tomllib.loads(recipe.to_toml())
     ops = json.loads(run("show", "fp16", "--ops", "--json", "-")[1])["ops"]
-    assert ops == {op.name: op.category for op in jaxmp.DEFAULT_OPS.values()}
+    assert ops == {op.name: op.category for op in jaxmp._policies._op_table.DEFAULT_OPS.values()}
 
 
 def test_the_json_of_an_explanation(run, folder):

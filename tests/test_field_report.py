@@ -32,7 +32,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 
 def findings_of(fn, *args):
-    return by_line(audit(fn, *args, policies="bf16").findings, ROOT)
+    return by_line(audit(fn, *args, recipe="bf16").findings, ROOT)
 
 
 # ---------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_modules_of_a_project_are_forgotten(tmp_path):
 
 
 def kinds_of(fn, *args):
-    return [finding.check for finding in audit(fn, *args, policies="bf16").errors]
+    return [finding.check for finding in audit(fn, *args, recipe="bf16").errors]
 
 
 def test_ties_of_a_maximum_are_counted_without_a_fault():
@@ -178,7 +178,7 @@ def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
         return x.astype(jnp.float32).mean(0, keepdims=True) @ head
 
     args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
-    report = audit(model, *args, policies="bf16")
+    report = audit(model, *args, recipe="bf16")
     (finding,) = (finding for finding in report.findings if finding.check == "fp32_matmul")
     assert finding.severity == level
 

@@ -66,7 +66,9 @@ def test_flax_loads_when_it_is_touched(name):
 
 def test_a_missing_package_names_an_extra_that_exists():
     absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
-    attempt = "try: jaxmp.TrainState\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    attempt = (
+        "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+    )
     message = run_python(absent + attempt)
     extra = re.search(r'pip install -e "\.\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])

@@ -7,12 +7,12 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxmp._core._messages import install_command
 from jaxmp._report import _chart
 from jaxmp._report._chart import Curve, chart
 from jaxmp._report._page import html_document, html_sections
 from jaxmp._validate._rows import TrainingRecord
 from jaxmp._validate._sections import percent, report_sections
-from jaxmp.errors import install_command
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport
