@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import warnings
 from typing import Any, TypeVar, cast
 
@@ -18,6 +17,7 @@ from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
+from jaxmp._flax._checks import check_model
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._policies._explanation import PolicyExplanation
@@ -283,32 +283,9 @@ def register_layer(
 # Checks
 # ---------------------------------------------------------------------------
 
-# The arguments of each public function after the model, here and in `jaxmp.nnx`.
-_CALLS = {
-    "apply_policy": (", policies", ", policies"),
-    "explain": (", policies, *args", ", policies"),
-    "module_paths": (", *args", ""),
-}
-
 
 def _check_model(model: object, function: str) -> None:
-    here, nnx_call = _CALLS[function]
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise CompositionError(
-            f"{function} received the class {model.__name__} instead of a model. Pass an instance: "
-            f"{function}({model.__name__}(...){here})."
-        )
-    if not isinstance(model, nn.Module):
-        cls = type(model)
-        fix = "Pass a flax.linen.Module"
-        if any(base.__module__.startswith("flax.nnx") for base in inspect.getmro(cls)):
-            fix = f"Use jaxmp.nnx.{function}(model{nnx_call})"
-        elif callable(model) and function == "apply_policy":
-            fix = "For a plain JAX function use jaxmp.autocast(fn, policies)"
-        raise CompositionError(
-            f"{function} received a {cls.__module__}.{cls.__qualname__}, which is not a "
-            f"flax.linen.Module. {fix}."
-        )
+    check_model(model, function, "linen", nn.Module)
 
 
 def _check_unbound(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
@@ -19,6 +19,7 @@ from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
+from jaxmp._flax._checks import check_model
 from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
@@ -30,7 +31,7 @@ from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import RecipeWarning
 
 __all__ = [
     "EMA",
@@ -441,30 +442,6 @@ def compile_step(
 # Checks
 # ---------------------------------------------------------------------------
 
-# The arguments of each public function, here and in `jaxmp.linen`.
-_CALLS = {
-    "apply_policy": ("model, policies", "model, policies"),
-    "explain": ("model, policies", "model, policies, *args"),
-    "module_paths": ("model", "model, *args"),
-}
-
 
 def _check_model(model: object, function: str) -> None:
-    here, linen_call = _CALLS[function]
-    if isinstance(model, type) and issubclass(model, nnx.Module):
-        instance = f"{model.__name__}(..., rngs=nnx.Rngs(0))"
-        raise CompositionError(
-            f"{function} received the class {model.__name__} instead of a model. Pass an instance: "
-            f"{function}({here.replace('model', instance)})."
-        )
-    if not isinstance(model, nnx.Module):
-        cls = model if isinstance(model, type) else type(model)
-        fix = "Pass a flax.nnx.Module"
-        if issubclass(cls, linen.Module):
-            fix = f"Use jaxmp.linen.{function}({linen_call})"
-        elif callable(model) and function == "apply_policy":
-            fix = "For a plain JAX function use jaxmp.autocast(fn, policies)"
-        raise CompositionError(
-            f"{function} received a {cls.__module__}.{cls.__qualname__}, which is not a "
-            f"flax.nnx.Module. {fix}."
-        )
+    check_model(model, function, "nnx", nnx.Module)
