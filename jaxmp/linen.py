@@ -13,13 +13,13 @@ from flax.core import DenyList
 
 from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._layer import AttentionFunction
-from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
 from jaxmp._flax._checks import check_model
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_subclass import wrapped_class
+from jaxmp._flax._share import low_precision_share
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map

@@ -15,7 +15,6 @@ from flax.nnx.filterlib import Filter
 from jaxmp import _gradients
 from jaxmp._attention._explained import mask_rows
 from jaxmp._attention._layer import AttentionFunction
-from jaxmp._audit._share import low_precision_share
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
@@ -27,6 +26,7 @@ from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
+from jaxmp._flax._share import low_precision_share
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules

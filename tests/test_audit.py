@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+import typing
 from pathlib import Path
 
 import flax.linen as nn
@@ -30,8 +31,6 @@ from grids import each_value, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
 from jaxmp._audit._checks import Check, documentation_table
-from jaxmp._audit._gpu_rows import MemoryRow
-from jaxmp._audit._report import _ROWS
 from jaxmp._audit._rounding import rounding_error
 from jaxmp._core._compat import cudnn_version
 from jaxmp._core._matmuls import attention_flops
@@ -1277,10 +1276,14 @@ def test_the_json_has_the_documented_schema(faulty):
     assert (fields["schema_version"], fields["target"], fields["recipe"]) == (1, "", "bf16")
     assert (fields["jaxmp_version"], fields["jax_version"]) == (jaxmp.__version__, jax.__version__)
     # The rows that only other programs have.
+    hints = typing.get_type_hints(jaxmp.AuditReport)
     rows = {
         name: {field.name for field in dataclasses.fields(cls)}
-        for name, cls in {**_ROWS, "memory": MemoryRow}.items()
+        for name, hint in hints.items()
+        for cls in typing.get_args(hint)
+        if dataclasses.is_dataclass(cls)
     }
+    assert {"findings", "matmuls", "casts", "memory", "gemms"} <= rows.keys()
     for name, columns in rows.items():
         row = types["report"][name].removeprefix("list of ").removesuffix(" or null")
         assert types[row].keys() == columns, name

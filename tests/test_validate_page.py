@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxmp import ValidationReport
-from jaxmp._validate._charts import Curve, chart
+from jaxmp._report._chart import Curve, chart
 from jaxmp._validate._rows import (
     CandidateResult,
     Cause,

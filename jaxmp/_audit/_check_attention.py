@@ -10,10 +10,10 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Equation, inners
 from jaxmp._core._matmuls import matmul_of
+from jaxmp._report._units import bytes_text
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",

@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxmp._audit._share import matrix_elements
-from jaxmp._audit._trace import trace
-from jaxmp._core._jaxprs import equations
+from jaxmp._core._jaxprs import equations, trace
 from jaxmp._core._matmuls import MATMULS
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
@@ -20,6 +18,7 @@ from jaxmp._flax._fp8_layers import (
     warn_if_unused,
 )
 from jaxmp._flax._layer_table import CONV
+from jaxmp._flax._share import matrix_elements
 from jaxmp._policies._resolve import PolicyMap
 
 # Classes of models that were reported, and their policies.
@@ -73,7 +72,7 @@ def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -
     """Traces a function again, because a layer that was jitted before records no decision."""
     # A model that cannot be traced a second time probably has matmuls.
     with contextlib.suppress(Exception):
-        traced = list(equations(trace(fn, args, kwargs).closed))
+        traced = list(equations(trace(fn, args, kwargs)))
         names = {equation.primitive.name for equation in traced}
         casts = (str(equation.params.get("new_dtype")) for equation in traced)
         return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 from flax.core import Scope
 
-from jaxmp._audit._share import Suspect, are_many
 from jaxmp._core._compat import current_context
 from jaxmp._core._trees import PARAMS
 from jaxmp._core._typing import PyTree
@@ -26,6 +25,7 @@ from jaxmp._flax._linen_fields import method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
 from jaxmp._flax._method_call import MethodCall
+from jaxmp._flax._share import Suspect, are_many
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap

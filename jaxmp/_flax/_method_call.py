@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._audit._share import Suspect, matrix_elements, returns_float32
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
@@ -34,6 +33,7 @@ from jaxmp._flax._casts import (
 )
 from jaxmp._flax._fp8_use import note_weights
 from jaxmp._flax._mismatch import explain_mismatch, named_arguments
+from jaxmp._flax._share import Suspect, matrix_elements, returns_float32
 from jaxmp._policies._resolve import PolicyMap
 
 # ---------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._audit._share import Suspect, are_many, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
@@ -28,6 +27,7 @@ from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
+from jaxmp._flax._share import Suspect, are_many, warn_if_low
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap

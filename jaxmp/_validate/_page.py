@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxmp._audit._render import html_document, html_sections, printable
-from jaxmp._audit._section import Section
-from jaxmp._validate import _charts
-from jaxmp._validate._charts import Curve, chart
+from jaxmp._report import _chart
+from jaxmp._report._chart import Curve, chart
+from jaxmp._report._page import html_document, html_sections
+from jaxmp._report._section import Section
+from jaxmp._report._text import printable
 from jaxmp._validate._rows import CandidateResult, ModuleRow, TrainingRecord
 from jaxmp._validate._sections import report_sections
 from jaxmp.errors import install_command
@@ -41,15 +42,16 @@ _STYLE = """
 """
 
 
-def render_page(report: ValidationReport) -> str:
+def render_page(report: ValidationReport, full: bool = True) -> str:
     """Returns a report as one HTML page with its style and charts, without scripts or links.
 
     The page follows the reader's light or dark scheme, and fits a phone.
 
     Args:
       report: the report.
+      full: True for all tables.
     """
-    sections = report_sections(report, full=True)
+    sections = report_sections(report, full)
     verdicts = len(report.candidates)
     maps = [_heat_map(candidate) for candidate in report.candidates]
     # The heat maps contain all figures of the tables of modules.
@@ -63,7 +65,7 @@ def render_page(report: ValidationReport) -> str:
         html_sections(tables[figures:], stacked=True),
     ]
     body = "\n".join(part for part in body if part)
-    return html_document("Precision validation", body, _charts.STYLE + _STYLE)
+    return html_document("Precision validation", body, _chart.STYLE + _STYLE)
 
 
 def _verdict(section: Section) -> str:
@@ -113,7 +115,7 @@ def _charts_of(report: ValidationReport) -> str:
             log=2,
         ),
     ]
-    key = _charts.key([f"{names[0]} (reference)", *names[1:]])
+    key = _chart.key([f"{names[0]} (reference)", *names[1:]])
     charts = "".join(charts)
     return f'<h2>Training</h2>{key}<div class="charts">{charts}</div>' if charts else ""
 

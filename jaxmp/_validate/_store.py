@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._report._plain import from_plain, to_plain
 from jaxmp._validate._probe import Leaves, Measurements, Probe
 from jaxmp._validate._rows import (
     TrainingRecord,
-    from_plain,
-    to_plain,
 )
 from jaxmp.errors import ValidationError
 

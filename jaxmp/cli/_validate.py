@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 import jaxmp
+from jaxmp._validate import ValidationReport
 from jaxmp._validate._baseline import find_regressions
-from jaxmp._validate._report import read_report
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import check_output, console, write_file, write_json
@@ -79,7 +79,7 @@ def validate(
     if write_baseline:
         check_output(str(baseline))
     elif baseline is not None:
-        before = read_report(baseline)
+        before = ValidationReport.read(baseline)
     make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",

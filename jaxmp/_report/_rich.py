@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmp._audit._render import text_lines
-from jaxmp._audit._section import Section
+from jaxmp._report._section import Section
+from jaxmp._report._text import text_lines
 from jaxmp.errors import missing_dependency
 
 try:
