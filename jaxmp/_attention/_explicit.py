@@ -98,13 +98,16 @@ def notes_of(args: Arguments) -> Iterator[str]:
         yield f"each device of {gathered} computes the same heads"
 
 
-def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: bool = True) -> Any:
+def run_on_parts(
+    compute: Callable[[Arguments], Any], args: Arguments, mapped: str = "split"
+) -> Any:
     """Calls an implementation, on explicit mesh axes on each device for its batch and heads.
 
     Args:
       compute: returns `[B, T, N, V]`, or with `settings.residual` a pair of that and `[B, T, N]`.
       args: the arguments.
-      maps: False if `compute` accepts operands that are sharded alike.
+      mapped: the axes over which `compute` is mapped: those that "split" batch or heads; "all" axes
+        of the mesh; or "none", if it accepts operands that are sharded alike.
 
     Returns:
       The result of `compute`, sharded as the query. A head size that differs from that of the query
@@ -114,8 +117,9 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     if parts is None:
         return compute(args)
     operands = _arranged(args, parts)
-    axes = parts.batch + parts.heads if maps else ()
-    compute = functools.partial(_compute_part, compute, axes, getattr(args.bias, "dtype", None))
+    split = parts.batch + parts.heads if mapped != "none" else ()
+    compute = functools.partial(_compute_part, compute, split, getattr(args.bias, "dtype", None))
+    axes = parts.mesh.axis_names if mapped == "all" else split
     if axes:
         out = _spec((parts.batch, (), parts.heads))
         compute = jax.shard_map(
