@@ -104,6 +104,9 @@ def _paths_text(paths: list[str]) -> str:
 def _fix_declaration(actual: Declaration, path: str | None) -> str:
     """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
     python, toml = declaration_code(actual, path)
+    if path is not None:
+        rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
+        python = f"{rules}; recipe = recipe.replace(policies=policies)"
     return (
         "Declare the mask in the recipe; the model is not edited:\n"
         f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)
