@@ -158,21 +158,13 @@ class Recipe:
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        tx = optim.mixed_precision(
+        return optim.mixed_precision(
             inner,
-            policies=self.policies,
+            policies=self,
             loss_scale=self.loss_scale,
             master=self.master,
             skip=self.skip,
             axis_name=axis_name,
-        )
-        if self.accumulate_dtype == self.reduce_dtype == "float32" and self.regather:
-            return tx
-        return optim.gradient_dtypes(
-            tx,
-            accumulate_dtype=self.accumulate_dtype,
-            reduce_dtype=self.reduce_dtype,
-            regather=self.regather,
         )
 
     def cast_params(self, params: PyTree) -> PyTree:

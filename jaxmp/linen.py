@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax.core import DenyList
 
-from jaxmp._attention._arguments import check_implementation
 from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._layer import MaskHints
+from jaxmp._attention._layer import AttentionFunction
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
-from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._flax._share import low_precision_share
@@ -206,8 +204,7 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
-    implementation = check_implementation(implementation)
-    return AttentionFunction(MaskHints(implementation, is_causal, local_window_size, padding_mask))
+    return AttentionFunction(implementation, is_causal, local_window_size, padding_mask)
 
 
 def register_layer(

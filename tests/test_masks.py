@@ -10,8 +10,9 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import AttentionError, audit, load_recipe
-from jaxmp._core._static_values import Known, walk
-from jaxmp._flax._attention import AttentionFunction, attention_function
+from jaxmp._attention._layer import AttentionFunction, attention_under_policy
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._static_values import Scope
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -97,8 +98,8 @@ def recipe(base="bf16", **settings):
 
 def names_in(fn, *args):
     """Returns the names of jaxmp's functions in a traced program."""
-    known, found = Known(), []
-    for equation, _ in walk(jax.make_jaxpr(fn)(*args), known):
+    found = []
+    for equation in equations(jax.make_jaxpr(fn)(*args)):
         name = str(equation.params.get("name", ""))
         if name.startswith("jaxmp_"):
             found.append((name, [v.aval.str_short() for v in equation.invars]))
@@ -194,10 +195,10 @@ def test_a_bias_stays_beside_a_declared_mask():
     query = jax.random.normal(jax.random.key(3), (1, LENGTH, 2, 8), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(4), (1, 2, LENGTH, LENGTH), jnp.bfloat16)
     mask = nn.make_causal_mask(TOKENS[:1])
-    declared = attention_function(
+    declared = attention_under_policy(
         nn.dot_product_attention,
         nn.dot_product_attention,
-        AttentionFunction,
+        AttentionFunction(),
         recipe(mask="causal").policies.default,
         "layer",
     )
@@ -495,10 +496,8 @@ def test_layers_with_other_masks_get_a_rule_each():
 
 
 def known_result(fn, *args):
-    known, closed = Known(), jax.make_jaxpr(fn)(*args)
-    for _ in walk(closed, known):
-        pass
-    return known.value(closed.jaxpr.outvars[0])
+    closed = jax.make_jaxpr(fn)(*args)
+    return Scope(closed).value(closed.jaxpr.outvars[0])
 
 
 @pytest.mark.parametrize(
@@ -536,11 +535,11 @@ def test_scans_know_what_is_the_same_in_each_step():
         body = lambda carry, row: ((carry[0], carry[1] + 1), carry[0] & row)
         return jax.lax.scan(body, (mask > 0, 0), jnp.ones((3, 1, 1, 1, LENGTH), bool))
 
-    closed, known, inside = jax.make_jaxpr(carried)(TOKENS), Known(), []
-    for equation, _ in walk(closed, known):
-        if equation.primitive.name == "and":
-            inside.append([known.value(var) is not None for var in equation.invars])
-    assert inside == [[True, True]]
+    program = Scope(jax.make_jaxpr(carried)(TOKENS))
+    (scan,) = [e for e in program.jaxpr.eqns if e.primitive.name == "scan"]
+    (loop,) = program.inside(scan)
+    (equation,) = [e for e in loop.jaxpr.eqns if e.primitive.name == "and"]
+    assert all(loop.value(var) is not None for var in equation.invars)
 
 
 # ---------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
 from jaxmp._attention._arguments import (
     Arguments,
-    Settings,
     arguments,
     as_array,
     check_implementation,
@@ -41,48 +40,6 @@ _RUN: dict[str, Callable[[Arguments], Any]] = {
 }
 
 
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    return_residual: Literal[False] = False,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    policy: PolicyLike | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    return_residual: Literal[True],
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    policy: PolicyLike | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -100,7 +57,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     policy: PolicyLike | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Computes `softmax(scale * q k^T + bias) v` with logits and softmax in FP32.
 
     Arguments and result are those of `jax.nn.dot_product_attention`, except for queries that see no
@@ -229,14 +186,9 @@ def run(args: Arguments, implementation: str) -> Any:
     choice = choose(args, implementation)
     log_once(choice)
     because = choice.rows[0].argument if choice.rows else ""
-    arrays = {
-        field: getattr(args, field)
-        for field in Arguments.__dataclass_fields__
-        if field != "settings" and getattr(args, field) is not None
-    }
     name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
-    _choices.setdefault(name, {})[_operands_of(arrays.values())] = choice
-    return _compiled(choice.implementation, name)(arrays, args.settings)
+    _choices.setdefault(name, {})[_operands_of(jax.tree.leaves(args))] = choice
+    return _compiled(choice.implementation, name)(args)
 
 
 # Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
@@ -284,11 +236,9 @@ def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
 def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
-    def attention(arrays: dict[str, jax.Array], settings: Settings) -> Any:
-        fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
-        args = Arguments(**{**fields, "settings": settings})
+    def attention(args: Arguments) -> Any:
         # The partitioner divides cuDNN's kernel, and `_splash` that of JAX's splash attention.
         return run_on_parts(_RUN[implementation], args, maps=implementation not in FUSED)
 
     attention.__name__ = name
-    return jax.jit(attention, static_argnums=1)
+    return jax.jit(attention)

@@ -46,12 +46,14 @@ from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._make_report import make_report
+from jaxmp._audit._program import is_attention
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
 from jaxmp._core._locations import Location
+from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp.errors import AuditError
 
@@ -137,8 +139,8 @@ def _audit(
         traced = _traced(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)
-    auditor.known.bind_constants(traced.closed)
-    auditor.run(traced.jaxpr, Location(), 1)
+    # Masks that attention makes for its own derivative are not the model's.
+    auditor.run(Scope(traced.closed, stops=is_attention), Location(), 1)
     compiled = None if target is None else compile_for(target, traced)
     return make_report(auditor, traced, compiled, function=fn, target=target or "")
 

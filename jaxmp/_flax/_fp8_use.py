@@ -36,11 +36,9 @@ def fp8_decisions(
     return decisions(is_fp8 and not path and (cls, policies) not in _reported)
 
 
-def note_weights(
-    module_policy: ModulePolicy, path: tuple[str, ...], own: Callable[[], Iterable[Any]]
-) -> None:
+def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
     """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
-    traits, cls = module_policy.traits, module_policy.cls
+    traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
     if not is_recording() or module_policy.resolved.scaling is None:
         return
     has_fp8 = traits.fp8_call is not None or getattr(traits.dot, "fp8", None) is not None
@@ -49,7 +47,7 @@ def note_weights(
     if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and matrix_elements(own()):
         is_conv = traits.dot is CONV
         why = "FP8 has no convolutions" if is_conv else f"{cls.__name__} {UNKNOWN_DOT}"
-        note_unsupported("/".join(path), why)
+        note_unsupported(path, why)
 
 
 def warn_of_model(

@@ -14,10 +14,10 @@ from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._policy import with_fields
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._rules import rule_text
 from jaxmp._recipe import load_recipe
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
-from jaxmp.cli._recipe_text import rule_lines
 from jaxmp.errors import JaxmpError, RuleError
 
 
@@ -100,4 +100,5 @@ def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None
         if index not in used:
             label, style = f"{label}, unused", "yellow"
         output.print(escape(label, style))
-        output.print(Padding(escape(rule_lines(rule)), (0, 0, 0, 2)))
+        lines = filter(None, (rule_text(rule, with_reason=False), rule.why))
+        output.print(Padding(escape("\n".join(lines)), (0, 0, 0, 2)))

@@ -2,8 +2,6 @@
 
 from jaxmp.optim._average import fp32_copy as fp32_copy
 from jaxmp.optim._average import incremental_update as incremental_update
-from jaxmp.optim._gradient_dtypes import GradientDtypesState as GradientDtypesState
-from jaxmp.optim._gradient_dtypes import gradient_dtypes as gradient_dtypes
 from jaxmp.optim._master import MasterParamsState as MasterParamsState
 from jaxmp.optim._master import master_params as master_params
 from jaxmp.optim._mixed_precision import mixed_precision as mixed_precision

@@ -11,7 +11,7 @@ from jaxmp._loss_scale import LossScaleLike
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import master_params
-from jaxmp.optim._skip import skip_nonfinite
+from jaxmp.optim._skip import GradientSettings, SkipSettings, as_axes, guard
 
 
 def mixed_precision(
@@ -27,7 +27,8 @@ def mixed_precision(
 
     Everything that depends on the raw gradient belongs inside: clipping, weight decay, schedules,
     `optax.MultiSteps`. `update` receives unscaled gradients, as `jaxmp.value_and_grad` returns
-    them.
+    them. The `value_and_grad` of a train state or NNX optimizer sums gradients in the dtypes of the
+    recipe.
 
     Each of the two transformations also works alone. The state of `master_params` reports if a
     float16 parameter could not represent its new master. `skip_nonfinite` skips a step for which
@@ -67,4 +68,6 @@ def mixed_precision(
             )
         loss_scale = data.loss_scale.build()
     masters = master_params(inner, policies=data.policies, master=master)
-    return skip_nonfinite(masters, loss_scale=loss_scale, skip=skip, axis_name=axis_name)
+    gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
+    settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
+    return guard(masters, loss_scale, skip, settings)
