@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
 from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._dataflow import GRADIENT

@@ -154,8 +154,8 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
             file, line = audit.findings.lines.of(makers)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
             op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
-            fix = fix_operation(op, audit.findings) or LOSS_16BIT.fix
-            yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
+            fix = fix_operation(op, audit.findings)
+            yield LOSS_16BIT.finding(message, fix, file=file, line=line)
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:
@@ -398,10 +398,9 @@ def report_reduced(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @EXP_16BIT.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, traced.jaxpr.outvars, "")
-    return ()
 
 
 def _report_forward_use(use: ForwardUse, audit: Auditor) -> ForwardUse | None:

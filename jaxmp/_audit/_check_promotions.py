@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from types import CodeType
 
 import numpy as np
@@ -15,7 +14,6 @@ from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, loop_of, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
@@ -87,10 +85,9 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 
 
 @IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports promotions of values that the program returns."""
     audit.report(Promotion, traced.jaxpr.outvars, ", and the program returns the wide result")
-    return ()
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
