@@ -69,6 +69,7 @@ MODULES = {
     "jaxmp.sharding": "Shardings",
     "jaxmp.checkpoint": "Checkpoints",
     "jaxmp.testing": "Tests of equivalence",
+    "jaxmp.typing": "Types and results",
     "jaxmp.errors": "Errors and warnings",
 }
 
@@ -98,11 +99,7 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
 def reference_page(name: str, title: str) -> str:
     """Returns the page of reference of a module: each name of `__all__`, by kind."""
     module = importlib.import_module(name)
-    names = [
-        each
-        for each in getattr(module, "__all__", [n for n in dir(module) if n[0] != "_"])
-        if type(getattr(module, each)) is not type(module)
-    ]
+    names = [each for each in module.__all__ if type(getattr(module, each)) is not type(module)]
     lines = [f"# {title}: `{name}`", "", (module.__doc__ or "").strip(), ""]
     for each in sorted(names, key=str.lower):
         value = getattr(module, each)

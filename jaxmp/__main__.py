@@ -2,14 +2,26 @@
 
 import sys
 
+from jaxmp import _interrupt
 from jaxmp.errors import MissingDependencyError
 
 try:
-    from jaxmp.cli import main
+    from jaxmp.cli import main as run
 except MissingDependencyError as error:
     sys.exit(f"jaxmp: {error}")
-except KeyboardInterrupt:
-    sys.exit("Interrupted.")
+
+
+def main() -> None:
+    """Runs the command; Ctrl-C ends it with status 130 and one line."""
+    try:
+        _interrupt.raise_interrupt()
+        run()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        _interrupt.exit_at_once()
+
 
 if __name__ == "__main__":
     main()

@@ -80,8 +80,8 @@ VALIDATE = [
     *(["--steps", x] for x in ("0", "-1", "1e3", "nan")),
     *(["--budget", x] for x in ("nan", "-1", "x")),
     *(["--metrics", x] for x in ("reward=up", "=", "reward", "a=b=c")),
-    *(["--candidates", x] for x in ("", ",", "bf61", "bf16,bf61", "🦄")),
-    *(["--reference", x] for x in ("", "bf61", "dir.toml")),
+    *(["--recipes", x] for x in ("", ",", "bf61", "bf16,bf61", "🦄")),
+    *(["--reference-recipe", x] for x in ("", "bf61", "dir.toml")),
     *(["--baseline", x] for x in ("", "dir", "gone", "binary.json", "list.json", "deep.json")),
     *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
     ["--write-baseline"],
@@ -102,15 +102,6 @@ AUDIT = [
 ]
 SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/x.py", LONG]
 CHECKPOINTS = ["", "dir", "gone", "file", "fifo", "loop", "damaged", "7", "/dev/null", LONG, "*"]
-MIGRATE = [
-    ["--to", "bf61", "--out", "new"],
-    ["--to", "bf16_params", "--out", "file"],
-    ["--to", "bf16_params", "--out", "lr=[0.1]"],
-    ["--to", "bf16_params", "--out", "new", "--master", "half"],
-    ["--to", "bf16_params", "--out", "new", "--step", "9"],
-    ["--to", "bf16_params", "--out", "new"],
-    ["--to", "bf16_params"],
-]
 COMMANDS = [
     *(["show", name] for name in SHOW),
     *(["explain", name, "--recipe", "bf16"] for name in FUNCTIONS),
@@ -122,7 +113,6 @@ COMMANDS = [
     *(["audit", "--script", name] for name in SCRIPTS),
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
     *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
-    *(["checkpoint", "migrate", "run", *options] for options in MIGRATE),
     ["checkpoint"],
     ["checkpoint", "🦄"],
     ["🦄"],
@@ -192,9 +182,9 @@ MOMENTS = {
 }
 
 
-def start(arguments, folder):
+def start(arguments, folder, form=("-m", "jaxmp")):
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxmp", *arguments],
+        [sys.executable, *form, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -221,13 +211,45 @@ def test_an_interrupt_is_one_line(moment, tmp_path):
     assert (tmp_path / "old.json").read_text() == "old"
 
 
-@EXPENSIVE
-def test_an_interrupt_of_the_imports_is_one_line(tmp_path):
-    (tmp_path / "typer.py").write_text("import time; print('started', flush=True); time.sleep(60)")
-    process = start(["recipes"], tmp_path)
+# The first import of `jaxmp/__init__.py` that takes long, and one of the command.
+@pytest.mark.parametrize("module", ["jax", pytest.param("typer", marks=EXPENSIVE)])
+@pytest.mark.parametrize("form", [["-m", "jaxmp"], ["script"]])
+def test_an_interrupt_of_the_imports_is_one_line(module, form, tmp_path):
+    (tmp_path / f"{module}.py").write_text(
+        "import time; print('started', flush=True); time.sleep(60)"
+    )
+    # As pip writes it.
+    (tmp_path / "script").write_text("from jaxmp.__main__ import main\nmain()\n")
+    process = start(["recipes"], tmp_path, form)
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "Interrupted.\n" and process.returncode == 1
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "Interrupted.\n")
+
+
+def test_an_interrupt_after_the_command_is_one_line(tmp_path):
+    code = (
+        "import signal, jaxmp.__main__ as command\n"
+        "command.run = lambda: print('done', flush=True)\n"
+        "command.main()\n"
+        "signal.raise_signal(signal.SIGINT)"
+    )
+    process = start([], tmp_path, ["-c", code])
+    assert process.communicate(timeout=60)[0] == "done\nInterrupted.\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_programs_keep_their_handling_of_interrupts(ignored, tmp_path):
+    own = "signal.SIG_IGN" if ignored else "signal.default_int_handler"
+    code = (
+        f"import signal; signal.signal(signal.SIGINT, {own}); import jaxmp\n"
+        f"assert signal.getsignal(signal.SIGINT) is {own}\n"
+        "from jaxmp import __main__, _interrupt; _interrupt.exit_at_once()\n"
+        f"assert (signal.getsignal(signal.SIGINT) is {own}) == {ignored}"
+    )
+    process = start([], tmp_path, ["-c", code])
+    assert process.communicate(timeout=60)[0] == "" and process.returncode == 0
 
 
 @EXPENSIVE

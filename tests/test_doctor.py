@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+import jaxmp
 from jaxmp import _doctor
 from jaxmp._doctor import Machine, report_of
 from jaxmp.cli import main
@@ -117,7 +118,7 @@ def test_a_machine_without_a_gpu_has_no_problem_with_the_compiler_for_gpus():
 
 
 def test_the_report_describes_this_machine():
-    machine = _doctor.doctor().machine
+    machine = jaxmp.doctor().machine
     assert machine.versions["jax"] == jax.__version__
     assert sum(machine.devices.values()) == jax.device_count()
     assert machine.platform == jax.default_backend()

@@ -34,17 +34,6 @@ def test_signal_to_noise():
     assert f"| rowwise, mx | {ratios['mx']} |" in PAGE
 
 
-def test_size_of_the_program():
-    for version in ("0.10.2", "0.12.0.1"):
-        rows = recorded(f"fp8_counts_jax_{version}_cpu")["fp8"]
-        operations = " | ".join(f"{row['ratios']['stablehlo_ops']:.2f}" for row in rows)
-        assert f"| StableHLO operations | {operations} |" in PAGE
-        times = (row["trace_lower"] for row in rows if "trace_lower" in row)
-        spans = ((time["ratio"], *time["interval"]) for time in times)
-        cells = " | ".join("{:.2f} ({:.2f} to {:.2f})".format(*span) for span in spans)
-        assert f"| time, JAX {version} | {cells} |" in PAGE
-
-
 def test_llama_step():
     checks = recorded("program_h200")["checks"]
     ratios = {c["program"]: c["value"] for c in checks if c["quantity"] == "bytes / bf16"}

@@ -101,7 +101,7 @@ def plain(product, variables, x):
 
 
 def rematerialized(product, variables, x):
-    policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
+    policy = jax.checkpoint_policies.save_only_these_names(fp8._checkpoint.CHECKPOINT_NAME)
     return jax.checkpoint(functools.partial(plain, product), policy=policy)(variables, x)
 
 
@@ -204,14 +204,14 @@ def test_without_a_gradient_xla_quantizes_for_current_scaling(interpreted):
 
 
 def reasons(scaling, x, target="gpu"):
-    model = jaxmp.linen.apply_policy(
-        nn.Dense(192, use_bias=False), jaxmp.PolicyMap("p=f32,c=bf16,matmul=fp8", fp8=scaling)
+    model = jaxmp.load_recipe(jaxmp.PolicyMap("p=f32,c=bf16,matmul=fp8", fp8=scaling)).wrap(
+        nn.Dense(192, use_bias=False)
     )
     variables = model.init(jax.random.key(0), x)
     loss = lambda variables, x: jnp.sum(model.apply(variables, x).astype(jnp.float32))
     # Gradients are traced under jit, where jaxmp updates the states.
     step = lambda variables, x: jax.jit(jaxmp.grad(loss))(variables, x)
-    return [row.kernels_reason for row in fp8.explain(step, variables, x, target=target).rows]
+    return [row.kernels_reason for row in jaxmp.explain(step, target=target)(variables, x).fp8.rows]
 
 
 def test_reasons_are_listed():
@@ -294,7 +294,7 @@ CURRENT = fp8.CurrentScaling(kernels="pallas", kernel_amax="optimizer")
 
 def block_step(block, scaling, steps=2, wrap=lambda apply: apply):
     policies = jaxmp.PolicyMap("p=f32,c=bf16,matmul=fp8", fp8=scaling)
-    model = jaxmp.linen.apply_policy(block, policies)
+    model = jaxmp.load_recipe(policies).wrap(block)
     x = normal(5, 4, 64, 64)
     variables = model.init(jax.random.key(0), x)
     target = normal(6, 4, 64, 64)
@@ -353,9 +353,11 @@ def assert_at_least(value, limit):
 def test_errors_of_a_fused_mlp_are_those_of_fp8(interpreted):
     """The block is compared with FP64; both of its dots and the activation have an error."""
     _, found, of_x, _, _ = block_step(Block("gelu"), PALLAS)
-    params = jaxmp.linen.apply_policy(Block("gelu"), "p=f32,c=f32").init(
-        jax.random.key(0), normal(5, 4, 64, 64)
-    )["params"]
+    params = (
+        jaxmp.load_recipe("p=f32,c=f32")
+        .wrap(Block("gelu"))
+        .init(jax.random.key(0), normal(5, 4, 64, 64))["params"]
+    )
     x, target = normal(5, 4, 64, 64), normal(6, 4, 64, 64)
     exact = lambda params, x: jnp.sum(
         Block("gelu", fused=False).apply({"params": params}, x) * target
@@ -382,7 +384,7 @@ def test_remat_saves_named_residuals(interpreted, activation, scaling):
     """If the results of `up` and `gate` are saved, their matmuls are not computed again."""
     policies = jaxmp.PolicyMap("p=f32,c=bf16,matmul=fp8", fp8=scaling)
     block = Block(activation, residual_name="hidden")
-    model = jaxmp.linen.apply_policy(block, policies)
+    model = jaxmp.load_recipe(policies).wrap(block)
     x = normal(5, 4, 64, 64)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -407,8 +409,8 @@ def test_other_scalings_call_the_layers(scaling):
 
 def test_other_recipes_call_the_layers():
     x = normal(0, 8, 64)
-    model = jaxmp.linen.apply_policy(Block("silu"), "p=f32,c=bf16,o=f32")
-    plain_model = jaxmp.linen.apply_policy(Block("silu", fused=False), "p=f32,c=bf16,o=f32")
+    model = jaxmp.load_recipe("p=f32,c=bf16,o=f32").wrap(Block("silu"))
+    plain_model = jaxmp.load_recipe("p=f32,c=bf16,o=f32").wrap(Block("silu", fused=False))
     variables = model.init(jax.random.key(0), x)
     assert_equal(variables, plain_model.init(jax.random.key(0), x))
     assert_equal(model.apply(variables, x), plain_model.apply(variables, x))
@@ -423,7 +425,7 @@ def test_a_fused_mlp_in_nnx(interpreted):
             return fp8.mlp(x, self.up, self.down)
 
     policies = jaxmp.PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=PALLAS)
-    model = jaxmp.nnx.apply_policy(NnxBlock(nnx.Rngs(0)), policies)
+    model = jaxmp.load_recipe(policies).wrap(NnxBlock(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(1e-3))
 
     @nnx.jit

@@ -66,7 +66,9 @@ def test_flax_loads_when_it_is_touched(name):
 
 def test_a_missing_package_names_an_extra_that_exists():
     absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
-    attempt = "try: jaxmp.TrainState\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    attempt = (
+        "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+    )
     message = run_python(absent + attempt)
     extra = re.search(r'pip install -e "\.\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
@@ -144,6 +146,31 @@ def test_few_modules_outside_of_fp8_depend_on_it():
     }
     # A module that requires FP8 belongs into `jaxmp/fp8/`, or behind one of these.
     assert len(importers) <= 8, sorted(importers)
+
+
+def test_few_modules_import_the_audit():
+    """The audit is needed by those alone who ask for it; others load no check."""
+    allowed = re.compile(r"jaxmp/(_audit/|_validate/|cli/|testing\.py)")
+    importers = {
+        name
+        for name, tree in package_trees().items()
+        for node in outside_of_type_checking(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jaxmp._audit")
+    }
+    assert [name for name in importers if not allowed.match(name)] == []
+    assert "jaxmp/_validate/_driver.py" in importers
+
+
+def outside_of_type_checking(tree: ast.Module) -> list[ast.AST]:
+    """Returns the nodes of a module that run."""
+    nodes: list[ast.AST] = []
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        nodes.append(node)
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        todo += node.orelse if is_typing else ast.iter_child_nodes(node)
+    return nodes
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_a_rule_for_fp32_is_no_rule_for_fp8():
 def test_an_explanation_is_a_public_type_with_json():
     policies = PolicyMap("bf16", [Rule("head", "c=f32", why="logits")])
     explanation = policies.explain(["head"])
-    assert isinstance(explanation, jaxmp.Explanation)
+    assert isinstance(explanation, jaxmp.typing.Explanation)
     result = json.loads(explanation.to_json())
     assert result["summary"] == "1 of 1 paths follow a rule."
     (row,) = result["rows"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -17,10 +18,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import bits, wide_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._policy import PolicyLike, get_policy
 from jaxmp._policies._policy_fields import ATTENTION
-from jaxmp.errors import AttentionError, did_you_mean
+from jaxmp.errors import AttentionError
 
 _ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 _ArrayLikeOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
@@ -54,7 +56,8 @@ class Settings:
     precision: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Checked arguments of attention. Optional arrays are None if they are not passed.
 
@@ -62,17 +65,24 @@ class Arguments:
     dimensions, each of size 1 or that of `[B, N, T, S]`. Lengths are int32 `[B]`.
     """
 
-    query: Any
-    key: Any
-    value: Any
     bias: Any
-    mask: Any
-    query_lengths: Any
-    key_lengths: Any
     dropout_rng: Any
+    key: Any
+    key_lengths: Any
+    mask: Any
+    query: Any
+    query_lengths: Any
     # Scalar array that multiplies the logits; None if the scale is the number `settings.scale`.
     scale: Any
-    settings: Settings
+    value: Any
+    settings: Settings = dataclasses.field(metadata={"static": True})
+
+    def map(self, function: Callable[[str, Any], Any]) -> Arguments:
+        """Returns the results of `function(name, array)` for the arrays that are passed."""
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "settings"]
+        arrays = {name: getattr(self, name) for name in fields}
+        new = {name: function(name, a) for name, a in arrays.items() if a is not None}
+        return dataclasses.replace(self, **new)
 
     @property
     def logits_shape(self) -> tuple[int, int, int, int]:
@@ -160,16 +170,16 @@ def arguments(
     logits = (batch, heads, queries, key.shape[1])
     number, array = _scale(scale, size)
     return Arguments(
-        query,
-        key,
-        value,
-        _bias(bias, logits),
-        _mask(mask, logits),
-        _lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
-        _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
-        _checked_rng(dropout_rate, dropout_rng),
-        array,
-        Settings(
+        query=query,
+        key=key,
+        value=value,
+        bias=_bias(bias, logits),
+        mask=_mask(mask, logits),
+        query_lengths=_lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
+        key_lengths=_lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
+        dropout_rng=_checked_rng(dropout_rate, dropout_rng),
+        scale=array,
+        settings=Settings(
             scale=number,
             window=_window(local_window_size, is_causal),
             is_causal=_is_causal(is_causal, local_window_size),

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxmp._core._jaxprs import Atom, Equation, is_literal
 from jaxmp.errors import AttentionError
 
 
@@ -256,12 +257,21 @@ def mark(query: jax.Array, mask: jax.Array, declared: Declaration) -> jax.Array:
     return _marker(f"{MASK_MARK}_{declared.mask}{window}")(query, mask)
 
 
-def declaration_of(name: str, path: str) -> Declaration | None:
+def declaration_of(name: str) -> Declaration | None:
     """Returns the declaration in the name of a jitted function; None for other functions."""
     if not name.startswith(f"{MASK_MARK}_"):
         return None
     mask, *window = name.removeprefix(f"{MASK_MARK}_").split("_")
-    return Declaration(mask, (int(window[0]), int(window[1])) if window else None, path)
+    return Declaration(mask, (int(window[0]), int(window[1])) if window else None)
+
+
+def mask_operand(equation: Equation) -> Atom | None:
+    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
+    for var in equation.invars:
+        aval = var.aval
+        if not is_literal(var) and getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4:
+            return var
+    return None
 
 
 @functools.cache

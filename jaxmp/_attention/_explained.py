@@ -10,11 +10,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._attention._declared import Declaration, check_known, declaration_of
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import Path
-from jaxmp._core._locations import module_of, root_of
-from jaxmp._core._static_values import Known, walk
+from jaxmp._attention._declared import Declaration, check_known, declaration_of, mask_operand
+from jaxmp._core._jaxprs import FORWARD
+from jaxmp._core._locations import Location, Locations, module_of, root_of
+from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._explanation import MaskRow
 from jaxmp._policies._resolve import PolicyMap
@@ -50,23 +49,39 @@ def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: PyTree) -> t
         # Warnings about layers that ignore the recipe, which do not concern masks.
         warnings.simplefilter("ignore", RecipeWarning)
         closed = jax.make_jaxpr(run)(values)
-    known = Known()
-    known.bind(jaxpr_body(closed)[0].invars, map(_elements, values))
-    declarations: dict[Path, tuple[Declaration, np.ndarray | None]] = {}
-    scopes: dict[Path, None] = {}
-    for equation, names in walk(closed, known):
-        scopes.update(dict.fromkeys(names[:length] for length in range(len(names) + 1)))
-        declared = declaration_of(str(equation.params.get("name", "")), "")
-        if declared is not None:
-            declarations[names] = declared, known.value(equation.invars[1])
-    root = root_of(scopes)
-    return tuple(_row(module_of(names, root), *each) for names, each in declarations.items())
+    masks = declared_masks(Scope(closed, list(map(_elements, values))))
+    return tuple(MaskRow(mask.path, str(mask), is_known) for mask, is_known in masks)
 
 
-def _row(path: str, declared: Declaration, mask: np.ndarray | None) -> MaskRow:
-    if mask is not None:
-        check_known(mask, Declaration(declared.mask, declared.window, path))
-    return MaskRow(path, str(declared), mask is not None)
+def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
+    """Compares the declared masks in the forward pass of a program with their arrays.
+
+    Returns:
+      For each layer its declaration, and True if the elements of its mask are known.
+
+    Raises:
+      AttentionError: if a mask contradicts its declaration.
+    """
+    locations, masks = Locations(), {}
+
+    def visit(scope: Scope, outer: Location) -> None:
+        for equation in scope.jaxpr.eqns:
+            location = locations.of(equation, outer)
+            declared = declaration_of(str(equation.params.get("name", "")))
+            mask = None if declared is None else mask_operand(equation)
+            if mask is not None and location.phase == FORWARD:
+                masks[location.names] = declared, scope.value(mask)
+            for inside in scope.inside(equation):
+                visit(inside, location)
+
+    visit(program, Location())
+    rows, root = [], root_of(locations.names)
+    for names, (declared, mask) in masks.items():
+        declaration = Declaration(declared.mask, declared.window, module_of(names, root))
+        if mask is not None:
+            check_known(mask, declaration)
+        rows.append((declaration, mask is not None))
+    return rows
 
 
 def _elements(value: Any) -> np.ndarray | None:

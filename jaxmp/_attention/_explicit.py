@@ -119,20 +119,20 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     if parts is None:
         return compute(args)
     operands = _arranged(args, parts)
-    axes = set(parts.batch + parts.heads)
-    if maps and axes:
+    axes = parts.batch + parts.heads if maps else ()
+    compute = functools.partial(_compute_part, compute, axes, getattr(args.bias, "dtype", None))
+    if axes:
         out = _spec((parts.batch, (), parts.heads))
-        results = jax.shard_map(
-            functools.partial(_compute_part, compute, args, parts),
+        compute = jax.shard_map(
+            compute,
             mesh=parts.mesh,
-            in_specs=({name: parts.spec(name, array.shape) for name, array in operands.items()},),
+            in_specs=(operands.map(lambda name, array: parts.spec(name, array.shape)),),
             out_specs=(out, out) if args.settings.residual else out,
-            axis_names=axes,
+            axis_names=set(axes),
             # The gradients of the parts are not summed over further axes.
             check_vma=False,
-        )(operands)
-    else:
-        results = compute(_with_operands(args, operands))
+        )
+    results = compute(operands)
     batch, positions, heads, size = parts.query
     size = size if args.value.shape[-1] == args.query.shape[-1] else ()
     entries = (batch, positions, heads, size)
@@ -142,42 +142,31 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     return jax.tree.map(place, results)
 
 
-def _arranged(args: Arguments, parts: Parts) -> dict[str, jax.Array]:
+def _arranged(args: Arguments, parts: Parts) -> Arguments:
     """Returns the operands, sharded alike, with repeated heads of key and value."""
-    fields = {name: getattr(args, name) for name in _DIMENSIONS}
-    operands = {name: array for name, array in fields.items() if array is not None}
     repeats = parts.key_heads // args.key.shape[2]
-    for name in ("key", "value"):
-        operands[name] = jnp.repeat(operands[name], repeats, 2) if repeats > 1 else operands[name]
-    if "bias" in operands:
-        # Its gradient may be summed over devices, in this dtype.
-        operands["bias"] = operands["bias"].astype(wide_dtype(operands["bias"].dtype))
-    return {
-        name: jax.reshard(array, NamedSharding(parts.mesh, parts.spec(name, array.shape)))
-        for name, array in operands.items()
-    }
+
+    def arrange(name: str, array: Any) -> Any:
+        if name in ("key", "value") and repeats > 1:
+            array = jnp.repeat(array, repeats, 2)
+        if name == "bias":
+            # Its gradient may be summed over devices, in this dtype.
+            array = array.astype(wide_dtype(array.dtype))
+        return jax.reshard(array, NamedSharding(parts.mesh, parts.spec(name, array.shape)))
+
+    return args.map(arrange)
 
 
 def _compute_part(
-    compute: Callable[[Arguments], Any],
-    args: Arguments,
-    parts: Parts,
-    operands: dict[str, jax.Array],
+    compute: Callable[[Arguments], Any], axes: Axes, bias_dtype: Any, part: Arguments
 ) -> Any:
-    """Computes the part of a device, in `shard_map`."""
-    part = _with_operands(args, operands)
-    rng = part.dropout_rng
+    """Computes the part of a device in a `shard_map` over `axes`, or the whole without axes."""
+    bias, rng = part.bias, part.dropout_rng
     if rng is not None and not part.settings.broadcast_dropout:
-        for axis in parts.batch + parts.heads:  # devices drop different weights
+        for axis in axes:  # devices drop different weights
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
-    return compute(dataclasses.replace(part, dropout_rng=rng))
-
-
-def _with_operands(args: Arguments, operands: dict[str, jax.Array]) -> Arguments:
-    bias = operands.get("bias")
-    if bias is not None:
-        operands = {**operands, "bias": bias.astype(args.bias.dtype)}
-    return dataclasses.replace(args, **operands)
+    bias = None if bias is None else bias.astype(bias_dtype)
+    return compute(dataclasses.replace(part, dropout_rng=rng, bias=bias))
 
 
 def _axes(entry: object) -> Axes:

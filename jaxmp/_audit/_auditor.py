@@ -14,7 +14,7 @@ from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import FLOATS, Body, OpOccurrence, dtype_of, half_of, is_attention, named
+from jaxmp._audit._program import FLOATS, Body, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT16, is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
@@ -36,7 +36,7 @@ from jaxmp._core._matmuls import (
     kernel_matmuls,
     matmul_of,
 )
-from jaxmp._core._static_values import Known
+from jaxmp._core._static_values import Scope
 
 # Equations whose jaxprs are parts of the program, as opposed to kernels and to functions that
 # combine elements.
@@ -63,7 +63,9 @@ class Auditor:
         self.findings = PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
-        self.flow, self.known = Flow(context.ops), Known()
+        self.flow = Flow(context.ops)
+        # The jaxpr that is being walked, in which checks look up constants.
+        self.known: Scope
         self.equations = 0
         self.has_backward = False
         # The first matmul of the backward pass that reads float16.
@@ -111,18 +113,18 @@ class Auditor:
     # -- the walk ---------------------------------------------------------------------------
 
     def run(
-        self, jaxpr: Jaxpr, outer: Location, times: int, enclosing: tuple[Equation, ...] = ()
+        self, scope: Scope, outer: Location, times: int, enclosing: tuple[Equation, ...] = ()
     ) -> None:
         """Visits the equations of a jaxpr and of its sub-jaxprs.
 
         Args:
-          jaxpr: without constants.
+          scope: the jaxpr.
           outer: location of the equation that contains it.
           times: number of its executions; 0 for a branch that is not counted.
           enclosing: the equations that contain it, innermost first.
         """
-        body = Body(jaxpr)
-        for equation in jaxpr.eqns:
+        self.known, body = scope, Body(scope.jaxpr)
+        for equation in scope.jaxpr.eqns:
             self.equations += 1
             location = self.locations.of(equation, outer)
             self.has_backward |= location.phase != FORWARD
@@ -140,7 +142,6 @@ class Auditor:
                     self._count_kernel(op)
                 labels += self._check_16_bits(op)
                 self.flow.step(op)
-                self.known.step(equation)
             for label in labels:
                 if label is not None:
                     self.flow.mark(equation.outvars[0], label)
@@ -169,16 +170,13 @@ class Auditor:
                 f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
                 " one is counted"
             ] = None
-        for inner in inside:
+        scope = self.known
+        for inner, inner_scope in zip(inside, scope.inside(equation), strict=True):
             times = op.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
-            self.known.enter(equation, inner)
-            self.run(inner.jaxpr, op.location, times, (equation, *op.enclosing))
+            self.run(inner_scope, op.location, times, (equation, *op.enclosing))
             self.flow.leave(inner)
-            self.known.leave(equation, inner)
-        if is_attention(equation):
-            # Masks that attention makes for its own derivative are not the model's.
-            self.known.forget(equation.outvars)
+        self.known = scope
 
     # -- FLOPs ------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Equation, inners
 from jaxmp._core._matmuls import matmul_of
+from jaxmp._report._units import bytes_text
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",
@@ -128,7 +128,7 @@ def _explain_choice(
     message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
     if choice is None:
         reason = argument or "the requested implementation"
-        fix = "jaxmp.explain_attention(query, key, value)"
+        fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title

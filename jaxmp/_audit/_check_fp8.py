@@ -16,9 +16,7 @@ from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._matmuls import Matmul
 from jaxmp.fp8._copies import COPIES
 from jaxmp.fp8._eligible import explain_exclusion
-from jaxmp.fp8._explain import recorded as recorded
 from jaxmp.fp8._operands import QUANTIZE
-from jaxmp.fp8._stats import with_stats as with_stats
 
 NOT_FP8 = Check(
     id="not_fp8",

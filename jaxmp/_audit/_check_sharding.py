@@ -16,9 +16,9 @@ from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, inners, phase_of
 from jaxmp._fp32_gradients import with_fp32_gradients
+from jaxmp._report._units import bytes_text
 
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",

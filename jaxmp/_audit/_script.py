@@ -35,8 +35,9 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations, inners, is_literal
 from jaxmp._core._locations import Lines, Location
 from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import AuditError, JaxmpError, did_you_mean
+from jaxmp.errors import AuditError, JaxmpError
 
 # ---------------------------------------------------------------------------
 # Results
@@ -275,7 +276,7 @@ class Watcher:
             chosen.call.function,
             chosen.call.args,
             chosen.call.kwargs,
-            policies=self.options.recipe,
+            recipe=self.options.recipe,
             target=self.options.target,
         )
         return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}

@@ -6,16 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxmp._audit._section import (
-    MAX_ROWS,
-    PHASES,
-    Section,
-    abbreviate,
-    left_out_text,
-    nonempty,
-    numberless,
-    pair_text,
-)
 from jaxmp._audit._sections_compiled import (
     attention_kernels,
     collectives,
@@ -29,7 +19,17 @@ from jaxmp._audit._sections_findings import (
     group_findings,
     warning_sections,
 )
-from jaxmp._audit._units import bytes_text, counted, flops_text, module_text, share_text
+from jaxmp._report._section import (
+    MAX_ROWS,
+    PHASES,
+    Section,
+    abbreviate,
+    left_out_text,
+    nonempty,
+    numberless,
+    pair_text,
+)
+from jaxmp._report._units import bytes_text, counted, flops_text, module_text, share_text
 
 if TYPE_CHECKING:
     from jaxmp._audit._report import AuditDiff, AuditReport

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._section import (
+from jaxmp._report._section import (
     MAX_ROWS,
     PHASES,
     Section,
@@ -15,7 +15,7 @@ from jaxmp._audit._section import (
     numberless,
     pair_text,
 )
-from jaxmp._audit._units import bytes_text, counted, flops_text, module_text, share_text
+from jaxmp._report._units import bytes_text, counted, flops_text, module_text, share_text
 
 
 def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]) -> Section:

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable
 
 from jaxmp._audit._checks import WARNING
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._section import Fix, Section, abbreviate, numberless
-from jaxmp._audit._units import counted
+from jaxmp._report._section import Fix, Section, abbreviate, numberless
+from jaxmp._report._units import counted
 
 # Rows of the table of errors in the short report.
 _MAX_ERRORS = 20

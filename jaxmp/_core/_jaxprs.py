@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
+import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._programs._constructs import scan_of, shard_map_of, while_of
+from jaxmp._core._typing import PyTree
 
 Path = tuple[str, ...]
 # A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
@@ -43,6 +45,25 @@ FIRST_STEP = "jaxmp_fp8_first_step"
 # Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
 # "ij,jk->ik" for an einsum.)
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
+
+
+def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) -> ClosedJaxpr:
+    """Returns the jaxpr of a function; its arguments that are not arrays are passed unchanged.
+
+    Args:
+      fn: any JAX function.
+      args, kwargs: its arguments. Arrays may be `jax.ShapeDtypeStruct`.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+        args, kwargs = structure.unflatten(filled.values())
+        out = jax.tree.leaves(fn(*args, **kwargs))
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    return jax.make_jaxpr(run)(*(leaves[n] for n in positions))
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:

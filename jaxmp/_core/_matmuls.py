@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -236,6 +237,40 @@ def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
                     return None
                 matmuls += [matmul._replace(flops=matmul.flops * times) for matmul in below]
     return matmuls
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
+
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
+    """Returns the FLOPs of a program's matmuls by the dtypes of their operands, without integers.
+
+    Of the branches of a `cond`, the one with the most FLOPs counts.
+    """
+    counts: Counter[tuple[Any, Any]] = Counter()
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        name = equation.primitive.name
+        matmuls = [matmul_of(equation)] if name in MATMULS else kernel_matmuls(equation) or []
+        for matmul in matmuls:
+            if not matmul.is_integer:
+                counts[matmul.lhs, matmul.rhs] += matmul.flops
+        if matmuls or name == "pallas_call":
+            continue
+        inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
+        if name == "cond":
+            inside = [max(inside, key=Counter.total)]
+        elif equation.params.get("name") == WIDENED_MATMUL:
+            lhs, rhs = (var.aval.dtype for var in equation.invars[:2])
+            inside = [Counter({(lhs, rhs): flops.total()}) for flops in inside]
+        for flops in inside:
+            counts.update(flops)
+    return counts
+
+
+def _multiplied(flops: Counter[tuple[Any, Any]], times: int) -> Counter[tuple[Any, Any]]:
+    return Counter({pair: count * times for pair, count in flops.items()})
 
 
 def multiple_of(dtype: DTypeLike) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_outputs, resolve_module
@@ -24,6 +23,7 @@ from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyIntercept
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
+from jaxmp._flax._share import warn_if_low
 from jaxmp._policies._resolve import PolicyMap
 
 # ---------------------------------------------------------------------------

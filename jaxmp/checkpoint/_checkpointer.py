@@ -52,7 +52,6 @@ from jaxmp.checkpoint._manifest import (
     has_manifest,
     read_manifest,
 )
-from jaxmp.checkpoint._migrate import abstract_state, describe_under
 from jaxmp.checkpoint._plan import (
     Plan,
     differences,
@@ -187,12 +186,7 @@ class Checkpointer:
         check_recipe(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
-        more = {"metrics": as_metrics(metrics), "extra": as_json(extra)}
-        self._save(as_step(step), flat, recipe, allow_nonfinite, **more)
-
-    def _save(
-        self, step: int, flat: FlatState, recipe: Recipe, allow_nonfinite: bool, **more: Any
-    ) -> None:
+        step, metrics, extra = as_step(step), as_metrics(metrics), as_json(extra)
         manager = self._open_for_writing()
         self.wait()
         if step in manager.all_steps():
@@ -211,7 +205,8 @@ class Checkpointer:
             files={},
             jaxmp_version=__version__,
             jax_version=jax.__version__,
-            **more,
+            metrics=metrics,
+            extra=extra,
         )
         args = SaveState(
             leaves={
@@ -229,7 +224,7 @@ class Checkpointer:
         if jax.process_count() > 1:
             # Processes must agree on sums here: only the first of them writes the manifest.
             args.finish()
-        self._steps.metrics[step] = manifest.metrics
+        self._steps.metrics[step] = metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
 
     def wait(self) -> None:
@@ -300,9 +295,7 @@ class Checkpointer:
         flat = flatten_state(state_like)
         if wanted is not None:
             check_recipe(flat.description, wanted, "state_like")
-        self.wait()
-        step = self._steps.find(step)
-        directory = self._steps.path(step) / ITEM if step is not None else self._directory
+        step, directory = self._find(step)
         if step is None or not has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate, params)
         manifest = read_manifest(directory)
@@ -314,7 +307,9 @@ class Checkpointer:
             plan = self._plan(flat.description, manifest, wanted, migrate, params)
         if not verify:
             manifest = dataclasses.replace(manifest, checksums={})
-        return flat.rebuild(self._run(plan, directory, manifest, flat))
+        read = lambda targets: self._read(directory, targets)
+        values = run_plan(plan, manifest.description, flat, read, manifest.checksums)
+        return flat.rebuild(values)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
         """Reads a checkpoint in full and compares all checksums.
@@ -337,46 +332,6 @@ class Checkpointer:
                 manifest.checksums,
             )
         return describe_manifest(directory.parent, manifest)
-
-    def migrate(
-        self,
-        out: str | epath.PathLike,
-        recipe: RecipeLike,
-        *,
-        step: int | None = None,
-        lossy: bool = False,
-        params: Declared = None,
-    ) -> CheckpointInfo:
-        """Writes a checkpoint as it would be under another recipe, and prints the plan first.
-
-        Args:
-          out: directory for the new checkpoint.
-          recipe: the recipe.
-          step: the step; None: the latest.
-          lossy: also if that loses information.
-          params: as in `restore`.
-
-        Returns:
-          Description of the new checkpoint.
-
-        Raises:
-          CheckpointError: if the checkpoint is damaged, or the model is needed for the migration.
-        """
-        wanted = load_recipe(recipe)
-        directory, manifest = self._manifest(step)
-        check_files(directory, manifest)
-        if params is not None:
-            source = declare(manifest.description, params)
-            manifest = dataclasses.replace(manifest, description=source)
-        target = abstract_state(describe_under(wanted, manifest.description))
-        plan = self._plan(target.description, manifest, wanted, "lossy" if lossy else True)
-        values = self._run(plan, directory, manifest, target)
-        with Checkpointer(out) as new:
-            flat = dataclasses.replace(target, values=values)
-            more = {"metrics": manifest.metrics, "extra": manifest.extra}
-            new._save(manifest.step, flat, wanted, bool(manifest.nonfinite), **more)
-            new.wait()
-            return new.describe(manifest.step)
 
     def describe(self, step: int | None = None) -> CheckpointInfo:
         """Returns what a checkpoint contains, without reading its arrays.
@@ -414,12 +369,16 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- Details
 
-    def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
+    def _find(self, step: int | None) -> tuple[int | None, epath.Path]:
+        """Returns a step, or None for a checkpoint that has none, and the directory of its data."""
         self.wait()
-        known_step = self._steps.find(step)
-        folder = self._directory if known_step is None else self._steps.path(known_step)
-        directory = folder if known_step is None else folder / ITEM
+        step = self._steps.find(step)
+        return step, self._directory if step is None else self._steps.path(step) / ITEM
+
+    def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
+        step, directory = self._find(step)
         if not has_manifest(directory):
+            folder = self._directory if step is None else directory.parent
             raise CheckpointError(
                 f"{folder} has no manifest, so jaxmp did not write it. Restore it with "
                 "restore(state, migrate=True), and save it again."
@@ -471,11 +430,6 @@ class Checkpointer:
                 return checkpointer.restore(directory, args=RestoreState(targets))
             except (ValueError, KeyError, OSError) as error:
                 raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
-
-    def _run(self, plan: Plan, directory: epath.Path, manifest: Manifest, flat: FlatState) -> Any:
-        """Makes the leaves of a state from those of a step."""
-        read = lambda targets: self._read(directory, targets)
-        return run_plan(plan, manifest.description, flat, read, manifest.checksums)
 
     def _plan(
         self,
@@ -557,10 +511,7 @@ def _announce(head: str, plan: Plan, migrate: Migrate) -> None:
     if jax.process_index() == 0:
         print(f"{head}\n{plan}", flush=True)
     if plan.losses and migrate != "lossy":
-        advice = (
-            "If that is intended: restore(state, recipe=recipe, migrate='lossy'), or --lossy on "
-            "the command line."
-        )
+        advice = "If that is intended: restore(state, recipe=recipe, migrate='lossy')."
         if plan.drops_masters:
             advice = (
                 "FP32 masters would be lost, because the state to restore has no optimizer or "

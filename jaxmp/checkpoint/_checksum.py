@@ -70,13 +70,9 @@ def checksums(leaves: list[Any]) -> list[str]:
 def _start(leaf: Array | np.ndarray) -> _Parts:
     if not isinstance(leaf, jax.Array):
         # Every process has the whole array.
-        if jax.process_index() != 0:
-            return []
         array = np.asarray(leaf)
-        start = (0,) * array.ndim
-        if array.size <= _HOST_ELEMENTS or jnp.asarray(array[:0]).dtype != array.dtype:
-            return [_host_sum(array, start, array.shape)]
-        return [_sum_part(jnp.asarray(array), start, array.shape)]
+        part = _sum_part(array, (0,) * array.ndim, array.shape)
+        return [part] if jax.process_index() == 0 else []
     replicated = leaf.is_fully_addressable and jax.process_count() > 1
     if replicated and jax.process_index() != 0:
         return []
@@ -87,46 +83,38 @@ def _start(leaf: Array | np.ndarray) -> _Parts:
     ]
 
 
-def _sum_part(part: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    if part.size <= _HOST_ELEMENTS:
-        return _host_sum(np.asarray(part), start, shape)
-    offset, strides = _offset_and_strides(start, shape)
-    return _device_sum(part, np.uint32(offset), strides)
-
-
-def _offset_and_strides(
-    start: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, tuple[int, ...]]:
-    """Returns the global index of a part's first element, and the distances between elements."""
+def _sum_part(part: Array | np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     strides = tuple(math.prod(shape[axis + 1 :]) % _UINT32 for axis in range(len(shape)))
-    return sum(a * b for a, b in zip(start, strides, strict=True)) % _UINT32, strides
+    offset = np.uint32(sum(a * b for a, b in zip(start, strides, strict=True)) % _UINT32)
+    is_narrowed = jax.dtypes.canonicalize_dtype(part.dtype) != part.dtype
+    if part.size > _HOST_ELEMENTS and not is_narrowed:
+        return _device_sum(part, offset, strides)
+    # NumPy warns where an integer scalar overflows.
+    return _sum_words(np.atleast_1d(np.asarray(part)), offset, strides or (1,), np)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _device_sum(part: Array, offset: Array, strides: tuple[int, ...]) -> Array:
-    index = jnp.full(part.shape, offset)
+def _device_sum(part: Array | np.ndarray, offset: np.uint32, strides: tuple[int, ...]) -> Array:
+    return _sum_words(part, offset, strides, jnp)
+
+
+def _sum_words(part: Any, offset: Any, strides: tuple[int, ...], numpy: ModuleType) -> Any:
+    """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around.
+
+    Args:
+      part: a part of a leaf.
+      offset: the index of its first element in the leaf.
+      strides: the distances between elements of the leaf along each axis.
+      numpy: `numpy` or `jax.numpy`.
+    """
+    index = numpy.full(part.shape, offset)
     for axis, stride in enumerate(strides):
-        index = index + lax.broadcasted_iota(jnp.uint32, part.shape, axis) * np.uint32(stride)
-    return _sum_words(part, index, jnp)
-
-
-def _host_sum(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    if not part.shape:  # NumPy warns where an integer scalar overflows
-        part, start, shape = part[None], (0,), (1,)
-    offset, strides = _offset_and_strides(start, shape)
-    index = np.full(part.shape, offset, np.uint32)
-    for axis, stride in enumerate(strides):
-        count = np.arange(part.shape[axis], dtype=np.uint32) * np.uint32(stride)
-        index += count.reshape([-1 if i == axis else 1 for i in range(part.ndim)])
-    return _sum_words(part, index, np)
-
-
-def _sum_words(part: Any, index: Array | np.ndarray, numpy: ModuleType) -> Any:
-    """Sums two hashes of each word and its index, with 32-bit arithmetic that wraps around."""
+        count = numpy.arange(part.shape[axis], dtype=np.uint32) * np.uint32(stride)
+        index = index + numpy.expand_dims(count, [i for i in range(part.ndim) if i != axis])
     first, second = [], []
     for position, word in enumerate(_words(part, numpy)):
-        offset = np.uint32(position * 0x85EBCA77 % _UINT32)
-        place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + offset
+        shift = np.uint32(position * 0x85EBCA77 % _UINT32)
+        place = index * np.uint32(2 * 0x85EBCA77 % _UINT32) + shift
         mixed = word * np.uint32(0x9E3779B1) + place
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
         mixed = mixed ^ (mixed >> np.uint32(12))

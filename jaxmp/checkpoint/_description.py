@@ -116,21 +116,16 @@ class Description:
         return "mixed" if len(layouts) > 1 else next(iter(layouts), "none")
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], version: int) -> Description:
-        """Undoes `dataclasses.asdict`.
-
-        Args:
-          data: the fields.
-          version: format of the manifest. Format 1 has one guess instead of all candidates.
-        """
-        result = cls(
+    def from_json(cls, data: dict[str, Any]) -> Description:
+        """Undoes `dataclasses.asdict`."""
+        return cls(
             tuple(Leaf(**{**row, "shape": tuple(row["shape"])}) for row in data["leaves"]),
             tuple(
                 Masters(
                     **{
                         **row,
                         "parameters": tuple(Parameter(**p) for p in row["parameters"]),
-                        "candidates": tuple(row.get("candidates", ())),
+                        "candidates": tuple(row["candidates"]),
                     }
                 )
                 for row in data["masters"]
@@ -138,11 +133,6 @@ class Description:
             tuple(Scale(**row) for row in data["scales"]),
             tuple(data["optimizers"]),
         )
-        if version > 1:
-            return result
-        outside = outside_of(result)
-        masters = tuple(find_parameters(row, outside) for row in result.masters)
-        return dataclasses.replace(result, masters=masters)
 
 
 def join(names: Path) -> str:
@@ -187,38 +177,31 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
       CheckpointError: for a leaf that is none of these, and for two leaves with one path.
     """
     outer, outer_def = jax.tree_util.tree_flatten_with_path(state, is_leaf=_nnx_nodes.is_node)
-    rows: list[tuple[Path, Any]] = []
-    typed: list[PyTree] = []  # the state with the classes of jaxmp's optimizer states
-    overwritten: set[Path] = set()
-    parts: list[tuple[Any, Any, int]] = []
-    nodes: list[tuple[Path, Any]] = []
-    for names, value in _named(outer):
-        if not _nnx_nodes.is_node(value):
-            rows.append((names, value))
-            typed.append(value)
-            parts.append((None, None, 1))
-            continue
-        flat, treedef = jax.tree_util.tree_flatten_with_path(_nnx_nodes.pure_state(value))
-        rows += [(names + inner, leaf) for inner, leaf in _named(flat)]
-        typed.append(_nnx_nodes.optimizer_states(value))
-        nodes.append((names, value))
-        overwritten |= {names + path for path in _nnx_nodes.overwritten_paths(value)}
-        parts.append((value, treedef, len(flat)))
+    nodes = [(names, value) for names, value in _named(outer) if _nnx_nodes.is_node(value)]
+
+    def with_nodes(convert: Callable[[Any], PyTree]) -> PyTree:
+        leaves = [convert(leaf) if _nnx_nodes.is_node(leaf) else leaf for _, leaf in outer]
+        return outer_def.unflatten(leaves)
+
+    arrays, treedef = jax.tree_util.tree_flatten_with_path(with_nodes(_nnx_nodes.pure_state))
+    rows = _named(arrays)
 
     def rebuild(values: list[Any]) -> PyTree:
-        rest = iter(values)
-        result = []
-        for node, treedef, count in parts:
-            taken = [next(rest) for _ in range(count)]
-            is_leaf = treedef is None
-            result.append(
-                taken[0] if is_leaf else _nnx_nodes.update(node, treedef.unflatten(taken))
-            )
+        parts = iter(outer_def.flatten_up_to(treedef.unflatten(values)))
+        result = [
+            _nnx_nodes.update(leaf, next(parts)) if _nnx_nodes.is_node(leaf) else next(parts)
+            for _, leaf in outer
+        ]
         return outer_def.unflatten(result)
 
+    # The state with the classes of jaxmp's optimizer states.
+    typed = with_nodes(_nnx_nodes.optimizer_states)
+    overwritten = {
+        names + path for names, node in nodes for path in _nnx_nodes.overwritten_paths(node)
+    }
     values = {join(names): value for names, value in rows} if by_values else {}
     models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
-    description = _describe(rows, outer_def.unflatten(typed), overwritten, values, models)
+    description = _describe(rows, typed, overwritten, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
 
 

@@ -18,7 +18,7 @@ from jaxmp.checkpoint._description import Description
 from jaxmp.errors import CheckpointError, JaxmpError
 
 FILE_NAME = "jaxmp_manifest.json"
-# 2: the description lists all leaves that fit the parameters of an optimizer.
+# Changes with the fields below, and with those of `Description`.
 FORMAT = 2
 
 
@@ -105,20 +105,20 @@ def read_manifest(directory: epath.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: if it is damaged, or of a newer version of jaxmp.
+      CheckpointError: if it is damaged, or has another format.
     """
     path = directory / FILE_NAME
     try:
         envelope = json.loads(path.read_text())
         version, body = envelope["format"], envelope["manifest"]
         intact = envelope["crc32"] == _crc(body)
-        is_newer = version > FORMAT
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The manifest {path} is damaged: {error}.") from error
-    if is_newer:
+    if version != FORMAT:
+        age = "a newer" if isinstance(version, int) and version > FORMAT else "another"
         raise CheckpointError(
-            f"The manifest {path} has format {version}, which a newer version of jaxmp wrote; this "
-            f"one reads formats up to {FORMAT}. Update jaxmp."
+            f"The manifest {path} has format {version}, which {age} version of jaxmp wrote; this "
+            f"one reads format {FORMAT}. Read it with the version that wrote it."
         )
     if not intact:
         raise CheckpointError(
@@ -126,9 +126,9 @@ def read_manifest(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = Description.from_json(data["description"], version)
+        data["description"] = Description.from_json(data["description"])
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
-        data["nonfinite"] = tuple(data.get("nonfinite", ()))
+        data["nonfinite"] = tuple(data["nonfinite"])
         return Manifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

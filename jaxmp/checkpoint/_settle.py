@@ -129,8 +129,8 @@ def refuse(row: Masters) -> None:
         f"{_listed(row.candidates)} are the parameters of the optimizer at {row.path!r}, because "
         "their paths and dtypes are the same. The others are averages or copies of them. Declare "
         f"the parameters, such as params={row.candidates[0]!r}, or if there are several "
-        f"optimizers params={{{row.path!r}: {row.candidates[0]!r}}}, as an argument of restore, "
-        "migrate or, for the next checkpoints, save."
+        f"optimizers params={{{row.path!r}: {row.candidates[0]!r}}}, as an argument of restore "
+        "or, for the next checkpoints, of save."
     )
 
 

@@ -1,24 +1,21 @@
-"""`jaxmp checkpoint show`, `verify` and `migrate`."""
+"""`jaxmp checkpoint show` and `verify`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import jaxmp
-from jaxmp._recipe import load_recipe
 from jaxmp.cli._arguments import JsonOption
 from jaxmp.cli._output import console, escape, make_table, write_json
 
 if TYPE_CHECKING:
     from jaxmp.checkpoint import Checkpointer, CheckpointInfo
 
-checkpoint = typer.Typer(help="Show, verify and migrate checkpoints.", no_args_is_help=True)
+checkpoint = typer.Typer(help="Show and verify checkpoints.", no_args_is_help=True)
 
 _PathArgument = Annotated[
     Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
@@ -54,32 +51,6 @@ def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = Non
     info = checkpointer.verify(step)
     if not write_json(json, _rows(info, intact=True)):
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
-
-
-@checkpoint.command()
-def migrate(
-    path: _PathArgument,
-    to: Annotated[str, typer.Option(metavar="RECIPE", help="The recipe to convert to.")],
-    out: Annotated[Path, typer.Option(metavar="PATH", help="Directory for the result.")],
-    master: Annotated[
-        str | None, typer.Option(help="fp32, packed or none, instead of the recipe's own.")
-    ] = None,
-    step: _StepOption = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Also if it loses information.")] = False,
-    json: JsonOption = None,
-) -> None:
-    """Convert a checkpoint to another recipe; prints the plan first."""
-    recipe = load_recipe(to)
-    if master is not None:
-        recipe = recipe.replace(master=master)
-    checkpointer, step = _open(path, step)
-    checkpointer.verify(step)
-    # With --json - the standard output contains JSON only.
-    plan = contextlib.redirect_stdout(io.StringIO()) if json == "-" else contextlib.nullcontext()
-    with plan:
-        info = checkpointer.migrate(out, recipe, step=step, lossy=lossy)
-    if not write_json(json, _rows(info)):
-        _print_info(info)
 
 
 def _open(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:

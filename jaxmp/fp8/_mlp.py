@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import functional
 from jaxmp._core import _compat
-from jaxmp.errors import JaxmpError, did_you_mean
+from jaxmp._core._messages import did_you_mean
+from jaxmp.errors import JaxmpError
 from jaxmp.fp8._call import Call, differentiated_once
 from jaxmp.fp8._cast_transpose import explain_fallback
 from jaxmp.fp8._checkpoint import named_result

@@ -160,7 +160,7 @@ class UnpackedParameters(UnpackedMasters):
 def master_params(
     inner: optax.GradientTransformation,
     *,
-    policies: _load.RecipeLike | None = None,
+    recipe: _load.RecipeLike | None = None,
     master: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Updates FP32 masters of 16-bit parameters, which are cast from them.
@@ -184,7 +184,7 @@ def master_params(
 
     Args:
       inner: any optax transformation.
-      policies: policies or a recipe, whose `param_dtype` determines the storage dtype of each
+      recipe: a recipe or policies, whose `param_dtype` determines the storage dtype of each
         parameter. None: each leaf keeps its dtype.
       master: "fp32" (also "auto"): a float32 master for each 16-bit parameter; "packed": the 16
         bits that bfloat16 drops, which makes 4 bytes per parameter in total and rounds ties away
@@ -199,7 +199,7 @@ def master_params(
 
     Example:
       >>> params = {"w": jnp.ones(3)}
-      >>> tx = master_params(optax.sgd(1e-3), policies="bf16_params")
+      >>> tx = master_params(optax.sgd(1e-3), recipe="bf16_params")
       >>> state = tx.init(params)
       >>> state.masters["w"].dtype
       dtype('float32')
@@ -210,7 +210,7 @@ def master_params(
             "for example master='auto'."
         )
     master = "fp32" if master == "auto" else master
-    policy_map = None if policies is None else _load.as_policy_map(policies)
+    policy_map = None if recipe is None else _load.as_policy_map(recipe)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from jaxmp._audit._units import module_text
+from jaxmp._report._units import module_text
 
 PHASES = ("forward", "backward", "recompute")
 # Rows of a table of modules or lines.

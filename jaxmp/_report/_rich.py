@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmp._audit._render import text_lines
-from jaxmp._audit._section import Section
-from jaxmp.errors import missing_dependency
+from jaxmp._core._messages import missing_dependency
+from jaxmp._report._section import Section
+from jaxmp._report._text import text_lines
 
 try:
     from rich.console import Console, ConsoleOptions

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._audit import audit
-from jaxmp._audit._check_fp8 import recorded
 from jaxmp._autocast._trace import is_traced_by_autocast
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, bits
+from jaxmp._core._jaxprs import trace
+from jaxmp._core._matmuls import count_flops
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import RecipeWarning
+from jaxmp.fp8._explain import recorded
 
 # A share of FLOPs below this is reported.
 _LOW = 0.5
@@ -74,8 +75,9 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with recorded():
-        report = audit(fn, *args, **kwargs)
-    return report.low_precision_share if report.flops else None
+        flops = count_flops(trace(fn, args, kwargs))
+    low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
+    return low / flops.total() if flops.total() else None
 
 
 def _shape_of(leaf: object) -> object:
