@@ -7,6 +7,7 @@ repository, one page of reference for each public module, and `llms.txt`, a list
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 from pathlib import Path
@@ -96,21 +97,43 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{path}", f"]({copied}.md")
 
 
-def reference_page(name: str, title: str) -> str:
-    """Returns the page of reference of a module: each name of `__all__`, by kind."""
+def public_names() -> dict[str, list[str]]:
+    """Returns module -> the names that its page of reference describes.
+
+    A name that several modules export is described by the last of them in `MODULES`.
+
+    Raises:
+      ValueError: if a public module has no page, or a public name has no docstring.
+    """
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    missing = {f"jaxmp.{each}" for each in jaxmp.__all__ if inspect.ismodule(getattr(jaxmp, each))}
+    if missing - set(modules):
+        raise ValueError(f"MODULES in docs/conf.py lacks {sorted(missing - set(modules))}.")
+    places = {each: name for name, module in modules.items() for each in module.__all__}
+    names: dict[str, list[str]] = {name: [] for name in modules}
+    for each, name in sorted(places.items(), key=lambda item: item[0].lower()):
+        value = getattr(modules[name], each)
+        if not inspect.ismodule(value):
+            if callable(value) and not inspect.getdoc(value):
+                raise ValueError(f"{name}.{each} has no docstring.")
+            names[name].append(each)
+    return names
+
+
+def reference_page(name: str, title: str, names: list[str]) -> str:
+    """Returns the page of reference of a module."""
     module = importlib.import_module(name)
-    names = [each for each in module.__all__ if type(getattr(module, each)) is not type(module)]
     lines = [f"# {title}: `{name}`", "", (module.__doc__ or "").strip(), ""]
-    for each in sorted(names, key=str.lower):
+    for each in names:
         value = getattr(module, each)
-        if isinstance(value, type):
-            is_error = issubclass(value, BaseException)
-            directive = "autoexception" if is_error else "autoclass"
-            options = [] if is_error else ["   :members:"]
+        is_class = isinstance(value, type)
+        if is_class and issubclass(value, BaseException):
+            block = [f".. autoexception:: {name}.{each}"]
+        elif is_class:
+            block = [f".. autoclass:: {name}.{each}", "   :members:"]
         else:
-            directive = "autofunction" if callable(value) else "autodata"
-            options = []
-        block = [f".. {directive}:: {name}.{each}", *options]
+            kind = "autofunction" if callable(value) else "autodata"
+            block = [f".. {kind}:: {name}.{each}"]
         lines += ["```{eval-rst}", *block, "```", ""]
     return "\n".join(lines)
 
@@ -120,8 +143,9 @@ def write_pages(app: Sphinx) -> None:
     for page, path in OUTSIDE.items():
         write(DOCS / f"{page}.md", copy_page(path))
     (DOCS / "reference").mkdir(exist_ok=True)
+    names = public_names()
     for name, title in MODULES.items():
-        write(DOCS / "reference" / f"{name}.md", reference_page(name, title))
+        write(DOCS / "reference" / f"{name}.md", reference_page(name, title, names[name]))
 
 
 def write(path: Path, text: str) -> None:
