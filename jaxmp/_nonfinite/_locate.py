@@ -20,7 +20,7 @@ from jaxmp._nonfinite._arguments import (
 )
 from jaxmp._nonfinite._causes import Evidence, cause_of, cause_of_argument
 from jaxmp._nonfinite._measure import measure
-from jaxmp._nonfinite._record import Codes, Program, WideCodes
+from jaxmp._nonfinite._record import Program, Recorder, WideRecorder
 from jaxmp._nonfinite._report import NonfiniteReport
 from jaxmp._nonfinite._walk import Argument, Operation, Variable, Walk
 
@@ -74,7 +74,7 @@ class _Search:
 
     def __init__(self, traced: Traced) -> None:
         self.traced, self.scale = traced, scale_of(traced)
-        self.program = Program(Codes(), traced.closed)
+        self.program = Program(Recorder(), traced.closed)
 
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
@@ -121,7 +121,7 @@ class _Search:
 
     def _overflows_in_fp32(self, arrays: list[Any]) -> bool:
         """Returns True if the first origin of the step in FP32 is an overflow."""
-        walk = Walk(Program(WideCodes(), self.traced.closed)(arrays))
+        walk = Walk(Program(WideRecorder(), self.traced.closed)(arrays))
         origin = walk.origin(_roots(walk), _unused_results(walk))
         return origin is not None and walk.is_overflow(origin)
 
@@ -188,7 +188,7 @@ def _unused_results(walk: Walk) -> list[Variable]:
     unused = []
     for region, equation, location in walk.recorded.equations():
         if location.phase == FORWARD and location.differentiated:
-            free = [var for var in equation.outvars if var not in region.read]
+            free = [var for var in equation.outvars if var not in region.index.consumers]
             for at in walk.recorded.positions(region) if free else ():
                 unused += [Variable(region, at, var) for var in free]
     return [variable for variable in unused if walk.code(variable)]

@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._programs._constructs import CONSTRUCTS
-from jaxmp._core._programs._interpreter import vary_as_here
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._nonfinite._record import Key, Recorder, _Run, compiled, computed_in_fp32
+from jaxmp._core._programs._fp32 import bind_in_fp32
+from jaxmp._core._programs._interpreter import Frame, vary_as_here
+from jaxmp._core._typing import Array
+from jaxmp._nonfinite._record import Key, Program, Recorder
 from jaxmp._nonfinite._walk import Operation
+
+Target = tuple[Key, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,25 +64,23 @@ class Measured:
 class _Operands(Recorder):
     """Recorder of the elements of some operations."""
 
-    def __init__(self, targets: Collection[tuple[Key, int]]) -> None:
+    def __init__(self, targets: Collection[Target]) -> None:
         super().__init__()
-        self.targets = targets
-        self.types: dict[tuple[Key, int], Any] = {}
+        self.types: dict[Target, Any] = dict.fromkeys(targets)
 
-    def record(self, run: _Run, index: int, operands: list[Any], results: list[Any]) -> None:
-        target = run.region.key, index
-        if target not in self.targets:
-            return
-        equation = run.region.body.eqns[index]
-        is_known = equation.primitive.name not in CONSTRUCTS
-        groups = [operands, results, computed_in_fp32(equation, operands) if is_known else []]
-        # Random keys and other extended dtypes have no elements.
-        groups = [[x for x in group if _is_number(x)] for group in groups]
-        position = _first(groups[1][0]) if groups[1] else jnp.int32(0)
-        shape = np.shape(groups[1][0]) if groups[1] else ()
-        self.types[target] = [[(str(x.dtype), np.shape(x)) for x in group] for group in groups]
-        rows = [[_elements(x, shape, position) for x in group] for group in groups]
-        self.side[target] = vary_as_here(rows)
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        results = super().equation(equation, operands, frame)
+        target = frame.state and (frame.state[0].key, frame.index)
+        if target in self.types:
+            # Random keys and other extended dtypes have no elements.
+            groups = [operands, results, bind_in_fp32(equation, operands)]
+            groups = [[x for x in group if _is_number(x)] for group in groups]
+            position = _first(groups[1][0])
+            shape = np.shape(groups[1][0])
+            self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
+            rows = [[_elements(x, shape, position) for x in group] for group in groups]
+            self.side[target] = vary_as_here(rows)
+        return results
 
 
 def _is_number(x: Any) -> bool:
@@ -89,17 +90,11 @@ def _is_number(x: Any) -> bool:
 
 def measure(closed: Any, arrays: list[Any], operations: list[Operation]) -> list[Measured]:
     """Runs a program again and returns the elements of some of its operations."""
-    recorder = _Operands({(op.region.key, op.index) for op in operations})
-
-    def run(arrays: list[Any]) -> PyTree:
-        recorder.side = {}
-        recorder.run(closed, arrays, state=(None, 0))
-        return recorder.side
-
-    side = jax.device_get(compiled(run)(arrays))
+    targets = [(op.region.key, op.index) for op in operations]
+    recorder = _Operands(targets)
+    side = jax.device_get(Program(recorder, closed, targets).side(arrays))
     measured = []
-    for op in operations:
-        target = op.region.key, op.index
+    for op, target in zip(operations, targets, strict=True):
         rows = jax.tree.map(lambda x, at=op.at: x[at], side[target])
         groups = zip(recorder.types[target], rows, strict=True)
         measured.append(Measured(*(_rows(types, group) for types, group in groups)))
@@ -108,23 +103,14 @@ def measure(closed: Any, arrays: list[Any], operations: list[Operation]) -> list
 
 def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
     rows = []
-    for (dtype, shape), (shares, first, has_value) in zip(types, group, strict=True):
-        low, high, zero, subnormal, near, nonfinite, value = map(float, shares)
-        is_bad = nonfinite > 0 and shape
-        index = tuple(map(int, np.unravel_index(int(first), shape))) if is_bad else ()
+    for (dtype, shape), (numbers, first, has_value) in zip(types, group, strict=True):
+        low, high, *shares, value = map(float, numbers)
         low, high = (low, high) if low <= high else (np.nan, np.nan)
+        index = tuple(map(int, np.unravel_index(int(first), shape))) if shares[-1] else ()
+        fields = zip(("zero", "subnormal", "near_largest", "nonfinite"), shares, strict=True)
         known = value if has_value else None
         row = ArrayRow(
-            dtype=dtype,
-            shape=shape,
-            low=low,
-            high=high,
-            zero=zero,
-            subnormal=subnormal,
-            near_largest=near,
-            nonfinite=nonfinite,
-            index=index,
-            value=known,
+            dtype=dtype, shape=shape, low=low, high=high, index=index, value=known, **dict(fields)
         )
         rows.append(row)
     return tuple(rows)

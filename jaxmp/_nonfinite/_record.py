@@ -8,8 +8,8 @@ program returns the codes of all variables: for each iteration of a loop, and fo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
-from jaxmp._core._jaxprs import Atom, array_aval, is_literal, sub_jaxprs
+from jaxmp._core._jaxprs import Atom, is_literal
 from jaxmp._core._locations import Location, Locations
-from jaxmp._core._programs._bind import SCATTERS, bind
-from jaxmp._core._programs._constructs import CONSTRUCTS, scan_of, shard_map_of
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._constructs import scan_of, shard_map_of
+from jaxmp._core._programs._fp32 import bind_in_fp32, wide
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place, vary_as_here
 from jaxmp._core._typing import Array
 
@@ -43,32 +43,34 @@ class Region:
       key: for each enclosing equation, its index and the identity of the jaxpr inside of it.
       body: the jaxpr.
       outer: the region that contains it; None for the whole program.
-      equation: the equation that runs it; None for the whole program.
-      location: the location of that equation.
-      enclosing: the enclosing equations, innermost first.
       locations: location of each equation of the jaxpr.
     """
 
     key: Key
     body: Any
     outer: Region | None
-    equation: Any
-    location: Location
-    enclosing: tuple[Any, ...]
     locations: list[Location]
 
     def __post_init__(self) -> None:
-        names = (v for v in (*self.body.constvars, *self.body.invars))
-        variables = [*names, *(v for e in self.body.eqns for v in e.outvars)]
+        self.index = Body(self.body)
+        arguments = (*self.body.constvars, *self.body.invars)
+        variables = (*arguments, *(v for e in self.body.eqns for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
-        self.read = {v for e in self.body.eqns for v in e.invars if not is_literal(v)}
-        self.read |= {v for v in self.body.outvars if not is_literal(v)}
-        self.makers = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
         self.selected: dict[tuple[int, int], int] = {}
         for n, equation in enumerate(self.body.eqns):
             if equation.primitive.name == "select_n":
                 for operand in range(1, len(equation.invars)):
                     self.selected[n, operand] = len(self.slots) + len(self.selected)
+
+    @property
+    def equation(self) -> Any:
+        """The equation that runs the jaxpr; None for the whole program."""
+        return None if self.outer is None else self.outer.body.eqns[self.key[-1][0]]
+
+    @property
+    def enclosing(self) -> tuple[Any, ...]:
+        """The enclosing equations, innermost first."""
+        return () if self.outer is None else (self.equation, *self.outer.enclosing)
 
     @property
     def kind(self) -> str:
@@ -89,15 +91,13 @@ class Region:
         return ITERATIONS if self.kind == "while" else 1
 
 
-class _Run(NamedTuple):
-    region: Region
-    codes: dict[int, Array]
-
-
 class Recorder(Interpreter):
-    """Interpreter that knows the region of each equation.
+    """Interpreter that records the codes of all variables, by the key of their region.
 
-    `regions` are known after the program was traced. A subclass overrides `record`.
+    For a `select_n`, it also records the codes of those elements that are selected.
+
+    Attributes:
+      regions: the regions, known after the program was traced.
     """
 
     has_side_results = True
@@ -115,124 +115,49 @@ class Recorder(Interpreter):
         if state is None:  # the test of a while loop
             return super().run(jaxpr, args, place, None)
         body, consts = jaxpr_body(jaxpr)
-        run = _Run(self._region(body, *state), {})
+        region = self._region(body, *state)
         pairs = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
-        run.codes.update((run.region.slots[var], code_of(value)) for var, value in pairs)
-        results = super().run(jaxpr, args, place, run)
-        self.recorded(run)
+        codes = {region.slots[var]: code_of(value) for var, value in pairs}
+        results = super().run(jaxpr, args, place, (region, codes))
+        row = [*(codes[n] for n in range(len(codes))), jnp.int8(1)]
+        self.side[region.key] = lax.concatenate(
+            [lax.reshape(code, (1,)) for code in vary_as_here(row)], 0
+        )
         return results
 
     def _region(self, body: Any, outer: Region | None, index: int) -> Region:
         key = () if outer is None else (*outer.key, (index, id(body)))
         if key not in self.regions:
-            equation, location, enclosing = None, Location(), ()
-            if outer is not None:
-                equation, location = outer.body.eqns[index], outer.locations[index]
-                enclosing = (equation, *outer.enclosing)
+            location = Location() if outer is None else outer.locations[index]
             locations = [self.locations.of(inner, location) for inner in body.eqns]
-            self.regions[key] = Region(key, body, outer, equation, location, enclosing, locations)
+            self.regions[key] = Region(key, body, outer, locations)
         return self.regions[key]
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        run: _Run | None = frame.state
-        if run is None:
+        if frame.state is None:
             return self.enter(equation, operands, frame)
-        results = self.compute(equation, operands, frame, (run.region, frame.index))
-        self.record(run, frame.index, operands, results)
+        region, codes = frame.state
+        results = self.enter(equation, operands, frame, (region, frame.index))
+        codes.update(
+            (region.slots[v], code_of(x)) for v, x in zip(equation.outvars, results, strict=True)
+        )
+        if equation.primitive.name == "select_n":
+            which = lax.convert_element_type(operands[0], jnp.int32)
+            for n, case in enumerate(operands[1:]):
+                chosen = lax.eq(which, lax.full_like(which, n))
+                chosen = chosen if chosen.shape == case.shape else lax.broadcast(chosen, case.shape)
+                codes[region.selected[frame.index, n + 1]] = code_of(case, chosen)
         return results
 
-    def compute(
-        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any
-    ) -> list[Any]:
-        """Runs one equation."""
-        return self.enter(equation, operands, frame, state)
 
-    def record(self, run: _Run, index: int, operands: list[Any], results: list[Any]) -> None:
-        """Records values of an equation."""
-
-    def recorded(self, run: _Run) -> None:
-        """Adds what was recorded in one run of a jaxpr to the side results."""
-
-
-class Codes(Recorder):
-    """Recorder of the codes of all variables, and of the operands that a `select_n` selects."""
-
-    def record(self, run: _Run, index: int, operands: list[Any], results: list[Any]) -> None:
-        region = run.region
-        equation = region.body.eqns[index]
-        for var, result in zip(equation.outvars, results, strict=True):
-            run.codes[region.slots[var]] = code_of(result)
-        if equation.primitive.name == "select_n":
-            which, *cases = operands
-            for n, case in enumerate(cases):
-                number = lax.convert_element_type(which, jnp.int32)
-                chosen = lax.eq(number, lax.full_like(number, n))
-                chosen = chosen if chosen.shape == case.shape else lax.broadcast(chosen, case.shape)
-                run.codes[region.selected[index, n + 1]] = code_of(case, chosen)
-
-    def recorded(self, run: _Run) -> None:
-        codes = [run.codes[n] for n in range(len(run.codes))]
-        codes = [lax.reshape(x, (1,)) for x in vary_as_here([*codes, jnp.int8(1)])]
-        self.side[run.region.key] = lax.concatenate(codes, 0)
-
-
-class WideCodes(Codes):
-    """Recorder of codes in a run in which each value of 16 bits or in FP8 is FP32."""
+class WideRecorder(Recorder):
+    """Recorder of a run in which each value of 16 bits or in FP8 is FP32."""
 
     def constant(self, array: Any) -> Any:
         return wide(array)
 
-    def compute(
-        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any
-    ) -> list[Any]:
-        if equation.primitive.name in CONSTRUCTS:
-            return self.enter(equation, operands, frame, state)
-        return computed_in_fp32(equation, operands)
-
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return [wide(x) for x in super().bound(equation, _recorded_dtypes(equation, operands))]
-
-
-def computed_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Returns the results of an equation for FP32 operands.
-
-    Kernels and operations on the bits of an array are run in their recorded dtypes.
-    """
-    name, params = equation.primitive.name, equation.params
-    has_function = bool(sub_jaxprs(equation)) and name not in SCATTERS
-    if has_function or name in ("bitcast_convert_type", "nextafter", "reduce_precision"):
-        out = bind(equation, _recorded_dtypes(equation, operands))
-    else:
-        dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
-        changes: dict[str, Any] = {key: FLOAT32 for key, x in dtypes.items() if is_narrow(x)}
-        if "precision" in params and any(is_narrow(_dtype(v)) for v in equation.invars):
-            changes["precision"] = (lax.Precision.HIGHEST,) * 2
-        out = bind(equation, [wide(x) for x in operands], **changes)
-    return [wide(x) for x in (out if equation.primitive.multiple_results else [out])]
-
-
-def _recorded_dtypes(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    pairs = zip(operands, equation.invars, strict=True)
-    return [
-        lax.convert_element_type(x, array_aval(v).dtype) if is_narrow(_dtype(v)) else x
-        for x, v in pairs
-    ]
-
-
-def _dtype(var: Atom) -> Any:
-    return getattr(var.aval, "dtype", None)
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Returns True for floating-point formats of at most 16 bits."""
-    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
-    return is_float and (dtype in FLOATS_16BIT or dtype.itemsize == 1)
-
-
-def wide(x: Any) -> Any:
-    """Returns an array of a narrow format as FP32; other arrays unchanged."""
-    is_wide = not is_narrow(getattr(x, "dtype", None))
-    return x if is_wide else lax.convert_element_type(x, FLOAT32)
+        return bind_in_fp32(equation, operands)
 
 
 def code_of(x: Any, chosen: Array | None = None) -> Array:
@@ -300,22 +225,17 @@ class Recorded:
 
 
 class Program:
-    """Compiled program of the codes of a jaxpr's variables; returns `Recorded`."""
+    """Compiled program of a jaxpr and of what a recorder adds to it."""
 
-    def __init__(self, recorder: Codes, closed: Any) -> None:
-        self.recorder, self.closed = recorder, closed
-        self._codes = compiled(self._run)
+    def __init__(self, recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> None:
+        def run(arrays: list[Any]) -> dict[Any, Any]:
+            recorder.side = {}
+            recorder.run(closed, list(map(recorder.constant, arrays)), state=(None, 0))
+            return {key: recorder.side[key] for key in keys or recorder.side}
 
-    def _run(self, arrays: list[Any]) -> dict[Key, Array]:
-        recorder = self.recorder
-        recorder.side = {}
-        recorder.run(self.closed, list(map(recorder.constant, arrays)), state=(None, 0))
-        return recorder.side
+        self.recorder = recorder
+        # XLA must not leave out roundings.
+        self.side = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
 
     def __call__(self, arrays: list[Any]) -> Recorded:
-        return Recorded(self.recorder.regions, jax.device_get(self._codes(arrays)))
-
-
-def compiled(function: Any) -> Any:
-    """Returns a jitted function that rounds as it is written."""
-    return jax.jit(function, compiler_options={"xla_allow_excess_precision": False})
+        return Recorded(self.recorder.regions, jax.device_get(self.side(arrays)))

@@ -129,7 +129,7 @@ class Walk:
         region, at, var = variable
         if is_literal(var) or var in region.body.constvars:
             return
-        index = region.makers.get(var)
+        index = region.index.positions.get(var)
         if index is None:
             yield from self._outside(region, at, region.body.invars.index(var))
         elif region.body.eqns[index].primitive.name in CONSTRUCTS:
