@@ -401,13 +401,19 @@ def test_an_opaque_kernel_is_named():
     assert "pallas_call returns values that are not finite" in report.message
 
 
+def selected(w, x):
+    y = w * x
+    return jnp.log(jnp.where(x > 1.0, y, 0.0)).sum()
+
+
 def test_locating_leaves_the_lines_of_other_programs():
     """JAX caches traces of functions such as `jnp.where`, with the lines of the first caller."""
-    clip = lambda x: jnp.where(x > 0.25, x, 0.5)
-    jaxmp.locate_nonfinite(jax.value_and_grad(logarithm), jnp.float32(1), jnp.zeros(7))
-    closed = jax.make_jaxpr(clip)(jnp.zeros(7))
-    line = logarithm.__code__.co_firstlineno + 1
-    assert all(Lines().of((equation,))[1] != line for equation in equations(closed))
+    jaxmp.locate_nonfinite(jax.value_and_grad(selected), jnp.float32(1), jnp.zeros(7))
+    lines = range(selected.__code__.co_firstlineno, selected.__code__.co_firstlineno + 3)
+    for dtype in (jnp.float32, jnp.int8):
+        clip = lambda x: jnp.where(x > 0, x, x[0] * 0)
+        closed = jax.make_jaxpr(clip)(jnp.zeros(7, dtype))
+        assert all(Lines().of((equation,))[1] not in lines for equation in equations(closed))
 
 
 # ---------------------------------------------------------------------------

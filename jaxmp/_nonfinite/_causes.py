@@ -78,36 +78,29 @@ class Evidence:
 
     def value(self, operand: int) -> float:
         """Returns the operand at the first index where the result is not finite; NaN if unknown."""
-        rows = self.source.operands
-        value = rows[operand].value if operand < len(rows) else None
+        value = self.source.operands[operand].value
         return np.nan if value is None else value
+
+    def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
+        """Returns the operations that an operand is computed by, as long as these are known."""
+        variable = Variable(*self.op[:2], self.op.equation.invars[operand])
+        return {op.name for op in self.walk.chain(variable, through)}
 
     def expression(self, operation: Operation | None = None) -> ast.expr | None:
         """Returns the user's expression that makes an operation."""
-        op = operation or self.op
-        occurrence = OpOccurrence(
-            op.equation,
-            op.region.locations[op.index],
-            1,
-            Body(op.region.body),
-            op.region.enclosing,
-        )
-        return expression_of(occurrence, PendingFindings(lambda _: False))
+        region, _, index = operation or self.op
+        equation, location = region.body.eqns[index], region.locations[index]
+        op = OpOccurrence(equation, location, 1, Body(region.body), region.enclosing)
+        return expression_of(op, PendingFindings(lambda _: False))
 
-    @property
-    def has_gradient(self) -> bool:
-        """True if the program differentiates a function."""
-        return any(location.differentiated for *_, location in self.walk.recorded.equations())
-
-    def denominator(self) -> Variable:
-        return Variable(*self.op[:2], self.op.equation.invars[1])
-
-    def replaced(self, code: str, sentence: str, operation: Operation | None = None) -> Any:
-        """Returns (fix, expression) for code in place of the expression of an operation."""
+    def cause(
+        self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
+    ) -> Cause:
+        """Returns a cause whose fix replaces the expression of an operation."""
         old = self.expression(operation)
         if not code or old is None:
-            return sentence.rstrip(":") + ".", ""
-        return f"{sentence}\n    {code}", ast.unparse(old)
+            return Cause(name, message, f"{sentence}.", "", operation)
+        return Cause(name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation)
 
 
 def cause_of(evidence: Evidence) -> Cause:
@@ -127,84 +120,60 @@ def cause_of(evidence: Evidence) -> Cause:
 
 def _where_gradient(e: Evidence) -> Cause | None:
     shown = e.origin.operation
-    if not shown.is_backward or not e.shown.results[0].nonfinite:
+    if not shown.is_backward:
         return None
     for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):
-        if row.value != 0:
-            continue
-        for select in e.walk.chain(Variable(*shown[:2], var), MOVES):
+        for select in e.walk.chain(Variable(*shown[:2], var), MOVES) if row.value == 0 else ():
             if select.name == "select_n" and select.is_backward:
-                return _of_where(e, shown, select)
+                inner = e.expression(shown)
+                code, is_whole = _fixes.double_where(e.expression(select), inner)
+                text = shown.name if inner is None else f"`{ast.unparse(inner)}`"
+                message = (
+                    f"The forward pass discards the result of {text} here, so its gradient is "
+                    "zero, and the derivative is infinite: zero times infinity is NaN."
+                )
+                sentence = "Replace the operand too where the branch is not used"
+                cause = e.cause("where_gradient", message, sentence, code, select)
+                expression = cause.expression if is_whole or inner is None else ast.unparse(inner)
+                return cause._replace(expression=expression)
     return None
 
 
-def _of_where(e: Evidence, shown: Operation, select: Operation) -> Cause:
-    where, inner = e.expression(select), e.expression(shown)
-    code, is_where = _fixes.double_where(where, inner)
-    message = (
-        f"The forward pass discards the result of {_text(inner) or shown.name} here, so its "
-        "gradient is zero, and the derivative is infinite: zero times infinity is NaN."
-    )
-    sentence = "Replace the operand too where the branch is not used:"
-    fix, expression = e.replaced(code, sentence, select if is_where else shown)
-    return Cause("where_gradient", message, fix, expression, select)
-
-
-def _text(expression: ast.expr | None) -> str:
-    return "" if expression is None else f"`{ast.unparse(expression)}`"
-
-
 def _masked_softmax(e: Evidence) -> Cause | None:
-    of_sums = e.op.name in _LOGS | {"div"} and _is_sum_of_exponentials(e)
-    if not (of_sums or e.walk.is_masked_softmax(e.op)):
+    position = {"div": 1, "log": 0}.get(e.op.name)
+    of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
+    if not of_sum and not e.walk.is_masked_softmax(e.op):
         return None
     old = e.expression()
-    code = _fixes.at_least(old, "jnp.finfo(({array}).dtype).min")
     is_softmax = isinstance(old, ast.Call) and "softmax" in ast.unparse(old.func)
-    row = e.result.index[:-1] if len(e.result.index) > 1 else e.result.index
-    message = f"All logits of row {list(row)} are -inf: the mask hides every element of this row."
-    sentence = "Bound the logits, so that such a row has equal weights:"
-    return Cause("masked_softmax", message, *e.replaced(code if is_softmax else "", sentence))
-
-
-def _is_sum_of_exponentials(e: Evidence) -> bool:
-    position = 1 if e.op.name == "div" else 0
-    variable = Variable(*e.op[:2], e.op.equation.invars[position])
-    made = [op.name for op in e.walk.chain(variable, MOVES)]
-    return "reduce_sum" in made and "exp" in made
+    code = _fixes.at_least(old, "jnp.finfo(({array}).dtype).min") if is_softmax else ""
+    row = list(e.result.index[:-1] or e.result.index)
+    message = f"All logits of row {row} are -inf: the mask hides every element of this row."
+    sentence = "Bound the logits, so that such a row has equal weights"
+    return e.cause("masked_softmax", message, sentence, code)
 
 
 def _logarithm(e: Evidence) -> Cause | None:
     if e.op.name not in _LOGS:
         return None
     x = e.value(0) + (e.op.name == "log1p")
-    if x > 0 or np.isnan(x):
-        return None
-    return _of_log(e, x)
+    return _of_log(e, x) if x <= 0 else None
 
 
 def _of_log(e: Evidence, x: float) -> Cause:
-    old = e.expression()
-    row = e.source.operands[0]
-    code = _fixes.at_least(old, _fixes.TINY)
-    if isinstance(old, ast.Call) and "sigmoid(" in ast.unparse(old.args[:1] and old.args[0]):
-        inner = old.args[0]
-        if isinstance(inner, ast.Call) and ast.unparse(inner.func).endswith("sigmoid"):
-            code = f"jax.nn.log_sigmoid({ast.unparse(inner.args[0])})"
+    old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
-    return Cause(name, message, *e.replaced(code, "Keep the operand positive:"))
+    code = _fixes.log_sigmoid(old) or _fixes.at_least(old, _fixes.TINY)
+    return e.cause(name, message, "Keep the operand positive", code)
 
 
 def _root(e: Evidence) -> Cause | None:
-    if e.op.name not in _ROOTS:
+    if e.op.name not in _ROOTS or not e.value(0) <= 0:
         return None
     x = e.value(0)
-    if not x <= 0:
-        return None
-    name = "root_of_negative" if x < 0 else "root_of_zero"
     message = f"The root reads {x:g}; its operand is {_range(e.source.operands[0])}."
-    return _of_root(e, name, message)
+    return _of_root(e, "root_of_negative" if x < 0 else "root_of_zero", message)
 
 
 def _of_root(e: Evidence, name: str, message: str) -> Cause:
@@ -212,63 +181,53 @@ def _of_root(e: Evidence, name: str, message: str) -> Cause:
     is_inverse = isinstance(old, ast.Call) and "rsqrt" in ast.unparse(old.func)
     bound = _fixes.EPS if is_inverse else _fixes.TINY
     code = _fixes.norm(old) or _fixes.at_least(old, bound)
-    return Cause(name, message, *e.replaced(code, "Keep the operand positive:"))
+    return e.cause(name, message, "Keep the operand positive", code)
 
 
 def _quotient(e: Evidence) -> Cause | None:
-    if e.op.name not in ("div", "integer_pow", "rem"):
+    if e.op.name not in ("div", "rem", "integer_pow"):
         return None
-    position = 1 if e.op.name in ("div", "rem") else 0
-    x = e.value(position)
-    row = e.source.operands[position]
-    if not (x == 0 or (np.isnan(x) and row.zero > 0)):
+    position = int(e.op.name != "integer_pow")
+    x, row = e.value(position), e.source.operands[position]
+    if x != 0 and not (np.isnan(x) and row.zero):
         return None
-    if e.op.name == "integer_pow":
-        return _divided(e, row)
-    below = e.denominator()
-    made = {op.name for op in e.walk.chain(below, MOVES | {"add", "sub"})}
-    location = e.op.region.locations[e.op.index]
-    if "sqrt" in made and not location.differentiated and e.has_gradient:
+    made = e.made_by(position, MOVES | {"add", "sub"})
+    differentiated = e.op.region.locations[e.op.index].differentiated
+    old = e.expression()
+    if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
+        return _of_log(e, 0.0)
+    if isinstance(old, ast.Call) and made & _ROOTS and differentiated:
+        return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
+    if "sqrt" in made and not differentiated and e.walk.recorded.has_gradient:
         message = (
             "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
             "zero in this dtype."
         )
         fix = "Set an epsilon:\n    tx = optax.adam(learning_rate, eps=1e-8)"
         return Cause("optimizer_epsilon", message, fix)
-    old = e.expression()
-    if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
-        return _of_log(e, 0.0)
-    if made & _ROOTS and location.differentiated:
-        message = "The root reads 0, where its derivative is infinite."
-        if isinstance(old, ast.Call):
-            return _of_root(e, "root_of_zero", message)
-    return _divided(e, row)
-
-
-def _divided(e: Evidence, row: ArrayRow) -> Cause:
-    code = _fixes.divided(e.expression())
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
+    code = _fixes.divided(old)
     if not code and is_in_custom_vjp(e.op.equation.source_info):
         fix = (
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
             "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
         )
         return Cause("division_by_zero", message, fix)
-    return Cause("division_by_zero", message, *e.replaced(code, "Replace such denominators:"))
+    return e.cause("division_by_zero", message, "Replace such denominators", code)
 
 
 def _exponential(e: Evidence) -> Cause | None:
     if e.op.name not in _EXPONENTIALS or not np.isfinite(e.value(0)):
         return None
-    row = e.source.operands[0]
-    bound = _fixes.largest_exponent(e.result.dtype)
-    also = " The step overflows in FP32 too." if e.overflows_in_fp32 else ""
+    dtype = e.result.dtype
+    bound = float(np.floor(np.log(float(jnp.finfo(dtype).max))))
     message = (
-        f"The exponential reads up to {row.high:g}; {bound:g} is the largest operand with a result "
-        f"in {e.result.dtype}.{also}"
+        f"The exponential reads up to {e.source.operands[0].high:g}; {bound:g} is the largest "
+        f"integer with a result in {dtype}."
+        f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
     )
     code = _fixes.at_most(e.expression(), bound)
-    return Cause("exp_overflow", message, *e.replaced(code, "Bound the operand:"))
+    return e.cause("exp_overflow", message, "Bound the operand", code)
 
 
 # ---------------------------------------------------------------------------
@@ -309,25 +268,25 @@ def _range_exceeded(e: Evidence) -> Cause | None:
     wide = e.source.in_fp32
     if not wide or wide[0].nonfinite or e.origin.from_infinite:
         return None
-    largest = float(jnp.finfo(e.result.dtype).max)
+    dtype = e.result.dtype
+    largest = float(jnp.finfo(dtype).max)
     size = max(abs(wide[0].low), abs(wide[0].high))
     if size <= largest:
         return None
     message = (
-        f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest "
-        f"{e.result.dtype} number, {largest:g}."
+        f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
+        f"number, {largest:g}."
     )
-    name = f"{e.result.dtype}_range"
     module = module_of(e.op.region.locations[e.op.index].names, root_of(e.roots))
-    if module and _is_in_flax(e.op):
-        fix = (
-            "Compute this module in FP32:\n"
-            f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
-            "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
-        )
-        return Cause(name, message, fix)
-    code = _fixes.in_fp32(e.expression())
-    return Cause(name, message, *e.replaced(code, "Compute the operation in FP32:"))
+    if not module or not _is_in_flax(e.op):
+        code = _fixes.in_fp32(e.expression())
+        return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)
+    fix = (
+        "Compute this module in FP32:\n"
+        f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
+        "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
+    )
+    return Cause(f"{dtype}_range", message, fix)
 
 
 def _is_in_flax(op: Operation) -> bool:
@@ -363,19 +322,18 @@ _OF_ROLE = {
 def cause_of_argument(row: ArgumentRow) -> Cause:
     """Returns the cause of an argument that is not finite."""
     message = (
-        f"The {row.role} {row.name} has {row.count} elements that are not finite before the step; "
-        f"the first is {row.value:g} at {list(row.index)}."
+        f"Before the step, elements of the {row.role} {row.name} are not finite ({row.count}); the "
+        f"first is {row.value:g} at {list(row.index)}."
     )
     root = row.name.partition("[")[0].partition(".")[0]
+    fix = (
+        "An earlier step wrote it. Restart from a checkpoint before that step:\n"
+        f"    {root} = checkpointer.restore({root})"
+    )
     if row.role == INPUT:
         where = f" (row {row.index[0]} of the batch)" if row.index else ""
         fix = (
             f"Remove such elements{where} from the data, or replace them:\n"
             f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
-        )
-    else:
-        fix = (
-            "An earlier step wrote it. Restart from a checkpoint before that step:\n"
-            f"    {root} = checkpointer.restore({root})"
         )
     return Cause(_OF_ROLE[row.role], message, fix)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import jax.numpy as jnp
-import numpy as np
-
 # Functions of one array -> the smallest operand that has a finite result and derivative, for the
 # dtype of the operand.
 TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
@@ -104,14 +101,13 @@ def double_where(where: ast.expr | None, inner: ast.expr | None) -> tuple[str, b
     return (text.replace(old, new), True) if new and old in text else (new, False)
 
 
-def largest_exponent(dtype: str) -> float:
-    """Returns the largest argument of `exp` with a result in a dtype, rounded down.
-
-    Example:
-      >>> largest_exponent("float16"), largest_exponent("float32")
-      (11.0, 88.0)
-    """
-    return float(np.floor(np.log(float(jnp.finfo(dtype).max))))
+def log_sigmoid(expression: ast.expr | None) -> str:
+    """Returns the logarithm of a sigmoid as one function; "" for other expressions."""
+    inner = expression.args[:1] if isinstance(expression, ast.Call) else []
+    for call in inner:
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("nn.sigmoid"):
+            return f"jax.nn.log_sigmoid({ast.unparse(call.args[0])})"
+    return ""
 
 
 def _replaced(expression: ast.expr | None, change: object) -> str:

@@ -171,12 +171,11 @@ def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
     root = walk.recorded.root
     results = [Variable(root, (), var) for var in root.body.outvars if not is_literal(var)]
-    equations = list(walk.recorded.equations())
-    if any(location.differentiated for *_, location in equations):
-        for region, equation, location in equations:
-            if equation.primitive.name == "is_finite" and not location.differentiated:
-                var = equation.invars[0]
-                results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
+    for region, equation, location in walk.recorded.equations():
+        is_check = equation.primitive.name == "is_finite" and not location.differentiated
+        if is_check and walk.recorded.has_gradient:
+            var = equation.invars[0]
+            results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
     return [result for result in results if walk.code(result)]
 
 

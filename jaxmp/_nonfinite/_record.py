@@ -217,6 +217,11 @@ class Recorded:
             for equation, location in zip(region.body.eqns, region.locations, strict=True):
                 yield region, equation, location
 
+    @property
+    def has_gradient(self) -> bool:
+        """True if the program differentiates a function."""
+        return any(location.differentiated for *_, location in self.equations())
+
     def inside(self, region: Region, index: int) -> list[Region]:
         """Returns the regions that an equation runs, but for the test of a while loop."""
         count = len(region.key)
