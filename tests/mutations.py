@@ -95,8 +95,8 @@ MUTATIONS = [
     Mutation(
         "locate: the loss scale of a skipped step is that of the state",
         "jaxmp/_nonfinite/_arguments.py",
-        "value / factor if skipped else None",
-        "value if skipped else None",
+        "skipped = value / factor",
+        "skipped = value",
         ("test_nonfinite.py::test_a_skipped_step_is_reproduced_from_the_returned_state",),
     ),
     Mutation(

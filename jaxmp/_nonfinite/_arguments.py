@@ -124,10 +124,10 @@ def scale_of(traced: Traced) -> ScaleArgument | None:
                 number = numbers[leaf]
                 value = float(np.max(jax.device_get(traced.arrays[number])))
                 factor = getattr(node, "backoff_factor", None)
-                skipped = factor and last_step_was_skipped(traced.arguments)
-                return ScaleArgument(
-                    number, value, factor is not None, value / factor if skipped else None
-                )
+                skipped = None
+                if factor is not None and last_step_was_skipped(traced.arguments):
+                    skipped = value / factor
+                return ScaleArgument(number, value, factor is not None, skipped)
         first += len(paths)
     return None
 

@@ -83,7 +83,7 @@ class Evidence:
 
     def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
         """Returns the operations that an operand is computed by, as long as these are known."""
-        variable = Variable(*self.op[:2], self.op.equation.invars[operand])
+        variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
         return {op.name for op in self.walk.chain(variable, through)}
 
     def expression(self, operation: Operation | None = None) -> ast.expr | None:
@@ -123,7 +123,9 @@ def _where_gradient(e: Evidence) -> Cause | None:
     if not shown.is_backward:
         return None
     for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):
-        for select in e.walk.chain(Variable(*shown[:2], var), MOVES) if row.value == 0 else ():
+        for select in (
+            e.walk.chain(Variable(shown.region, shown.at, var), MOVES) if row.value == 0 else ()
+        ):
             if select.name == "select_n" and select.is_backward:
                 inner = e.expression(shown)
                 code, is_whole = _fixes.double_where(e.expression(select), inner)
@@ -192,7 +194,7 @@ def _quotient(e: Evidence) -> Cause | None:
     if x != 0 and not (np.isnan(x) and row.zero):
         return None
     made = e.made_by(position, MOVES | {"add", "sub"})
-    differentiated = e.op.region.locations[e.op.index].differentiated
+    differentiated = e.op.region.locations[e.op.number].differentiated
     old = e.expression()
     if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0)
@@ -277,7 +279,7 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
         f"number, {largest:g}."
     )
-    module = module_of(e.op.region.locations[e.op.index].names, root_of(e.roots))
+    module = module_of(e.op.region.locations[e.op.number].names, root_of(e.roots))
     if not module or not _is_in_flax(e.op):
         code = _fixes.in_fp32(e.expression())
         return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)

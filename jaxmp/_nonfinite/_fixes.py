@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 # Functions of one array -> the smallest operand that has a finite result and derivative, for the
 # dtype of the operand.
@@ -110,8 +111,7 @@ def log_sigmoid(expression: ast.expr | None) -> str:
     return ""
 
 
-def _replaced(expression: ast.expr | None, change: object) -> str:
-    assert callable(change)
+def _replaced(expression: ast.expr | None, change: Callable[[str], str]) -> str:
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Pow):
         left = _parsed(change(ast.unparse(expression.left)))
         return ast.unparse(ast.BinOp(left, expression.op, expression.right))

@@ -101,17 +101,17 @@ class _Search:
             report = dataclasses.replace(report, argument=row.name, index=row.index)
         else:
             source, shown = origin.source, origin.operation
-            measured = measure(self.traced.closed, arrays, [source, shown])
+            made, measured = measure(self.traced.closed, arrays, [source, shown])
             overflows = self._overflows_in_fp32(arrays)
             passing = None if value is None else self._passing_scale(arrays, value)
             names = self.program.recorder.locations.names
-            evidence = Evidence(walk, origin, *measured, overflows, scale, passing, names)
+            evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
             cause = cause_of(evidence)
             report = dataclasses.replace(
                 report, **_location(cause.operation or shown, shown, names)
             )
-            index = next((row.index for row in measured[1].results if row.nonfinite), ())
-            report = dataclasses.replace(report, index=index, **vars(measured[1]))
+            index = next((row.index for row in measured.results if row.nonfinite), ())
+            report = dataclasses.replace(report, index=index, **vars(measured))
         texts = {name: getattr(cause, name) for name in ("message", "fix", "expression")}
         return dataclasses.replace(report, cause=cause.id, **texts)
 
@@ -141,7 +141,7 @@ class _Search:
 
 def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> dict[str, Any]:
     """Returns the fields of a report on the location of an operation, and on another one's line."""
-    location = shown.region.locations[shown.index]
+    location = shown.region.locations[shown.number]
     file, line = Lines().of(lined.enclosing)
     repeats = [(region.kind == "shard_map", n) for region, n in shown.repeats()]
     return {

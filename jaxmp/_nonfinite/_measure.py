@@ -90,7 +90,7 @@ def _is_number(x: Any) -> bool:
 
 def measure(closed: Any, arrays: list[Any], operations: list[Operation]) -> list[Measured]:
     """Runs a program again and returns the elements of some of its operations."""
-    targets = [(op.region.key, op.index) for op in operations]
+    targets = [(op.region.key, op.number) for op in operations]
     recorder = _Operands(targets)
     side = jax.device_get(Program(recorder, closed, targets).side(arrays))
     measured = []

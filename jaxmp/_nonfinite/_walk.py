@@ -36,11 +36,11 @@ class Operation(NamedTuple):
 
     region: Region
     at: At
-    index: int
+    number: int
 
     @property
     def equation(self) -> Any:
-        return self.region.body.eqns[self.index]
+        return self.region.body.eqns[self.number]
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        return self.region.locations[self.index].phase == BACKWARD
+        return self.region.locations[self.number].phase == BACKWARD
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class Operation(NamedTuple):
             elif region.kind == "scan" and scan_of(region.equation).options["reverse"]:
                 n = region.count() - 1 - n
             order += [region.key[-1][0], n]
-        return (*order, self.index), devices
+        return (*order, self.number), devices
 
 
 class Variable(NamedTuple):
@@ -145,17 +145,16 @@ class Walk:
             return
         above = at[:-1] if region.kind in REPEATED else at
         operands = equation.invars[1:] if region.kind == "cond" else equation.invars
-        carried, step = 0, 1
+        first, carried, step = 0, 0, 1
         if region.kind == "scan":
             loop = scan_of(equation)
-            carried, first = loop.carry, loop.consts
+            first, carried = loop.consts, loop.carry
             step = -1 if loop.options["reverse"] else 1
         elif region.kind == "while":
             loop = while_of(equation)
             operands = operands[loop.test_consts :]
-            first = loop.body_consts
-            carried = len(region.body.outvars)
-        if carried and first <= number < first + carried:
+            first, carried = loop.body_consts, len(region.body.outvars)
+        if first <= number < first + carried:
             before = at[-1] - step
             if 0 <= before < region.count():
                 yield Variable(region, (*above, before), region.body.outvars[number - first])
@@ -263,7 +262,9 @@ class Walk:
                     waiting += [(maker, via) for maker in self.makers(node)]
             else:
                 below = node if node.is_backward else via
-                result = max(self.code(Variable(*node[:2], v)) for v in node.equation.outvars)
+                result = max(
+                    self.code(Variable(node.region, node.at, v)) for v in node.equation.outvars
+                )
                 operands = self.operands(node)
                 nan = [v for v, code in operands if code == NAN]
                 infinite = [v for v, code in operands if code == INFINITE]
@@ -285,7 +286,7 @@ class Walk:
         source = origin.source
         if isinstance(source, Argument) or source.name in NO_OVERFLOWS:
             return False
-        codes = [self.code(Variable(*source[:2], v)) for v in source.equation.outvars]
+        codes = [self.code(Variable(source.region, source.at, v)) for v in source.equation.outvars]
         return max(codes) == INFINITE and not origin.from_infinite
 
     def is_masked_softmax(self, operation: Operation) -> bool:
@@ -316,7 +317,9 @@ class Walk:
             seen.add(operation)
             yield operation
             if operation.name in through:
-                waiting += [Variable(*operation[:2], v) for v in operation.equation.invars]
+                waiting += [
+                    Variable(operation.region, operation.at, v) for v in operation.equation.invars
+                ]
 
 
 def _carried(region: Region) -> int:
