@@ -253,7 +253,7 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     )
     assert status == 0, error
     assert out.startswith(f"Function {name} (train.py:")
-    report = jaxmp.AuditReport.from_json((folder / "a.json").read_text())
+    report = jaxmp.typing.AuditReport.from_json((folder / "a.json").read_text())
     # Two of the matmuls of a linear network are its forward pass, and three its gradient.
     devices = 2 if style in ("pmap", "shard_map") else 1
     assert report.flops == 5 * MATMUL * devices
@@ -560,7 +560,7 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
             first["step"](*first["arguments"])
         jax.clear_caches()
         exec(code, second)
-        report = jaxmp.audit(second["step"], *second["arguments"], policies="bf16")
+        report = jaxmp.audit(second["step"], *second["arguments"], recipe="bf16")
     script = AuditReport.from_json(finished.value.args[0]["report"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.

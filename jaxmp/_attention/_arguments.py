@@ -18,10 +18,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import bits, wide_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._policy import PolicyLike, get_policy
 from jaxmp._policies._policy_fields import ATTENTION
-from jaxmp.errors import AttentionError, did_you_mean
+from jaxmp.errors import AttentionError
 
 _ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 _ArrayLikeOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct

@@ -29,8 +29,9 @@ from jaxmp._core._compat import (
     varying_axes,
 )
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp.errors import AttentionError, install_command
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._messages import install_command
+from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
 _logged: set[tuple[str, str]] = set()
@@ -65,8 +66,8 @@ class Blocker(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionExplanation(Explanation[Blocker]):
-    """Implementation of an attention call, with the reason, as `explain_attention` returns it.
+class AttentionExplanation(Section[Blocker]):
+    """Implementation of an attention call, with the reason.
 
     Attributes:
       rows: reasons why the fused kernel cannot serve the call; empty if it can.
@@ -74,11 +75,6 @@ class AttentionExplanation(Explanation[Blocker]):
       implementation: "cudnn", "splash", "blockwise" or "xla".
       reason: why it was chosen.
       kernel: the fused kernel to which `rows` refer: "splash" on TPUs, otherwise "cudnn".
-
-    Example:
-      >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
-      >>> explain_attention(q, q, q, is_causal=True).implementation
-      'xla'
     """
 
     columns: ClassVar = ("blocks the kernel", "reason", "change")

@@ -92,7 +92,7 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
         raise CompositionError(
             f"The ToLinen at {'/'.join(path)!r} contains an NNX {name}, which Linen policies "
             "do not reach. Apply its policies inside the bridge: nnx.bridge.to_linen(lambda *args, "
-            f"**kwargs: jaxmp.nnx.apply_policy({name}(*args, **kwargs), policies), ...)."
+            f"**kwargs: recipe.wrap({name}(*args, **kwargs)), ...)."
         )
 
 

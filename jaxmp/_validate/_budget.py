@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._recipe import Recipe
 from jaxmp._validate._rows import MAX, MIN, TWO_SIDED, MetricChoice, TrainingRecord
-from jaxmp.errors import ValidationError, did_you_mean
+from jaxmp.errors import ValidationError
 
 LOSS, TRAINING = "loss", "training_loss"
 # Below this share of its initial value, a loss is compared in absolute terms.
