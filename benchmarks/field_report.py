@@ -58,7 +58,7 @@ def relative(file: str, roots: Iterable[Path]) -> str:
     return Path(file).name
 
 
-def by_line(findings: Iterable[jaxmp.typing.Finding], *roots: Path) -> list[dict[str, Any]]:
+def by_line(findings: Iterable[jaxmp._audit.Finding], *roots: Path) -> list[dict[str, Any]]:
     """Returns findings, merged for each check and source line.
 
     Args:

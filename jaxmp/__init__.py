@@ -16,10 +16,10 @@ from jaxmp import optim as optim
 from jaxmp import sharding as sharding
 from jaxmp import typing as typing
 from jaxmp._attention import dot_product_attention as dot_product_attention
+from jaxmp._attention._layer import attention_fn as attention_fn
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import full_precision as full_precision
 from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._core._trees import all_finite as all_finite
 from jaxmp._gradients import grad as grad
 from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
@@ -40,11 +40,11 @@ from jaxmp.optim._skipped_steps import get_skip_stats as get_skip_stats
 
 if _typing.TYPE_CHECKING:
     from jaxmp import checkpoint as checkpoint
-    from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
     from jaxmp._audit import audit as audit
     from jaxmp._explain import explain as explain
+    from jaxmp._flax._register import register_layer as register_layer
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -62,7 +62,7 @@ __all__ = [
     "StaticLossScale",
     "TrainState",
     "TrainingRun",
-    "all_finite",
+    "attention_fn",
     "audit",
     "autocast",
     "check",
@@ -78,12 +78,12 @@ __all__ = [
     "get_policy",
     "get_skip_stats",
     "grad",
-    "linen",
     "list_recipes",
     "load_recipe",
     "losses",
     "nnx",
     "optim",
+    "register_layer",
     "sharding",
     "testing",
     "typing",
@@ -97,9 +97,9 @@ _LAZY = {
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
-    "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
+    "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
     "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),

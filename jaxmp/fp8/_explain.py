@@ -127,7 +127,7 @@ def note_unsupported(path: str, why: str) -> None:
 
 UNKNOWN_DOT = "has no dot that jaxmp replaces"
 _REGISTER = (
-    " Register classes of linear layers (jaxmp.linen.register_layer, jaxmp.nnx.register_layer), or "
+    " Register classes of linear layers (jaxmp.register_layer), or "
     "apply the recipe to operations: loss_fn = jaxmp.autocast(loss_fn, 'fp8')."
 )
 _WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
