@@ -130,14 +130,6 @@ VARIANTS = {
     "current, kernel_amax=optimizer": Variant(
         fp8_policy(fp8.CurrentScaling(kernel_amax="optimizer")), limits=Limits(2750, 75, 0.7)
     ),
-    "current, kernels=pallas, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas")), FusedMlp(), Limits(2950, 92, 0.7)
-    ),
-    "current, kernels=pallas, kernel_amax=optimizer, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas", kernel_amax="optimizer")),
-        FusedMlp(),
-        Limits(2600, 92, 0.7),
-    ),
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(
         fp8_policy(fp8.DelayedScaling(calibrate=False)), limits=Limits(3000, 50, 0.7)

@@ -13,7 +13,6 @@ from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
 from jaxmp import losses as losses
 from jaxmp import optim as optim
-from jaxmp import sharding as sharding
 from jaxmp import typing as typing
 from jaxmp._attention import dot_product_attention as dot_product_attention
 from jaxmp._attention._layer import attention_fn as attention_fn
@@ -32,6 +31,7 @@ from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._sharding import state_shardings as state_shardings
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params
@@ -43,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
     from jaxmp._audit import audit as audit
+    from jaxmp._doctor import doctor as doctor
     from jaxmp._explain import explain as explain
     from jaxmp._flax._register import register_layer as register_layer
     from jaxmp._train_state import TrainState as TrainState
@@ -67,6 +68,7 @@ __all__ = [
     "autocast",
     "check",
     "checkpoint",
+    "doctor",
     "dot_product_attention",
     "errors",
     "explain",
@@ -84,7 +86,7 @@ __all__ = [
     "nnx",
     "optim",
     "register_layer",
-    "sharding",
+    "state_shardings",
     "testing",
     "typing",
     "validate",
@@ -96,6 +98,7 @@ __all__ = [
 _LAZY = {
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
+    "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),

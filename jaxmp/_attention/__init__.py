@@ -229,8 +229,9 @@ def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
     def attention(args: Arguments) -> Any:
-        # The partitioner divides cuDNN's kernel, and `_splash` that of JAX's splash attention.
-        return run_on_parts(_RUN[implementation], args, maps=implementation not in FUSED)
+        # JAX partitions cuDNN's kernel. A Pallas kernel requires that all axes are mapped.
+        mapped = {"cudnn": "none", "splash": "all"}.get(implementation, "split")
+        return run_on_parts(_RUN[implementation], args, mapped)
 
     attention.__name__ = name
     return jax.jit(attention)
