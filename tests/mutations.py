@@ -982,6 +982,20 @@ MUTATIONS = [
         "        if param is None or names != shapes[param][0]:\n",
         ("test_sharding.py::test_parameters_masters_and_moments_share_their_bytes",),
     ),
+    Mutation(
+        "a model in float16 is differentiated without a loss scale",
+        "jaxmp/_policies/_device.py",
+        "    if present.scale or not computes_in(policies, _FLOAT16):\n",
+        "    if present.scale or computes_in(policies, _FLOAT16):\n",
+        ("test_float16_parts.py::test_what_does_not_fit_is_said_at_the_first_call",),
+    ),
+    Mutation(
+        "gradients that were not scaled are accepted",
+        "jaxmp/_loss_scale/_use.py",
+        "    if not present.scaled_gradient:\n",
+        "    if present.scaled_gradient:\n",
+        ("test_float16_parts.py::test_what_does_not_fit_is_said_at_the_first_call",),
+    ),
     # Checkpoints.
     Mutation(
         "the checksums of files are not compared when a checkpoint is restored",

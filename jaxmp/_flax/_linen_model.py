@@ -20,6 +20,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._flax._share import low_precision_share
+from jaxmp._policies._device import note_policies
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
@@ -54,6 +55,7 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     _check_unbound(model)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
+    note_policies(policies)
     cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # The parent is not copied: a new module belongs to the method in which it is created.

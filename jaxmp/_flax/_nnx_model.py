@@ -16,6 +16,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._share import low_precision_share
+from jaxmp._policies._device import note_policies
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
@@ -56,6 +57,7 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     check_model(model)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
+    note_policies(policies)
     by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
     return bind_model(model, policies, by_path)
 
