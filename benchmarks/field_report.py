@@ -2,12 +2,16 @@
 
     python benchmarks/field_report.py CHECKOUTS --out field.json   # all steps, for an H200
     python benchmarks/field_report.py CHECKOUTS --only nanodo --target none   # the trace alone
-    python benchmarks/field_report.py --markdown field.json        # table of docs/field-report.md
+    python benchmarks/field_report.py --markdown field.json        # tables of docs/field-report.md
 
-CHECKOUTS is a folder of checkouts named nanodo and flax. Their steps are imported from
+CHECKOUTS is a folder of checkouts named nanodo, flax, tunix, ... Their steps are imported from
 there, unedited, and audited with the shapes of their arguments: nothing is computed and no GPU is
 needed (`pip install -e ".[aot]"` has the compiler). Each step is audited in a process of its own.
-Steps whose checkout is missing are left out. The projects need `pip install ml_collections`.
+Steps whose checkout is missing are left out. The projects need some small packages:
+
+    pip install ml_collections einops
+    pip install --no-deps draccus typing_inspect mypy_extensions mergedeep omegaconf \\
+        antlr4-python3-runtime==4.9.3 pyyaml-include aqtp qwix "haliax>=1.4.dev404,<1.4.dev500"
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +231,42 @@ def true_findings(entry: dict[str, Any]) -> list[Reviewed]:
     return [e for e in REVIEWED if any(e.covers(row) for row in errors)]
 
 
+def details(report: dict[str, Any]) -> str:
+    """A section for each step: size, dtypes, memory, and each finding with cost and change."""
+    parts = []
+    for name, entry in report["steps"].items():
+        parts.append(f"### {name}\n\n{entry['source']}, commit {entry['commit']}.")
+        parts.append(f"Audited: {entry['size']}.")
+        total = sum(entry["flops"].values())
+        parts.append(
+            table(
+                ("matmul operands", "TFLOP", "share"),
+                (
+                    [dtypes, f"{flops / 1e12:.3g}", f"{100 * flops / total:.1f} %"]
+                    for dtypes, flops in entry["flops"].items()
+                ),
+            )
+        )
+        true = true_findings(entry)
+        if not true:
+            parts.append("No error.")
+        lines = defaultdict(list)
+        for row in entry["findings"]:
+            review = review_of(row)
+            if review is not None and row["severity"] == "error":
+                lines[review].append(row)
+        for number, review in enumerate(true, start=1):
+            rows = lines[review]
+            places = dict.fromkeys(f"`{row['file']}:{row['line']}`" for row in rows)
+            kinds = dict.fromkeys(f"`{row['check']}`" for row in rows)
+            parts.append(
+                f"{number}. **{review.title}** ({', '.join(kinds)}; {', '.join(places)}, "
+                f"`{rows[0]['text']}`). {review.why}.\n"
+                f"   *Cost:* {review.cost}\n   *Change:* {review.change}"
+            )
+    return "\n\n".join(parts)
+
+
 # ---------------------------------------------------------------------------
 
 
@@ -242,7 +282,7 @@ def main() -> None:
     target = None if args.target == "none" else args.target
     if args.markdown:
         report = json.loads(args.markdown.read_text())
-        print(overview(report))
+        print(f"{overview(report)}\n\n{details(report)}")
         return
     if args.checkouts is None:
         parser.error("give a folder of checkouts")

@@ -266,3 +266,272 @@ def gemma(module: Callable[[str], Any]) -> Audited:
     )
     model, optimizer, rngs, metrics = state
     return Audited(fn, (model, optimizer, rngs, dict.fromkeys(keys, tokens), metrics), "bf16")
+
+
+# ---------------------------------------------------------------------------
+# Tunix
+# ---------------------------------------------------------------------------
+
+
+@step(
+    "Tunix, Qwen3 0.6B",
+    "tunix",
+    ".",
+    "tunix/sft/peft_trainer.py, tunix/models/qwen3/model.py",
+    "supervised fine-tuning of all parameters by PeftTrainer: qwen3_0p6b with 4 of 28 layers, "
+    "parameters in bfloat16 as the checkpoint has them, 1024 tokens, batch 8, AdamW",
+    absent=("perfetto", "pandas", "numba", "datasets", "metrax"),
+)
+def tunix(module: Callable[[str], Any]) -> Audited:
+    qwen3 = module("tunix.models.qwen3.model")
+    trainer_lib = module("tunix.sft.peft_trainer")
+    config = qwen3.ModelConfig.qwen3_0p6b()
+    config.num_layers = 4
+    config.dtype = config.param_dtype = jnp.bfloat16
+    made = {}
+
+    def make() -> Any:
+        model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+        trainer = trainer_lib.PeftTrainer(
+            model, optax.adamw(1e-5), trainer_lib.TrainingConfig(eval_every_n_steps=1, max_steps=1)
+        )
+        made["trainer"] = trainer
+        return trainer.model, trainer.optimizer, trainer.grad_accumulator
+
+    state = nnx.eval_shape(make)
+    batch = {
+        "input_tokens": shape(8, 1024),
+        "input_mask": shape(8, 1024, dtype=jnp.bool_),
+        "positions": shape(8, 1024),
+        "attention_mask": shape(8, 1024, 1024, dtype=jnp.bool_),
+    }
+    train_step = made["trainer"]._train_step
+    fn = nnx.jit(train_step, donate_argnames=("optimizer", "grad_accumulator"))
+    return Audited(fn, (*state, batch, shape(dtype=jnp.bool_)), "bf16")
+
+
+# ---------------------------------------------------------------------------
+# big_vision
+# ---------------------------------------------------------------------------
+
+
+class Captured(Exception):
+    """Ends a script at the first call of its training step."""
+
+
+def captured(main: Callable[[], Any], name: str) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Runs a script up to its step, which is a local function, without computing anything.
+
+    Returns:
+      The step, the keywords of its `jax.jit`, and the shapes that earlier jitted functions return.
+    """
+    shapes = []
+
+    def jit(fn: Callable[..., Any], **options: Any) -> Any:
+        if getattr(fn, "__name__", "") == name:
+            raise Captured(fn, options)
+
+        def call(*args: Any) -> Any:
+            shapes.append(jax.eval_shape(fn, *args))
+            return shapes[-1]
+
+        return call
+
+    try:
+        with mock.patch.object(jax, "jit", jit):
+            main()
+    except Captured as step:
+        return (*step.args, shapes)
+    raise ValueError(f"The script ended before it compiled {name}.")
+
+
+@step(
+    "big_vision, ViT-S/16",
+    "big_vision",
+    ".",
+    "big_vision/train.py, big_vision/models/vit.py",
+    "configs/vit_s16_i1k.py with model.dtype_mm='bfloat16': 12 layers, width 384, 6 heads, "
+    "224 x 224 pixels, batch 1024, Adam with a bfloat16 first moment",
+)
+def big_vision(module: Callable[[str], Any]) -> Audited:
+    # The script parses JAX's flags and forbids implicit transfers, which would hold for us too.
+    with mock.patch.object(jax.config, "parse_flags_with_absl"):
+        train = module("big_vision.train")
+    jax.config.update("jax_transfer_guard", "allow")
+    config = module("big_vision.configs.vit_s16_i1k").get_config()
+    config.model.dtype_mm = "bfloat16"
+    images = config.input.batch_size, 224, 224, 3
+    spec = SimpleNamespace(shape=images, dtype=SimpleNamespace(as_numpy_dtype="float32"))
+    dataset = SimpleNamespace(element_spec={"image": spec})
+    flags = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=None))
+    pipeline = SimpleNamespace(
+        training=lambda config: (dataset, 1_268_355), start_global=lambda *args: iter(())
+    )
+    with (
+        mock.patch.object(train, "flags", flags),
+        mock.patch.object(train, "input_pipeline", pipeline),
+        mock.patch.object(train, "importlib", SimpleNamespace(import_module=imported(module))),
+    ):
+        fn, options, (params, opt) = captured(lambda: train.main([]), "update_fn")
+    batch = {
+        "image": shape(*images, dtype=jnp.float32),
+        "labels": shape(config.input.batch_size, config.num_classes, dtype=jnp.float32),
+    }
+    return Audited(jax.jit(fn, **options), ({"params": params, "opt": opt}, OLD_KEY, batch), "bf16")
+
+
+def imported(module: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An import that leaves out preprocessing, which needs TensorFlow."""
+    return lambda name: None if ".pp." in name else module(name)
+
+
+# ---------------------------------------------------------------------------
+# Levanter
+# ---------------------------------------------------------------------------
+
+
+@step(
+    "Levanter, GPT-2 small",
+    "levanter",
+    "src",
+    "src/levanter/trainer.py, src/levanter/models/gpt2.py",
+    "config/gpt2_small.yaml, batch 32 of 512: 12 layers, width 768, 12 heads, 1024 tokens, "
+    "vocabulary 50,257, jmp policy p=f32,c=bfloat16, gradient checkpointing, AdamW",
+    absent=(
+        "git",
+        "tqdm_loggable",
+        "pyarrow",
+        "tblib",
+        "async_lru",
+        "braceexpand",
+        "pytimeparse",
+        "ray",
+        "humanfriendly",
+        "deepdiff",
+        "dataclasses_json",
+    ),
+)
+def levanter(module: Callable[[str], Any]) -> Audited:
+    eqx, hax, jmp = module("equinox"), module("haliax"), module("jmp")
+    trainer_lib, gpt2 = module("levanter.trainer"), module("levanter.models.gpt2")
+    lm, optim = module("levanter.models.lm_model"), module("levanter.optim")
+    attention = module("levanter.layers.attention")
+    config = gpt2.Gpt2Config(
+        hidden_dim=768,
+        num_heads=12,
+        num_layers=12,
+        seq_len=1024,
+        gradient_checkpointing=True,
+        scale_attn_by_inverse_layer_idx=True,
+        attn_backend=attention.AttentionBackend.JAX_FLASH,
+    )
+    tracker = module("levanter.tracker").NoopConfig()
+    options = trainer_lib.TrainerConfig(
+        id="audit",
+        tracker=tracker,
+        mp=jmp.get_policy("p=f32,c=bfloat16"),
+        train_batch_size=32,
+        num_train_steps=100,
+        load_checkpoint=False,
+    )
+    optimizer = optim.AdamConfig(learning_rate=6e-4, weight_decay=0.1, min_lr_ratio=0.1).build(100)
+    trainer = trainer_lib.Trainer(
+        options,
+        optimizer,
+        functools.partial(lm.compute_next_token_loss, reduction=None),
+        add_default_hooks=False,
+    )
+    axes = hax.Axis("batch", 32), config.Pos
+
+    def init(key: Any) -> Any:
+        model = config.build(hax.Axis("vocab", 50_257), key=key)
+        return trainer_lib.TrainerState.init(optimizer, model, key=key, mp=options.mp)
+
+    # A function that Haliax 1.4 calls and that JAX has made private.
+    jax.core.__dict__.setdefault("is_constant_dim", lambda size: isinstance(size, int))
+    context = contextlib.ExitStack()
+    context.enter_context(jax.set_mesh(trainer.device_mesh))
+    context.enter_context(trainer)
+    state = eqx.filter_eval_shape(init, OLD_KEY)
+    tokens = mask = jax.eval_shape(lambda: hax.zeros(axes, dtype=jnp.int32))
+    arrays, static = eqx.partition(state, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    causal = attention.AttentionMask.causal()
+
+    def train_step(arrays: Any, tokens: Any, mask: Any) -> Any:
+        example = lm.LmExample(tokens=tokens, loss_mask=mask, attn_mask=causal)
+        loss, new, *_ = trainer._train_step(eqx.combine(arrays, static), (example,), {}, True)
+        return eqx.filter(new, eqx.is_array), loss
+
+    fn = jax.jit(train_step, donate_argnums=0)
+    return Audited(fn, (arrays, tokens, mask), "bf16", context=context)
+
+
+# ---------------------------------------------------------------------------
+# MaxText
+# ---------------------------------------------------------------------------
+
+
+@step(
+    "MaxText, Llama 2 7B",
+    "maxtext",
+    "src",
+    "src/maxtext/trainers/pre_train/train.py, src/maxtext/layers, src/maxtext/models/llama2.py",
+    "configs/base.yml with model_name=llama2-7b, 2 of 32 layers, attention=dot_product, batch 2: "
+    "width 4096, 32 heads, 2048 tokens, vocabulary 32,000, bfloat16, AdamW",
+    absent=(
+        "pathwaysutils",
+        "jinja2",
+        "tokamax",
+        "drjax",
+        "tiktoken",
+        "sympy",
+        "ml_goodput_measurement",
+    ),
+)
+def maxtext(module: Callable[[str], Any]) -> Audited:
+    pyconfig = module("maxtext.configs.pyconfig")
+    compile_lib = module("maxtext.trainers.pre_train.train_compile")
+    base = Path(pyconfig.__file__).with_name("base.yml")
+    config = pyconfig.initialize(
+        [
+            "train",
+            str(base),
+            "run_name=audit",
+            "model_name=llama2-7b",
+            "override_model_config=true",
+            "base_num_decoder_layers=2",
+            "attention=dot_product",
+            "per_device_batch_size=2",
+            "hardware=cpu",
+            "skip_jax_distributed_system=true",
+            "enable_checkpointing=false",
+            "dataset_type=synthetic",
+            "log_config=false",
+        ]
+    )
+    utils, sharding = compile_lib.maxtext_utils, compile_lib.sharding
+    devices = utils.create_device_mesh(config, jax.devices()[:1])
+    mesh = jax.sharding.Mesh(devices, config.mesh_axes)
+    args, kwargs, shardings, _, model = compile_lib.get_shaped_inputs(mesh, config)
+    params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
+    fn, inputs, outputs, static, donated = utils.get_functional_train_with_signature(
+        compile_lib.train.train_step,
+        sharding.get_input_data_sharding(config, mesh),
+        shardings,
+        model,
+        config,
+        params,
+    )
+    step = jax.jit(
+        fn,
+        in_shardings=inputs,
+        out_shardings=outputs,
+        static_argnums=static,
+        donate_argnums=donated,
+    )
+    context = contextlib.ExitStack()
+    context.enter_context(jax.set_mesh(mesh))
+    context.enter_context(mesh)
+    rules = compile_lib.nn_partitioning.axis_rules(config.logical_axis_rules)
+    context.enter_context(rules)
+    return Audited(step, args, "bf16", kwargs, context)

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from docutils import nodes
+
 import jaxmp
 
 if TYPE_CHECKING:
@@ -155,20 +157,20 @@ def write(path: Path, text: str) -> None:
 
 
 def write_llms(app: Sphinx, error: Exception | None) -> None:
-    """Writes `llms.txt`: the title and first sentence of each page, with a link to its source."""
+    """Writes `llms.txt`: the title and first paragraph of each page, with a link to its source."""
     if error or app.builder.name != "html":
         return
-    lines = [f"# {project}", "", f"> {first_paragraph('get-started')}", ""]
-    for page in sorted(app.env.found_docs):
+    lines = [f"# {project}", "", f"> {first_paragraph(app, 'index')}", ""]
+    for page in sorted(app.env.found_docs - {"index"}):
         title = app.env.titles[page].astext()
-        lines.append(f"- [{title}](_sources/{page}.md): {first_paragraph(page)}")
+        lines.append(f"- [{title}](_sources/{page}.md): {first_paragraph(app, page)}")
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def first_paragraph(page: str) -> str:
+def first_paragraph(app: Sphinx, page: str) -> str:
     """Returns the first paragraph of a page, in one line."""
-    paragraphs = (DOCS / f"{page}.md").read_text("utf-8").split("\n\n")
-    return " ".join(next(p for p in paragraphs if p[0].isalpha()).split())
+    paragraph = next(app.env.get_doctree(page).findall(nodes.paragraph), None)
+    return "" if paragraph is None else " ".join(paragraph.astext().split())
 
 
 def setup(app: Sphinx) -> None:

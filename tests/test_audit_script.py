@@ -26,10 +26,10 @@ from jaxmp._audit._script import (
 from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
-MEASURED = "script_audits_jax_0.10.2_cpu.json"
 
 # Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
 # pass.
+MEASURED = "script_audits_jax_0.10.2_cpu.json"
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np, optax
 def loss_fn(params, x):
@@ -386,6 +386,7 @@ def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+@EXPENSIVE
 # ---------------------------------------------------------------------------
 # Scripts of other projects
 # ---------------------------------------------------------------------------

@@ -51,9 +51,9 @@ class Rule:
         refused, because `"bf16"` could mean either. None: the fields are passed by keyword.
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.
-      param_dtype, compute_dtype, output_dtype, matmul, implementation: fields of `Policy`. None: the
-        default policy's value.
-      mask, window: likewise. A rule with a mask and without a window declares a mask without one.
+      param_dtype, compute_dtype, output_dtype, matmul, implementation: fields of `Policy`. None:
+        the default policy's value.
+      mask, window: likewise. A rule with a mask and without a window declares no window.
       respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: likewise.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
