@@ -22,7 +22,7 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
 from jaxmp.fp8._known_scales import factor_of, scale_of
-from jaxmp.fp8._quantize import quantize_finite
+from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
@@ -195,7 +195,7 @@ def _quantize(
 
 def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
     """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
-    values = quantize_finite(x, scale, dtype)
+    values = quantize(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
