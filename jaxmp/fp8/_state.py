@@ -68,21 +68,16 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
     scaling = as_scaling(scaling)
     if isinstance(scaling, CurrentScaling) and scaling.is_stateful:
         return {KERNEL_AMAX: jnp.zeros((), FLOAT32)}
-    scaling = _as_delayed(scaling)
+    if not isinstance(scaling, DelayedScaling):
+        raise JaxmpError(
+            f"{type(scaling).__name__} has no state. Leave `state` out, or use "
+            "fp8.DelayedScaling()."
+        )
     state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
     for operand in OPERANDS:
         state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
         state[f"{operand}_amax_history"] = jnp.zeros((scaling.amax_history_len,), FLOAT32)
     return state
-
-
-def _as_delayed(scaling: ScalingLike) -> DelayedScaling:
-    scaling = as_scaling(scaling)
-    if isinstance(scaling, DelayedScaling):
-        return scaling
-    raise JaxmpError(
-        f"{type(scaling).__name__} has no state. Leave `state` out, or use fp8.DelayedScaling()."
-    )
 
 
 def check_state(scaling: Scaling, state: object) -> None:
@@ -257,17 +252,18 @@ def _active_in_float32(state: State) -> State:
 def settled(state: Mapping[str, Any]) -> State:
     """Converts a state to float32, and undoes the summation if JAX summed several runs of a layer.
 
-    All leaves are divided by the number of runs, except the newest entries of the histories. Their
-    sum is not smaller than the largest of them, and a scale that is somewhat too small only loses
-    range at the small end.
+    The arrays of several layers may be stacked on their first axes. All leaves are divided by the
+    number of runs, except the newest entries of the histories. Their sum is not smaller than the
+    largest of them, and a scale that is somewhat too small only loses range at the small end.
     """
-    state = {name: lax.convert_element_type(leaf, FLOAT32) for name, leaf in state.items()}
+    state = to_float32(dict(state))
     uses = jnp.maximum(state[USES], np.float32(1))
-    averaged = {name: leaf / uses for name, leaf in state.items()}
+    divided = {name: leaf / uses for name, leaf in state.items() if leaf.ndim == uses.ndim}
     for operand in OPERANDS:
         name = f"{operand}_amax_history"
-        averaged[name] = averaged[name].at[0].set(state[name][0])
-    return averaged
+        is_newest = lax.broadcasted_iota(np.int32, state[name].shape, uses.ndim) == 0
+        divided[name] = jnp.where(is_newest, state[name], state[name] / uses[..., None])
+    return divided
 
 
 class OperandState(NamedTuple):
