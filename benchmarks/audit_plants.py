@@ -33,7 +33,7 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from field_report import versions
+from false_positives import versions
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 ROWS, WIDTH, HIDDEN, CLASSES = 32, 32, 64, 64

@@ -44,6 +44,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
     from jaxmp._audit import audit as audit
+    from jaxmp._doctor import doctor as doctor
     from jaxmp._explain import explain as explain
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
@@ -67,6 +68,7 @@ __all__ = [
     "autocast",
     "check",
     "checkpoint",
+    "doctor",
     "dot_product_attention",
     "errors",
     "explain",
@@ -96,6 +98,7 @@ __all__ = [
 _LAZY = {
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
+    "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
     "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),

@@ -130,9 +130,8 @@ def explain(
       >>> explain(jaxmp.dot_product_attention)(q, q, q, is_causal=True).attention[0].implementation
       'blockwise'
     """
-    loaded = None if recipe is None else load_recipe(recipe)
     adapter = adapter_name(fn)
-    if adapter is not None and loaded is None:
+    if adapter is not None and recipe is None:
         raise JaxmpError(
             "explain requires a recipe for a model: jaxmp.explain(model, 'bf16')(x). To explain a "
             "wrapped model as it is, pass the function that calls it."
@@ -147,6 +146,8 @@ def explain(
             f"explain received {fn!r} instead of a model or a function. Pass it first, and its "
             "arguments last: jaxmp.explain(loss_fn, 'bf16')(params, batch)."
         )
+
+    loaded = None if recipe is None else load_recipe(recipe)
 
     def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
         context = contextlib.nullcontext() if target is None else _compat.context(target=target)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxmp._audit import AuditDiff as AuditDiff
     from jaxmp._audit import AuditReport as AuditReport
     from jaxmp._audit import Finding as Finding
+    from jaxmp._doctor import MachineReport as MachineReport
     from jaxmp._explain import Explanation as Explanation
     from jaxmp._validate import ValidationReport as ValidationReport
 
@@ -29,6 +30,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "LossScaleLike",
+    "MachineReport",
     "PolicyLike",
     "PyTree",
     "RecipeLike",
@@ -43,6 +45,7 @@ _LAZY = {
     "AuditReport": "jaxmp._audit",
     "Explanation": "jaxmp._explain",
     "Finding": "jaxmp._audit",
+    "MachineReport": "jaxmp._doctor",
     "ValidationReport": "jaxmp._validate",
 }
 

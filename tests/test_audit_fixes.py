@@ -249,7 +249,7 @@ def test_the_fix_of_two_dtypes_casts_the_wide_operand(line, checks, tmp_path):
 
 
 def test_attention_with_the_function_of_jaxmp_has_no_finding():
-    """The change of docs/field-report.md. An FP32 softmax alone makes a matmul wide."""
+    """An FP32 softmax alone makes a matmul wide."""
     x = jnp.ones((2, 16, 32), jnp.bfloat16)
 
     def checks(**options):

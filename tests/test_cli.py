@@ -265,13 +265,15 @@ def test_the_json_of_recipes_and_settings(run):
 
 
 def test_the_json_of_an_explanation(run, folder):
-    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])
+    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])[
+        "policies"
+    ]
     rows = {row["path"]: row for row in result["rows"]}
     assert rows["lm_head"]["policy"] == "p=f32,c=bf16,o=f32" and rows["lm_head"]["rule"] == 0
     assert len(result["unused"]) == len(load_recipe("bf16").policies.rules) - 2
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
     code, out, error = run("explain", "my_model:make", "--recipe", "my.toml", "--json", "-")
-    assert code == 1 and json.loads(out)["rows"] and "matched nothing" in error
+    assert code == 1 and json.loads(out)["policies"]["rows"] and "matched nothing" in error
 
 
 def test_explain_and_audit_take_the_same_arguments(run):

@@ -41,7 +41,7 @@ def operands(fn, *args):
 
 
 def reasons(fn, *args, **options):
-    return [row.exclusion_reason for row in jaxmp.explain(fn)(*args, **options).fp8.rows]
+    return [row.exclusion_reason for row in jaxmp.explain(fn, **options)(*args).fp8.rows]
 
 
 def loss(w1, w2, x):

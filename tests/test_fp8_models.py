@@ -188,7 +188,7 @@ def both_layers(policy_map):
 @pytest.mark.parametrize("which", [1, 2], ids=["linen", "nnx"])
 def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
-    rows = jaxmp.explain(models[which - 1])(x).fp8.rows
+    rows = jaxmp.explain(lambda x: models[which - 1](x))(x).fp8.rows
     assert [dataclasses.astuple(row) for row in rows] == [
         ("odd", 32, 30, "N = 30 is not a multiple of 16", ""),
         ("einsum", 64, 64, "", ""),

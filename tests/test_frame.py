@@ -313,7 +313,7 @@ def make(*arguments: str) -> str:
 
 
 def test_every_make_command_in_the_documents_is_a_target():
-    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/index.md")]
+    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/get-started.md")]
     named = {
         target for text in texts for target in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
     }
@@ -484,4 +484,4 @@ def test_the_annotations_of_public_names_can_be_evaluated():
         except NameError as error:
             failures[name] = error
     assert failures == {}
-    assert len(callables) > 300 and "jaxmp.Recipe.replace" in callables
+    assert len(callables) > 150 and "jaxmp.Recipe.replace" in callables

@@ -1025,7 +1025,7 @@ def test_an_nnx_module_in_a_linen_model_gets_its_policies_inside_the_bridge():
     with pytest.raises(CompositionError, match=r"ToLinen at 'inner'.*recipe.wrap\(Linear") as error:
         jaxmp.load_recipe(MIXED).wrap(plain).apply(variables, x)
     fix = str(error.value).partition("to_linen(")[2].removesuffix(", ...).")
-    make = eval(fix, {"jaxmp": jaxmp, "Linear": nnx.Linear, "policies": MIXED})
+    make = eval(fix, {"recipe": jaxmp.load_recipe(MIXED), "Linear": nnx.Linear})
     mended = jaxmp.load_recipe(MIXED).wrap(HoldsNNX(make))
     traced = trace(mended.apply, variables, x)
     assert [dtypes(product) for product in products(traced)] == [("bfloat16",) * 3] * 2

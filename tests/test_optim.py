@@ -367,7 +367,7 @@ def quadratic(params):
 
 
 def mixed(inner=None, **kwargs):
-    options = {"policies": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
+    options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
     return optim._mixed_precision.mixed_precision(
         relaxed(optax.adamw(1e-2) if inner is None else inner), **options
     )

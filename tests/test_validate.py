@@ -722,7 +722,7 @@ def test_other_parameters_or_batches_are_refused(changed, match):
     ],
 )
 def test_bad_arguments_raise(options, match):
-    options = {"candidates": ["bf16"], "seeds": 1, **options}
+    options = {"recipes": ["bf16"], "seeds": 1, **options}
     with pytest.raises(jaxmp.errors.ValidationError, match=match):
         jaxmp.validate(make_run, **options)
 

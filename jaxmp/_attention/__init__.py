@@ -170,15 +170,17 @@ def run(args: Arguments, implementation: str) -> Any:
       `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
     choice = choose(args, implementation)
-    record = _record.get()
+    record, implementation = _record.get(), choice.implementation
     if record is None:
         log_once(choice)
     else:
         record.append(choice)
+        # A fused kernel may not be present where it is only explained.
+        implementation = "xla" if implementation in FUSED else implementation
     because = choice.rows[0].argument if choice.rows else ""
-    name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
+    name = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
     _choices.setdefault(name, {})[_operands_of(jax.tree.leaves(args))] = choice
-    return _compiled(choice.implementation, name)(args)
+    return _compiled(implementation, name)(args)
 
 
 # Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
@@ -227,8 +229,9 @@ def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
     def attention(args: Arguments) -> Any:
-        # The partitioner divides cuDNN's kernel, and `_splash` that of JAX's splash attention.
-        return run_on_parts(_RUN[implementation], args, maps=implementation not in FUSED)
+        # JAX partitions cuDNN's kernel. A Pallas kernel requires that all axes are mapped.
+        mapped = {"cudnn": "none", "splash": "all"}.get(implementation, "split")
+        return run_on_parts(_RUN[implementation], args, mapped)
 
     attention.__name__ = name
     return jax.jit(attention)

@@ -12,7 +12,7 @@ from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Equation, inners
-from jaxmp._core._matmuls import matmul_of
+from jaxmp._core._matmuls import count_flops, matmul_of
 from jaxmp._report._units import bytes_text
 
 UNFUSED_ATTENTION = Check(
@@ -74,7 +74,7 @@ def check_calls(op: OpOccurrence, audit: Auditor) -> None:
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
-    flops = sum(audit.flops_of(inner.jaxpr) for inner in inners(op.equation)) * op.times
+    flops = sum(count_flops(inner.jaxpr).total() for inner in inners(op.equation)) * op.times
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops)
 
 

@@ -18,6 +18,7 @@ _STYLES = {
     "title": "bold cyan",
     "good": "bold green",
     "bad": "bold red",
+    "open": "bold cyan",
     "head": "dim",
     "code": "bold",
 }

@@ -117,7 +117,7 @@ def validate(
     reference = load_recipe(reference_recipe)
     candidates = _named(recipes)
     name = reference_recipe if isinstance(reference_recipe, str) else reference.name
-    if name in recipes:
+    if name in candidates:
         raise ValidationError(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
@@ -127,7 +127,7 @@ def validate(
     settings = Settings(
         reference=(name, reference),
         candidates=candidates,
-        budgets=resolve_budgets(budgets, recipes),
+        budgets=resolve_budgets(budgets, candidates),
         directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),

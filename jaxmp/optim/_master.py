@@ -20,7 +20,6 @@ from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError
 from jaxmp.optim import _storage
-from jaxmp.optim._overflow import OverflowState
 
 FLOAT16 = np.dtype(np.float16)
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
@@ -66,7 +65,7 @@ class Layout:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class MasterParamsState(OverflowState):
+class MasterParamsState:
     """State of `master_params`.
 
     In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, according
@@ -118,10 +117,6 @@ class MasterParamsState(OverflowState):
             yield index, self.layout.storage[index][0], value
 
     @property
-    def leaf_count(self) -> int:
-        return len(self.layout.storage)
-
-    @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))
@@ -145,10 +140,6 @@ class UnpackedParameters(UnpackedMasters):
     """
 
     def has_value(self, index: int) -> bool:
-        return True
-
-    @property
-    def has_all_parameters(self) -> bool:
         return True
 
 

@@ -20,6 +20,7 @@ branch or loop that does not run has the result of `absent`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -153,17 +154,35 @@ class Interpreter:
           place: location of the equation that contains it; None: it is the whole program.
           state: state of the client for this jaxpr.
         """
+        values = self.frame(jaxpr, args, place, state).values
+        outvars = jaxpr_body(jaxpr)[0].outvars
+        return [self.literal(var) if is_literal(var) else values[var] for var in outvars]
+
+    def frame(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> Frame:
+        """Runs a jaxpr as `run` does, and returns the values of all its variables."""
         body, consts = jaxpr_body(jaxpr)
+        # An analysis does not know the constants of an open jaxpr.
+        consts = consts or (None,) * len(body.constvars)
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
         values |= zip(body.invars, args, strict=True)
         frame = Frame(place or Place(), state, values)
         read = lambda var: self.literal(var) if is_literal(var) else values[var]
         for frame.index, equation in enumerate(body.eqns):
             operands = list(map(read, equation.invars))
-            with as_recorded(equation):
+            with self.context(equation):
                 results = self.equation(equation, operands, frame)
             values |= zip(equation.outvars, results, strict=True)
-        return list(map(read, body.outvars))
+        return frame
+
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which an equation is run again: its scopes, source and mesh."""
+        return as_recorded(equation)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs one equation."""
