@@ -75,7 +75,7 @@ def with_branches_outside(evaluate: Callable[[], PyTree], states: Sequence[State
 
 
 def _may_branch_in_loop(state: State) -> bool:
-    """Returns True for stacked layers that measure partial maxima; see `amax_in_force`."""
+    """Returns True for stacked layers that measure partial maxima."""
     return state[AGE].ndim > 0 and state[f"{OPERANDS[0]}_amax_history"].shape[-2] > 1
 
 
