@@ -64,7 +64,7 @@ def _call(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs `jit`, `checkpoint` and similar calls: the same equation with the retraced jaxpr."""
-    call, effects = call_of(equation), env.magnified.of(equation.outvars)
+    call, effects = call_of(equation), env.effects_of(equation)
     jaxpr, priorities = runner.retraced(call.jaxpr, values, scope_path, effects=effects)
     outs = bind(equation, [v.array for v in values], **{call.parameter: jaxpr})
     return [Value(*pair) for pair in zip(outs, priorities, strict=True)]
@@ -82,7 +82,7 @@ def _scan(
     def outputs(outs: list[Array], recorded: list[ShapedArray]) -> list[Array]:
         return _cast_all(outs[:carried], recorded[:carried]) + outs[carried:]
 
-    effects = env.magnified.of(equation.outvars)
+    effects = env.effects_of(equation)
     jaxpr, priorities = runner.retraced(loop.jaxpr, values, scope_path, outputs, effects)
     outs = bind(equation, [v.array for v in values], jaxpr=jaxpr)
     priorities = [Priority.COMPUTED] * carried + priorities[carried:]
@@ -112,7 +112,7 @@ def _cond(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
     """Runs a `cond`; all branches return the recorded dtypes, since they must agree."""
-    effects = env.magnified.of(equation.outvars)
+    effects = env.effects_of(equation)
     branches = tuple(
         runner.retraced(branch, values[1:], scope_path, _cast_all, effects)[0]
         for branch in cond_of(equation).branches
@@ -135,7 +135,7 @@ def _custom_jvp(
     if runner.config.scaling is not None:
         # Reverse mode transposes the matmuls of the rule, and FP8 matmuls cannot be transposed.
         scope_path = (*scope_path, IN_CUSTOM_JVP)
-    effects = env.magnified.of(equation.outvars)
+    effects = env.effects_of(equation)
     jaxpr, priorities = runner.retraced(params["call_jaxpr"], values, scope_path, effects=effects)
     avals = [array_aval(var) for var in equation.invars]
     out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
@@ -231,7 +231,7 @@ def as_recorded_dtypes(
 def _shard_map(
     runner: Runner, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
 ) -> list[Value]:
-    record, effects = shard_map_of(equation), env.magnified.of(equation.outvars)
+    record, effects = shard_map_of(equation), env.effects_of(equation)
     priorities: list[Priority] = []
 
     def shard(*arrays: Array) -> tuple[Array, ...]:

@@ -17,7 +17,7 @@ from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
-from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
+from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers, is_identity
 from jaxmp._autocast._magnified import Effect, Effects, Magnified
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
@@ -44,6 +44,7 @@ from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._core._programs._operations import arithmetic_of, dot_of
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
@@ -76,8 +77,7 @@ class Autocast(Interpreter):
         self.inner: dict[Any, tuple[Any, tuple[Any, list[Priority]]]] = {}
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.consumers: dict[int, tuple[Any, Consumers]] = {}
-        # (id of a jaxpr, effects of its results) -> (the jaxpr, the effects inside it).
-        self.magnified: dict[Any, tuple[Any, Magnified]] = {}
+        self.magnified = Magnified(self.category)
         # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
@@ -129,7 +129,7 @@ class Autocast(Interpreter):
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        env = Environment(self.consumers[id(body)][1], self.effects_in(body, state))
+        env = Environment(self.consumers[id(body)][1], self.magnified.facts(body, state))
         return super().run(jaxpr, args, place, env)
 
     def equation(self, equation: JaxprEqn, operands: list[Value], frame: Frame) -> list[Value]:
@@ -139,14 +139,6 @@ class Autocast(Interpreter):
             scope_path = with_phase(scope_path, stack)
         self.seen.add(scope_path)
         return self.run_equation(equation, operands, frame.state, scope_path)
-
-    def effects_in(self, body: Jaxpr, results: Effects) -> Magnified:
-        """Returns the effects of rounding the variables of a jaxpr, given those of its results."""
-        key = id(body), results if any(results) else ()
-        if key not in self.magnified:
-            inside = Magnified(body, self.category, key[1], self.effects_in)
-            self.magnified[key] = body, inside
-        return self.magnified[key][1]
 
     def is_as_written(self, equation: JaxprEqn) -> bool:
         """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
@@ -171,7 +163,7 @@ class Autocast(Interpreter):
         if special is not None:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
                 return special(self, equation, env, values, scope_path)
-        effect = max(env.magnified.of(equation.outvars), default=Effect.BOUNDED)
+        effect = max(env.effects_of(equation), default=Effect.BOUNDED)
         if self.record is not None:
             self._explain(self.record, equation, values, scope_path, effect)
         floating = [value for value in values if value.castable]
@@ -179,9 +171,9 @@ class Autocast(Interpreter):
         priority = max((value.priority for value in floating), default=Priority.CONSTANT)
         if not floating:
             return wrap(equation, bind(equation, [v.array for v in values]), priority)
+        if is_identity(equation):
+            return values  # only its weak type changed
         if equation.primitive.name == "convert_element_type":
-            if array_aval(equation.invars[0]).dtype == equation.params["new_dtype"]:
-                return values  # only its weak type changed
             return wrap(equation, bind(equation, [v.array for v in values]))
         policy = self.config.scope_policy(scope_path)
         category = self.category(equation)
@@ -247,7 +239,6 @@ class Autocast(Interpreter):
         4. the output dtype of the deciding rule, if it is wider than the compute dtype;
         5. the compute dtype.
         """
-        params = equation.params
         recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
         why = why_as_recorded(equation, effect)
         in_fp8 = self._fp8_product(equation, values, policy, scope_path, why)
@@ -255,9 +246,10 @@ class Autocast(Interpreter):
             return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
         dtype, priority = policy.dtype, Priority.COMPUTED
         arrays = [env.cast(value, dtype) for value in values]
-        if "preferred_element_type" not in params:
+        options = arithmetic_of(equation)
+        if options is None:
             return wrap(equation, bind(equation, arrays))
-        preferred = params["preferred_element_type"]
+        preferred = options.result_dtype
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
         elif is_16bit(dtype) and self._is_fp32_only(equation, env, dtype):
@@ -272,14 +264,14 @@ class Autocast(Interpreter):
         if in_fp8 is not None:
             out = in_fp8(
                 *arrays,
-                params["dimension_numbers"],
-                params["precision"],
+                tuple(dot_of(equation)),
+                options.precision,
                 dtype if wide is None else wide,
-                out_sharding=params["out_sharding"],
+                out_sharding=options.out_sharding,
             )
             return [Value(out, priority)]
         changes: dict[str, Any] = {"preferred_element_type": dtype}
-        if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
+        if not is_16bit(dtype) and options.precision is None:
             changes["precision"] = _precision(policy.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
             return wrap(equation, bind(equation, arrays, **changes))
@@ -357,7 +349,7 @@ class Autocast(Interpreter):
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
             result: dict[tuple[str, ...], None] = {(): None}
-            for equation in body.eqns:
+            for equation in equations(body, inside=False):
                 own = scope_names(str(equation.source_info.name_stack))
                 result[own] = None
                 for inner in sub_jaxprs(equation):

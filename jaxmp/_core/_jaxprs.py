@@ -66,15 +66,16 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
     return jax.make_jaxpr(run)(*(leaves[n] for n in positions))
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
       jaxpr: open or closed.
+      inside: False for the equations of the jaxpr itself alone.
     """
     for equation in jaxpr_body(jaxpr)[0].eqns:
         yield equation
-        for inner in sub_jaxprs(equation):
+        for inner in sub_jaxprs(equation) if inside else ():
             yield from equations(inner)
 
 

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from jaxmp._core import _compat
 from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import Explanation, ExplanationRow
+from jaxmp._core._programs._operations import Dot
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._eligible import explain_exclusion
@@ -224,7 +225,7 @@ def decide_product(
     scaling: Scaling,
     path: str,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    params: Mapping[str, Any],
+    dot: Dot,
     kernel: int,
     why: str = "",
 ) -> bool:
@@ -234,7 +235,7 @@ def decide_product(
       scaling: the FP8 scaling of the policies.
       path: the name scopes of the equation.
       shapes: shapes of the two operands.
-      params: parameters of the equation.
+      dot: its dimensions.
       kernel: 0 or 1, the operand that is treated as the kernel.
       why: reason to exclude the dot whatever its sizes are; "" if there is none.
 
@@ -244,7 +245,7 @@ def decide_product(
     Raises:
       CompositionError: as in `decide`.
     """
-    contract, batch = params["dimension_numbers"]
+    contract, batch = dot
     sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
     k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
     n = math.prod(shapes[kernel]) // max(k * batch_size, 1)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax import lax
 
-from jaxmp._core._compat import scan_counts
+from jaxmp._core._compat import jaxpr_body, scan_counts
 
 # Calls, which run their jaxpr once. `eval_jaxpr` is a call of a `Traced` object, and a loop that is
 # differentiated leaves a `closed_call`.
@@ -60,6 +60,11 @@ class Call(NamedTuple):
     is_recomputation: bool
     prevent_cse: bool | tuple[bool, ...]
     policy: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the jaxpr returns arguments and constants, and computes nothing."""
+        return not jaxpr_body(self.jaxpr)[0].eqns
 
     def separated(self, operands: Sequence[Any]) -> list[Any]:
         """Returns operands behind the barrier with which JAX lowers a recomputation."""
