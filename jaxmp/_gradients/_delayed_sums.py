@@ -11,6 +11,7 @@ see `_unreduced.py` for the function that it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def delay_sums(closed: ClosedJaxpr, asked: Sequence[bool]) -> Delayed:
       closed: the function.
       asked: for each result, True if it may be unreduced.
     """
-    return _delay(closed, tuple(asked), {})
+    return _delay({}, closed, tuple(asked), {})
 
 
 # ---------------------------------------------------------------------------
@@ -57,12 +58,34 @@ def delay_sums(closed: ClosedJaxpr, asked: Sequence[bool]) -> Delayed:
 # ---------------------------------------------------------------------------
 
 
+# (id of a jaxpr, results that may be unreduced, arguments) -> the jaxpr, and the function that
+# replaces it. It stores the jaxpr so that its id is not used again.
+_Known: TypeAlias = dict[Any, tuple[Any, Delayed]]
+
+
 def _delay(
-    closed: ClosedJaxpr | Jaxpr, asked: tuple[bool, ...], arguments: Mapping[int, Axes]
+    known: _Known,
+    closed: ClosedJaxpr | Jaxpr,
+    asked: tuple[bool, ...],
+    arguments: Mapping[int, Axes],
+) -> Delayed:
+    """Returns the function that replaces a jaxpr, which equal calls share."""
+    key = id(closed), asked, frozenset(arguments.items())
+    if key not in known:
+        known[key] = closed, _choose(known, closed, asked, arguments)
+    return known[key][1]
+
+
+def _choose(
+    known: _Known,
+    closed: ClosedJaxpr | Jaxpr,
+    asked: tuple[bool, ...],
+    arguments: Mapping[int, Axes],
 ) -> Delayed:
     """Chooses the variables of a jaxpr that are unreduced.
 
     Args:
+      known: functions that replace other jaxprs.
       closed: the jaxpr.
       asked: for each result, True if it may be unreduced.
       arguments: index of an argument -> mesh axes over which it may be unreduced.
@@ -85,7 +108,7 @@ def _delay(
         for _, equation in numbered:
             if chain.isdisjoint(equation.outvars):
                 continue
-            results = _axes_of_results(equation, possible, body)
+            results = _axes_of_results(known, equation, possible, body)
             named = zip(equation.outvars, results, strict=True)
             possible |= {v: axes for v, axes in named if axes and v in chain and v not in banned}
         # The ancestors of results, and how equations with a jaxpr run it.
@@ -98,7 +121,7 @@ def _delay(
             flags = tuple(var in chosen for var in equation.outvars)
             before = _operands_in(equation, possible)
             if kind_of(equation) in RUN_INNER:
-                inner[index] = _INNER[kind_of(equation)](equation, flags, before)
+                inner[index] = _INNER[kind_of(equation)](known, equation, flags, before)
                 entering = inner[index].operands
                 before = {n: axes for n, axes in before.items() if entering[n] == axes}
             elif equation.primitive.name in SUMS and not _linear(equation, before):
@@ -138,12 +161,14 @@ def _all_used(var: Var, body: Body, used: set[tuple[int, int]], wanted: set[Var]
     )
 
 
-def _axes_of_results(equation: JaxprEqn, possible: Mapping[Var, Axes], body: Body) -> list[Axes]:
+def _axes_of_results(
+    known: _Known, equation: JaxprEqn, possible: Mapping[Var, Axes], body: Body
+) -> list[Axes]:
     """Returns for each result of an equation the mesh axes over which it can be unreduced."""
     before = _operands_in(equation, possible)
     if kind_of(equation) in RUN_INNER:
         every = tuple(_is_wide(var) for var in equation.outvars)
-        return _INNER[kind_of(equation)](equation, every, before).results
+        return _INNER[kind_of(equation)](known, equation, every, before).results
     if len(equation.outvars) > 1 or not _is_wide(equation.outvars[0]):
         return [NO_AXES] * len(equation.outvars)
     added = _added_rows(equation, body)
@@ -287,26 +312,31 @@ def _has_sum_type(var: Var | Literal) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _delay_call(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
-    return _delay(call_of(equation).jaxpr, asked, before)
+def _delay_call(
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+) -> Delayed:
+    return _delay(known, call_of(equation).jaxpr, asked, before)
 
 
 def _delay_remat(
-    equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
 ) -> Delayed:
-    return _delay(call_of(equation).jaxpr, asked, {})
+    return _delay(known, call_of(equation).jaxpr, asked, {})
 
 
-def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
+def _delay_scan(
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+) -> Delayed:
     """Chooses results of a scan. A carried sum is unreduced in all iterations or in none."""
     loop = scan_of(equation)
     num_consts, num_carry = loop.consts, loop.carry
     carried = frozenset(range(num_carry))
     while True:
         flags = tuple(flag and (n in carried or n >= num_carry) for n, flag in enumerate(asked))
-        first = _delay(loop.jaxpr, flags, {})
+        first = _delay(known, loop.jaxpr, flags, {})
         axes = {n: first.results[n] for n in carried if first.results[n]}
         plan = _delay(
+            known,
             loop.jaxpr,
             tuple(f and (n in axes or n >= num_carry) for n, f in enumerate(flags)),
             {num_consts + n: each for n, each in axes.items()},
@@ -318,7 +348,7 @@ def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int
         carried = frozenset(equal)
 
 
-_INNER: dict[str, Callable[[JaxprEqn, tuple[bool, ...], Mapping[int, Axes]], Delayed]] = {
+_INNER: dict[str, Callable[[_Known, JaxprEqn, tuple[bool, ...], Mapping[int, Axes]], Delayed]] = {
     "call": _delay_call,
     "remat": _delay_remat,
     "scan": _delay_scan,

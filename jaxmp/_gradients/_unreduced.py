@@ -58,6 +58,7 @@ class Delayed:
       axes: for each unreduced variable, its mesh axes.
       inner: index of an equation that contains a jaxpr -> the function that replaces that jaxpr.
       rows: index of an equation whose result is a table to which rows were added -> the addition.
+      jitted: name -> the function as a jitted one, so that its calls share one jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -65,6 +66,7 @@ class Delayed:
     axes: Mapping[Var, Axes]
     inner: Mapping[int, Delayed]
     rows: Mapping[int, AddedRows]
+    jitted: dict[str, Callable[..., list[Array]]] = dataclasses.field(default_factory=dict)
 
     @property
     def results(self) -> list[Axes]:
@@ -218,7 +220,7 @@ def kind_of(equation: JaxprEqn) -> str:
 def _run_call(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
     call = lambda *args: inner.run(*args)
     call.__name__ = call_of(equation).name or "call"
-    return jax.jit(call)(*operands)
+    return inner.jitted.setdefault(call.__name__, jax.jit(call))(*operands)
 
 
 def _run_remat(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> Any:
