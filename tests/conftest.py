@@ -75,14 +75,23 @@ VERSION_SENSITIVE = {
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
     "optim",
 }
+# Files that test scripts of `benchmarks/` and their recorded results: they run with the slow tests,
+# without optimizations of XLA. `test_benchmarks.py` checks that the scripts fit the package.
+OF_BENCHMARKS = {
+    *("claims", "field_report", "flax_suites", "gpu_suite", "overhead", "program", "scripts")
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
     for item in items:
-        if item.path.stem.removeprefix("test_") in VERSION_SENSITIVE:
+        name = item.path.stem.removeprefix("test_")
+        if name in VERSION_SENSITIVE:
             item.add_marker("versions")
+        if name in OF_BENCHMARKS and item.get_closest_marker("slow") is None:
+            item.add_marker("slow")
+            item.add_marker("expensive")
         if needs_compiler.mark in item.iter_markers("skipif"):
             item.add_marker("gpu_compiler")
 

@@ -66,7 +66,9 @@ def test_flax_loads_when_it_is_touched(name):
 
 def test_a_missing_package_names_an_extra_that_exists():
     absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
-    attempt = "try: jaxmp.TrainState\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    attempt = (
+        "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+    )
     message = run_python(absent + attempt)
     extra = re.search(r'pip install -e "\.\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
@@ -78,22 +80,19 @@ ENGINE = ("_core/_programs/", "_core/_jaxprs.py")
 LOOPS_OVER_EQUATIONS = {
     "_attention/_explained.py": 1,
     "_audit/_auditor.py": 1,
-    "_audit/_check_ops.py": 1,
     "_audit/_check_recurrences.py": 1,
     "_audit/_compile.py": 2,
     "_audit/_expressions.py": 1,
     "_audit/_make_report.py": 1,
     "_audit/_optimizer.py": 1,
-    "_audit/_program.py": 2,
-    "_audit/_script.py": 1,
+    "_audit/_program.py": 3,
     "_audit/_trace.py": 2,
     "_validate/_capture.py": 3,
     "fp8/_first_step.py": 2,
-    "fp8/_repeated.py": 2,
     "fp8/_stats.py": 1,
 }
 # Number of places that read the parameters of an equation outside of the engine.
-PARAMETER_READS = 50
+PARAMETER_READS = 38
 # Objects with `params` that are not equations.
 OWNERS = {"state", "run", "entry", "self", "candidate", "first", "inferred", "params", "_run"}
 
@@ -396,7 +395,7 @@ def make(*arguments: str) -> str:
 
 
 def test_every_make_command_in_the_documents_is_a_target():
-    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/index.md")]
+    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/get-started.md")]
     named = {
         target for text in texts for target in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
     }
@@ -567,4 +566,4 @@ def test_the_annotations_of_public_names_can_be_evaluated():
         except NameError as error:
             failures[name] = error
     assert failures == {}
-    assert len(callables) > 300 and "jaxmp.Recipe.replace" in callables
+    assert len(callables) > 150 and "jaxmp.Recipe.replace" in callables

@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
 from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._dataflow import GRADIENT
@@ -32,6 +30,7 @@ from jaxmp._core._matmuls import (
     MULTIPLES,
     WIDENED_MATMUL,
     Matmul,
+    count_flops,
     is_inner_product,
     kernel_matmuls,
     matmul_of,
@@ -86,7 +85,6 @@ class Auditor:
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
-        self._flops: dict[int, tuple[Any, int]] = {}
 
     @functools.cached_property
     def root(self) -> Path:
@@ -178,28 +176,11 @@ class Auditor:
             self.flow.leave(inner)
         self.known = scope
 
-    # -- FLOPs ------------------------------------------------------------------------------
-
-    def flops_of(self, jaxpr: Jaxpr) -> int:
-        """Returns the FLOPs of one execution of a jaxpr."""
-        known = self._flops.get(id(jaxpr))
-        if known is None:
-            # The jaxpr is stored beside its FLOPs, so that no other object gets the same id.
-            known = self._flops[id(jaxpr)] = jaxpr, sum(map(self._flops_in, jaxpr.eqns))
-        return known[1]
-
-    def _flops_in(self, equation: Equation) -> int:
-        name = equation.primitive.name
-        if name in MATMULS:
-            return matmul_of(equation).flops
-        if name not in _CALLS:
-            return sum(matmul.flops for matmul in kernel_matmuls(equation) or ())
-        counts = [inner.times * self.flops_of(inner.jaxpr) for inner in inners(equation)]
-        return max(counts, default=0) if name == "cond" else sum(counts)
-
-    def _largest(self, branches: list[Inner]) -> Inner:
+    @staticmethod
+    def _largest(branches: list[Inner]) -> Inner:
         """Returns the branch with the most FLOPs, or without any, the longest."""
-        return max(branches, key=lambda b: (self.flops_of(b.jaxpr), len(b.jaxpr.eqns)))
+        size = lambda jaxpr: (count_flops(jaxpr).total(), len(jaxpr.eqns))
+        return max(branches, key=lambda branch: size(branch.jaxpr))
 
     # -- matmuls ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Equation, inners
-from jaxmp._core._matmuls import matmul_of
+from jaxmp._core._matmuls import count_flops, matmul_of
 from jaxmp._report._units import bytes_text
 
 UNFUSED_ATTENTION = Check(
@@ -74,7 +74,7 @@ def check_calls(op: OpOccurrence, audit: Auditor) -> None:
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
-    flops = sum(audit.flops_of(inner.jaxpr) for inner in inners(op.equation)) * op.times
+    flops = sum(count_flops(inner.jaxpr).total() for inner in inners(op.equation)) * op.times
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops)
 
 
@@ -128,7 +128,7 @@ def _explain_choice(
     message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
     if choice is None:
         reason = argument or "the requested implementation"
-        fix = "jaxmp.explain_attention(query, key, value)"
+        fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title

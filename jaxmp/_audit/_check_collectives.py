@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import Reduction16Bit
 from jaxmp._audit._program import OpOccurrence, dtype_of
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD
@@ -59,12 +56,11 @@ def label_activations(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @ALL_REDUCE_16BIT.on_program
-def report_reductions(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_reductions(audit: Auditor, traced: Traced) -> None:
     """Reports the sums over devices, after the walk."""
     audit.collected[Traced].append(traced)
     for reduction in audit.collected[Reduction16Bit]:
         _report(reduction, audit)
-    return ()
 
 
 def sum_note(dtype: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxmp._audit._auditor import Auditor
@@ -12,7 +11,6 @@ from jaxmp._audit._checks import ERROR, Check
 from jaxmp._audit._dataflow import From, Update
 from jaxmp._audit._labels import ConditionalFinding, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT16
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
@@ -124,14 +122,13 @@ def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @FLOAT16_RANGE.on_program
-def report_sums(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_sums(audit: Auditor, traced: Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     del traced
     norms = {f.line for f in audit.findings if f.check is NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if audit.findings.line_of(op) not in norms:
             square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
-    return ()
 
 
 @FLOAT16_RANGE.on_operation("mul", "div")

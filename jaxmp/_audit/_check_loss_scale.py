@@ -118,11 +118,5 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
         if is_norm and not events:
             file, line = audit.findings.lines.of(traced.makers_of(var))
-            yield Finding(
-                check=SCALED_GRADIENTS.id,
-                message=f"result{jtu.keystr(path)} is computed from gradients that are multiplied"
-                " by the loss scale.",
-                fix=_FIX,
-                file=file,
-                line=line,
-            )
+            message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
+            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, file=file, line=line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from jaxmp._attention._layer import layer_attention
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._program import OpOccurrence, is_attention
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import is_within
 from jaxmp._core._jaxprs import FORWARD
@@ -48,7 +46,7 @@ def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @DENSE_MASK.on_program
-def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def check_masks(audit: Auditor, traced: Traced) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
     Raises:
@@ -59,7 +57,7 @@ def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+            " were not compared; call jaxmp.explain(model, recipe) with a batch"
         ] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
@@ -74,7 +72,6 @@ def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         path = module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
         audit.add(DENSE_MASK, op, message, fix)
-    return ()
 
 
 def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Declaration | None]]:
@@ -104,6 +101,9 @@ def _paths_text(paths: list[str]) -> str:
 def _fix_declaration(actual: Declaration, path: str | None) -> str:
     """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
     python, toml = declaration_code(actual, path)
+    if path is not None:
+        rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
+        python = f"{rules}; recipe = recipe.replace(policies=policies)"
     return (
         "Declare the mask in the recipe; the model is not edited:\n"
         f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)

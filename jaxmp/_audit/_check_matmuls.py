@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -13,7 +12,6 @@ from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import WAS_16_BITS
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, is_internal_matmul, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import FORWARD
@@ -105,7 +103,7 @@ def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
 
 
 @FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def suggest_autocast(audit: Auditor, traced: Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     del traced
     rows = audit.matmuls
@@ -114,7 +112,6 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> Iterable[Finding]:
             if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
                 context = audit.context
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
-    return ()
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:

@@ -20,12 +20,12 @@ from jaxmp._audit._program import (
     OpOccurrence,
     dtype_of,
     half_of,
+    loop_of,
     named,
 )
 from jaxmp._audit._rounding import error_text, rounding_error
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
-from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOATS_16BIT
 from jaxmp._core._jaxprs import (
     BACKWARD,
@@ -33,7 +33,6 @@ from jaxmp._core._jaxprs import (
     Atom,
     Equation,
     equations,
-    inners,
     is_literal,
     sub_jaxprs,
 )
@@ -155,8 +154,8 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
             file, line = audit.findings.lines.of(makers)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
             op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
-            fix = fix_operation(op, audit.findings) or LOSS_16BIT.fix
-            yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
+            fix = fix_operation(op, audit.findings)
+            yield LOSS_16BIT.finding(message, fix, file=file, line=line)
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:
@@ -258,20 +257,14 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
-    inside = inners(op.equation)
-    if op.name == "scan":
-        jaxpr = inside[0].jaxpr
-        consts, carried = scan_counts(op.equation.params)
-    else:
-        jaxpr = inside[1].jaxpr
-        consts, carried = op.equation.params["body_nconsts"], len(op.equation.outvars)
-    loop = Body(jaxpr)
-    incoming = jaxpr.invars[consts : consts + carried]
-    for before, after in zip(incoming, jaxpr.outvars[:carried], strict=True):
+    loop = loop_of(op.equation)
+    assert loop is not None
+    body = Body(loop.body)
+    for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            addition = next(_additions(before, after, loop), None)
+            addition = next(_additions(before, after, body), None)
             if addition is not None:
-                _report_carry(op, addition, dtype_of(before), audit)
+                _report_carry(op, addition, loop.length, dtype_of(before), audit)
 
 
 @ACCUMULATOR_16BIT.on_result("add", "add_any")
@@ -328,13 +321,14 @@ def _additions(before: Atom, after: Atom, loop: Body) -> Iterator[Equation]:
             yield equation
 
 
-def _report_carry(op: OpOccurrence, addition: Equation, dtype: np.dtype, audit: Auditor) -> None:
+def _report_carry(
+    op: OpOccurrence, addition: Equation, length: int | None, dtype: np.dtype, audit: Auditor
+) -> None:
     inner = op._replace(equation=addition, enclosing=(op.equation, *op.enclosing))
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(ACCUMULATOR_16BIT, inner, message, FIX_ACCUMULATOR)
         return
-    length = op.equation.params.get("length")
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
         # The gradient of a weight that all iterations share is one sum.
@@ -358,15 +352,7 @@ def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
     if not positions:
         return False
     other = addition.invars[1 - positions[0]]
-    return is_literal(other) or other not in _dependents(before, loop)
-
-
-def _dependents(start: Atom, body: Body) -> set[Atom]:
-    dependents = {start}
-    for equation in body.jaxpr.eqns:
-        if any(not is_literal(var) and var in dependents for var in equation.invars):
-            dependents.update(equation.outvars)
-    return dependents
+    return is_literal(other) or other not in loop.dependents(before)
 
 
 # ---------------------------------------------------------------------------
@@ -412,10 +398,9 @@ def report_reduced(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @EXP_16BIT.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, traced.jaxpr.outvars, "")
-    return ()
 
 
 def _report_forward_use(use: ForwardUse, audit: Auditor) -> ForwardUse | None:

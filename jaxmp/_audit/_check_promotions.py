@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from types import CodeType
 
 import numpy as np
@@ -14,10 +13,8 @@ from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, named
-from jaxmp._audit._rows import Finding
+from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, loop_of, named
 from jaxmp._audit._trace import Traced
-from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
 from jaxmp._core._locations import call_site
@@ -88,10 +85,9 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 
 
 @IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports promotions of values that the program returns."""
     audit.report(Promotion, traced.jaxpr.outvars, ", and the program returns the wide result")
-    return ()
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
@@ -176,16 +172,8 @@ def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    if not op.enclosing or is_literal(var):
-        return False
-    loop = op.enclosing[0]
-    if loop.primitive.name == "scan":
-        consts, carried = scan_counts(loop.params)
-    elif loop.primitive.name == "while":
-        consts, carried = loop.params["body_nconsts"], len(loop.outvars)
-    else:
-        return False
-    return var in op.body.jaxpr.invars[consts : consts + carried]
+    loop = loop_of(op.enclosing[0]) if op.enclosing and not is_literal(var) else None
+    return loop is not None and any(var is each for each in loop.incoming)
 
 
 def _derives(var: Atom, source: Atom, body: Body) -> bool:

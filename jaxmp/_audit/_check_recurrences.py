@@ -8,10 +8,9 @@ from jax.extend.core import Jaxpr
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, named
-from jaxmp._core._compat import scan_counts
+from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, loop_of, named
 from jaxmp._core._dtypes import FLOATS_16BIT
-from jaxmp._core._jaxprs import FORWARD, Atom, Equation, inners, is_literal
+from jaxmp._core._jaxprs import FORWARD, Atom, Equation, is_literal
 
 _KEEPS = LAYOUT | named("neg select_n")
 _SUMS = named("add add_any sub")
@@ -37,18 +36,15 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    jaxpr = inners(op.equation)[-1].jaxpr
-    if op.name == "scan":
-        consts, carried = scan_counts(op.equation.params)
-    else:
-        consts, carried = op.equation.params["body_nconsts"], len(op.equation.outvars)
-    carries = [v for v in jaxpr.invars[consts : consts + carried] if dtype_of(v) in FLOATS]
-    results = dict(zip(jaxpr.invars[consts:], jaxpr.outvars[:carried], strict=False))
-    for carry in carries if op.location.phase == FORWARD else ():
-        if dtype_of(carry) in FLOATS_16BIT and not is_literal(results[carry]):
-            linear = _linear_in(carry, carries, jaxpr).get(results[carry])
+    loop = loop_of(op.equation)
+    assert loop is not None
+    carries = [var for var in loop.incoming if dtype_of(var) in FLOATS]
+    pairs = zip(loop.incoming, loop.outgoing, strict=True)
+    for carry, result in pairs if op.location.phase == FORWARD else ():
+        if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
+            linear = _linear_in(carry, carries, loop.body).get(result)
             if linear is not None and linear.addition is not None and linear.is_scaled:
-                _report(op, linear, dtype_of(carry).name, audit)
+                _report(op, linear, loop.length, dtype_of(carry).name, audit)
 
 
 def _linear_in(carry: Atom, carries: list[Atom], jaxpr: Jaxpr) -> dict[Atom, _Linear | None]:
@@ -84,8 +80,10 @@ def _after(equation: Equation, values: dict[Atom, _Linear | None]) -> _Linear | 
     return None
 
 
-def _report(op: OpOccurrence, linear: _Linear, dtype: str, audit: Auditor) -> None:
-    length, factor = op.equation.params.get("length"), linear.factor
+def _report(
+    op: OpOccurrence, linear: _Linear, length: int | None, dtype: str, audit: Auditor
+) -> None:
+    factor = linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))

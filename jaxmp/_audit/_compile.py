@@ -26,7 +26,8 @@ from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, is_literal, with_parameters
 from jaxmp._core._locations import Lines
-from jaxmp.errors import AuditError, did_you_mean, install_command, missing_dependency
+from jaxmp._core._messages import did_you_mean, install_command, missing_dependency
+from jaxmp.errors import AuditError
 
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")

@@ -100,13 +100,13 @@ def named_reader(
 class Content(NamedTuple):
     """Content of an array that devices send.
 
-    name: "weight", "gradient", "activation", "update" (of a parameter), or "".
+    content: "weight", "gradient", "activation", "update" (of a parameter), or "".
     read_as: for weights, the dtype to which all readers cast the array; its own if one does not.
     is_kept: True for a weight that a forward and a backward pass read.
     in_matmul: True for a weight or an activation that a matmul reads.
     """
 
-    name: str = ""
+    content: str = ""
     read_as: str = ""
     is_kept: bool = False
     in_matmul: bool = False
@@ -115,16 +115,16 @@ class Content(NamedTuple):
 class Contents:
     """Tells weights, gradients and activations apart."""
 
-    def __init__(self, program: Program, is_weight: Sequence[bool]) -> None:
+    def __init__(self, program: Program, flow: DataFlow, is_weight: Sequence[bool]) -> None:
         """Prepares the analysis of a program.
 
         Args:
           program: the compiled program.
+          flow: its data flow.
           is_weight: for each argument, True if it may be a parameter or a part of the optimizer
             state.
         """
-        self._program = program
-        self._flow = DataFlow(program)
+        self._flow = flow
         self._is_weight = is_weight
         self._entry = program.entry.name
 

@@ -6,6 +6,7 @@ Checks attach labels to results and read those of operands.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterable
@@ -32,6 +33,12 @@ from jaxmp._policies._op_table import OpTable
 # Labels
 # ---------------------------------------------------------------------------
 
+# Primitives that move elements, and the limits of a saturating cast.
+_MOVES = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
+    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
+)
+
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_16_BITS = "was 16 bits"
 
@@ -40,21 +47,6 @@ class WasFp8(NamedTuple):
     """Label of a value that was cast up from FP8 and only scaled since."""
 
     name: str
-
-
-class FloatInput(NamedTuple):
-    """Label of an FP32 argument of the program whose elements were only moved."""
-
-    name: str
-    # Its key path among the arguments.
-    location: str
-
-
-class RoundedInput(NamedTuple):
-    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
-
-    input: FloatInput
-    dtype: str
 
 
 _NUMBERS = itertools.count()
@@ -93,6 +85,25 @@ class Fact:
     """Label that only some primitives of the forward pass propagate."""
 
     survives: ClassVar[frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatInput(Fact):
+    """Label of an FP32 argument of the program whose elements were only moved."""
+
+    name: str
+    # Its key path among the arguments.
+    location: str
+    survives: ClassVar = _MOVES
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedInput(Fact):
+    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
+
+    input: FloatInput
+    dtype: str
+    survives: ClassVar = _MOVES | named("mul div add sub neg")
 
 
 class WideValue:
@@ -140,12 +151,6 @@ _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 # Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
 # dtype or in the dtype of the operand.
 _KEEPS_LOGITS = named("convert_element_type exp exp2 stop_gradient")
-# Primitives that move elements, and the limits of a saturating cast.
-_MOVES = named(
-    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
-    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
-)
-_MOVES_OR_SCALES = _MOVES | named("mul div add sub neg")
 # Primitives that combine elements, so that a promoted array ends there.
 REDUCES = named(
     "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
@@ -252,7 +257,7 @@ class Flow:
                 self._labels.pop(var, None)
             return
         special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
-        kept = self._kept(labels - special, name) | _inputs_after(labels, name)
+        kept = self._kept(labels - special, name)
         if _are_scalars(equation) and not is_call:
             kept |= labels & {SCALAR}
         else:
@@ -293,7 +298,6 @@ class Flow:
         return labels
 
     def _kept(self, labels: Labels, name: str) -> Labels:
-        labels = frozenset(x for x in labels if not isinstance(x, (FloatInput, RoundedInput)))
         if name == "sub":
             # A difference of a softmax and labels is the gradient of a loss. The weights of
             # attention are never an operand of a subtraction.
@@ -308,15 +312,6 @@ class Flow:
                 x._replace(normalized=True) if isinstance(x, Logits) else x for x in labels
             )
         return labels
-
-
-def _inputs_after(labels: Labels, name: str) -> Labels:
-    return frozenset(
-        label
-        for label in labels
-        if (isinstance(label, FloatInput) and name in _MOVES)
-        or (isinstance(label, RoundedInput) and name in _MOVES_OR_SCALES)
-    )
 
 
 def _are_scalars(equation: Equation) -> bool:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import inspect
 import linecache
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.extend.core import Jaxpr
 
@@ -23,7 +23,7 @@ from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._optimizer import checked_findings
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow
+from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
 from jaxmp._core._jaxprs import Atom, Path, inners
 from jaxmp._core._locations import module_of
@@ -55,7 +55,7 @@ def make_report(
       function: the audited function.
       target: the GPU that `audit` received; "" without one.
     """
-    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced)]
+    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     modules, rules = decisions(auditor)
     policies = auditor.context.policies
@@ -79,8 +79,8 @@ def make_report(
         target=target,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
-        matmuls=_rows(MatmulRow, auditor.matmuls, auditor.root),
-        casts=_rows(CastRow, auditor.casts, auditor.root),
+        matmuls=merged(_matmul_rows(auditor), "flops", "count"),
+        casts=merged(_cast_rows(auditor), "bytes", "count"),
         aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
@@ -222,16 +222,14 @@ def _sort_key(finding: Finding) -> tuple[bool, int, int]:
 # ---------------------------------------------------------------------------
 
 
-def _rows(
-    cls: type[MatmulRow] | type[CastRow], counts: dict[Any, list[int]], root: Path
-) -> tuple[Any, ...]:
-    """Returns rows, summed over scopes of the same module, the largest first."""
-    sums: dict[Any, list[int]] = {}
-    for (names, *rest), (size, count) in counts.items():
-        row = sums.setdefault((module_of(names, root), *rest), [0, 0])
-        row[0] += size
-        row[1] += count
-    fields = [field.name for field in dataclasses.fields(cls)]
-    make = cast("Callable[..., Any]", cls)
-    rows = (make(**dict(zip(fields, (*key, *row), strict=True))) for key, row in sums.items())
-    return tuple(sorted(rows, key=lambda row: -getattr(row, fields[4])))
+def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
+    for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
+        module = module_of(names, auditor.root)
+        yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
+
+
+def _cast_rows(auditor: Auditor) -> Iterator[CastRow]:
+    for (names, phase, source, target), (size, count) in auditor.casts.items():
+        dtypes = {"source": source, "target": target}
+        module = module_of(names, auditor.root)
+        yield CastRow(module=module, phase=phase, **dtypes, bytes=size, count=count)

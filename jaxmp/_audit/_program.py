@@ -10,10 +10,12 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxmp._attention import MARK
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, FLOATS_16BIT
 from jaxmp._core._jaxprs import Atom, Equation, consumers, is_literal
 from jaxmp._core._locations import Location
 from jaxmp._core._matmuls import Matmul
+from jaxmp._core._programs._constructs import scan_of, while_of
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
 FLOATS = CASTABLE | {FLOAT64}
@@ -53,6 +55,14 @@ class Body:
         """Variable -> the index of the equation that computes it."""
         return {var: n for n, equation in enumerate(self.jaxpr.eqns) for var in equation.outvars}
 
+    def dependents(self, start: Atom) -> set[Atom]:
+        """Returns the variables that are computed from one of this jaxpr, and that variable."""
+        found = {start}
+        for equation in self.jaxpr.eqns:
+            if not found.isdisjoint(var for var in equation.invars if not is_literal(var)):
+                found.update(equation.outvars)
+        return found
+
     def readers(self, var: Atom) -> list[Equation]:
         """Returns the equations that read a variable."""
         return [reader for reader in self.consumers.get(var, ()) if reader is not None]
@@ -75,6 +85,32 @@ class Body:
             var = maker.invars[0]
             maker = self.maker(var)
         return var
+
+
+class Loop(NamedTuple):
+    """Jaxpr of a loop, and the variables of its carry before and after an iteration."""
+
+    body: Any
+    incoming: list[Any]
+    outgoing: list[Any]
+    # None for a while loop.
+    length: int | None
+
+
+def loop_of(equation: Equation) -> Loop | None:
+    """Returns the body of a `scan` or `while`; None for other equations."""
+    name = equation.primitive.name
+    if name == "scan":
+        scan = scan_of(equation)
+        jaxpr, length = jaxpr_body(scan.jaxpr)[0], scan.options["length"]
+        incoming = scan.split(jaxpr.invars)[1]
+    elif name == "while":
+        loop = while_of(equation)
+        jaxpr, length = jaxpr_body(loop.body)[0], None
+        incoming = jaxpr.invars[loop.body_consts :]
+    else:
+        return None
+    return Loop(jaxpr, incoming, jaxpr.outvars[: len(incoming)], length)
 
 
 class OpOccurrence(NamedTuple):

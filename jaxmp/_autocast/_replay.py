@@ -334,7 +334,7 @@ class Autocast(InPlace):
 
     def key(self, jaxpr: Jaxpr, place: Place, state: Effects | None) -> Hashable:
         """Returns the policies of scopes, and effects, for which a jaxpr is traced again."""
-        # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
+        # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
         call = object() if self.record is not None else place if is_explained() else None
         return self.scope_policies(jaxpr, place.scopes), call, state if any(state or ()) else ()

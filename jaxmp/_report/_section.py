@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple, TypeVar
 
 from jaxmp._report._units import module_text
+
+Row = TypeVar("Row")
+Key = TypeVar("Key", bound=Hashable)
 
 PHASES = ("forward", "backward", "recompute")
 # Rows of a table of modules or lines.
@@ -29,13 +33,21 @@ class Section(NamedTuple):
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     fixes: tuple[Fix, ...] = ()
-    # "good" or "bad" for the verdict.
+    # "good", "bad" or "open" for a verdict.
     mood: str = ""
 
 
 def nonempty(sections: list[Section]) -> list[Section]:
     """Returns the sections that contain anything besides a title."""
     return [section for section in sections if section.text or section.rows or section.fixes]
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """Returns the rows by a key, in their order."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def numberless(module: str) -> str:
