@@ -160,9 +160,10 @@ class _Node:
             return operands
         # The mesh of the program is not necessarily that of this machine.
         is_placed = sharding_of_result(self.equation) is not None
+        changes = {"sharding": None} if is_placed else {}
         try:
             with jax.default_device(jax.devices("cpu")[0]):
-                results = bind(self.equation, operands, **dict.fromkeys(["sharding"] * is_placed))
+                results = bind(self.equation, operands, **changes)
             many = isinstance(results, (list, tuple))
             return list(map(np.asarray, results if many else [results]))
         except Exception:
