@@ -172,9 +172,9 @@ class Forward(Interpreter):
         self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the results of a construct; `nothing` for other equations."""
-        place, known = frame.place.of(equation), {}
+        known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._inside(equation, inner, operands, place, state)
+            facts = self._inside(equation, inner, operands, frame.place.of(equation), state)
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact
