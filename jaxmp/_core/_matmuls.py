@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import bits
-from jaxmp._core._jaxprs import Equation, inners, sub_jaxprs
+from jaxmp._core._jaxprs import Equation, inners
+from jaxmp._core._programs._analysis import visit
+from jaxmp._core._programs._operations import name_of
 from jaxmp._core._typing import DTypeLike
 
 # Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
@@ -223,19 +224,23 @@ def _pallas(equation: Equation) -> list[Matmul] | None:
 
 def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
     """Returns the matmuls of a kernel's body; None if a loop or branch depends on data."""
+    found: list[list[Matmul] | None] = []
+    visit(jaxpr, lambda equation: found.append(_matmuls_of(equation)))
+    if any(matmuls is None for matmuls in found):
+        return None
+    return [matmul for matmuls in found for matmul in matmuls or ()]
+
+
+def _matmuls_of(equation: Equation) -> list[Matmul] | None:
+    name = equation.primitive.name
+    if name in MATMULS:
+        return [matmul_of(equation)]
     matmuls: list[Matmul] = []
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        name = equation.primitive.name
-        if name in MATMULS:
-            matmuls.append(matmul_of(equation))
-        elif sub_jaxprs(equation):
-            inside = [(inner.times, _matmuls_in(inner.jaxpr)) for inner in inners(equation)]
-            if name in ("while", "cond") and any(below != [] for _, below in inside):
-                return None
-            for times, below in inside:
-                if below is None:
-                    return None
-                matmuls += [matmul._replace(flops=matmul.flops * times) for matmul in below]
+    for inner in inners(equation):
+        below = _matmuls_in(inner.jaxpr)
+        if below is None or (below and name in ("while", "cond")):
+            return None
+        matmuls += [matmul._replace(flops=matmul.flops * inner.times) for matmul in below]
     return matmuls
 
 
@@ -250,22 +255,26 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
     Of the branches of a `cond`, the one with the most FLOPs counts.
     """
     counts: Counter[tuple[Any, Any]] = Counter()
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        name = equation.primitive.name
-        matmuls = [matmul_of(equation)] if name in MATMULS else kernel_matmuls(equation) or []
-        for matmul in matmuls:
-            if not matmul.is_integer:
-                counts[matmul.lhs, matmul.rhs] += matmul.flops
-        if matmuls or name == "pallas_call":
-            continue
-        inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
-        if name == "cond":
-            inside = [max(inside, key=Counter.total)]
-        elif equation.params.get("name") == WIDENED_MATMUL:
-            lhs, rhs = (var.aval.dtype for var in equation.invars[:2])
-            inside = [Counter({(lhs, rhs): flops.total()}) for flops in inside]
-        for flops in inside:
-            counts.update(flops)
+    visit(jaxpr, lambda equation: counts.update(_flops_of(equation)))
+    return counts
+
+
+def _flops_of(equation: Equation) -> Counter[tuple[Any, Any]]:
+    name, counts = equation.primitive.name, Counter[tuple[Any, Any]]()
+    matmuls = [matmul_of(equation)] if name in MATMULS else kernel_matmuls(equation) or []
+    for matmul in matmuls:
+        if not matmul.is_integer:
+            counts[matmul.lhs, matmul.rhs] += matmul.flops
+    if matmuls or name == "pallas_call":
+        return counts
+    inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
+    if name == "cond":
+        inside = [max(inside, key=Counter.total)]
+    for flops in inside:
+        counts.update(flops)
+    if name_of(equation) == WIDENED_MATMUL:
+        lhs, rhs = (var.aval.dtype for var in equation.invars[:2])
+        return Counter({(lhs, rhs): counts.total()})
     return counts
 
 
