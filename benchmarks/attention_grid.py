@@ -175,7 +175,9 @@ def lower(case: Case) -> str:
         static = static_of(case)
         shapes, arrays = jax.eval_shape(lambda: arrays_of(case))
         try:
-            choice = jaxmp.explain_attention(*shapes, **arrays, **static)
+            choice = jaxmp.explain(jaxmp.dot_product_attention)(
+                *shapes, **arrays, **static
+            ).attention[0]
             attend = functools.partial(jaxmp.dot_product_attention, **static)
             forward = kernels(lambda shapes, arrays: attend(*shapes, **arrays), shapes, arrays)
             grad = functools.partial(gradient_of(jaxmp.dot_product_attention), static=static)
@@ -272,7 +274,7 @@ def run_program(case: Case, is_gpu: bool) -> dict[str, Any]:
     exact = results("xla", FP32, arrays, d_out, given)
     whole = results("xla", BF16, arrays, d_out, given)
     found = results("auto" if is_gpu else "blockwise", BF16, arrays, d_out, given)
-    ran = jaxmp.explain_attention(*arrays, **given).implementation
+    ran = jaxmp.explain(jaxmp.dot_product_attention)(*arrays, **given).attention[0].implementation
     parts = ("out", "query", "key", "value", "bias")[: len(arrays) + 1]
     error, allowed = errors(parts, found, exact), errors(parts, whole, exact)
     limits = {part: max(2 * allowed[part], ROUNDINGS) for part in parts}

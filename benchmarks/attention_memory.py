@@ -56,9 +56,9 @@ def taken(implementation, query, target):
     fn = gradients(implementation)
     if target == "cpu":
         memory: Any = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
-        choice = jaxmp.explain_attention(
+        choice = jaxmp.explain(jaxmp.dot_product_attention)(
             query, query, query, is_causal=True, implementation=implementation
-        )
+        ).attention[0]
         return memory.temp_size_in_bytes, choice.implementation
     report: Any = jaxmp.audit(fn, query, query, query, target=target)
     fused = [row.kernel for row in report.attention]

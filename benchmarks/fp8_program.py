@@ -130,14 +130,6 @@ VARIANTS = {
     "current, kernel_amax=optimizer": Variant(
         fp8_policy(fp8.CurrentScaling(kernel_amax="optimizer")), limits=Limits(2750, 75, 0.7)
     ),
-    "current, kernels=pallas, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas")), FusedMlp(), Limits(2950, 92, 0.7)
-    ),
-    "current, kernels=pallas, kernel_amax=optimizer, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas", kernel_amax="optimizer")),
-        FusedMlp(),
-        Limits(2600, 92, 0.7),
-    ),
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(
         fp8_policy(fp8.DelayedScaling(calibrate=False)), limits=Limits(3000, 50, 0.7)
@@ -229,7 +221,7 @@ def _text(shapes: Any) -> str:
 
 def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """Returns the forward and backward pass of a variant, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -245,7 +237,7 @@ def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
 def accumulation(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
     """Returns `value_and_grad` of a variant with microbatches, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -264,7 +256,7 @@ def _loss(model: nn.Module) -> Any:
 
 def training_step(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
     """Returns a training step of a variant with AdamW, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     tx = jaxmp.load_recipe("bf16").optimizer(optax.adamw(1e-3))
     create = functools.partial(jaxmp.TrainState.create, apply_fn=model.apply, tx=tx)

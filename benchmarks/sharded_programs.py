@@ -337,7 +337,7 @@ def measure(
     batch = NamedSharding(mesh, P("data"))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    report = jaxmp.audit(jitted, state, tokens, policies=policies, target="h200")
+    report = jaxmp.audit(jitted, state, tokens, recipe=policies, target="h200")
     sums: Counter[str] = Counter()
     gathered: Counter[str] = Counter()
     gathered_weights = kept = 0

@@ -29,15 +29,17 @@ try:
 except ModuleNotFoundError:
     pytest = None
 
+__all__ = ["assert_equivalent", "equivalent"]
+
 # Environment variable with which the fixture writes baselines instead of reading them.
-WRITE_BASELINE = "JAXMP_WRITE_BASELINE"
+_WRITE_BASELINE = "JAXMP_WRITE_BASELINE"
 
 
 def assert_equivalent(
     make_run: MakeRun,
-    candidate: RecipeLike,
+    recipe: RecipeLike,
     *,
-    reference: RecipeLike = "fp32",
+    reference_recipe: RecipeLike = "fp32",
     baseline: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ValidationReport:
@@ -48,8 +50,8 @@ def assert_equivalent(
 
     Args:
       make_run: `make_run(recipe, seed)` returns a `jaxmp.TrainingRun`.
-      candidate: the recipe to check.
-      reference: the recipe to compare with.
+      recipe: the recipe to check.
+      reference_recipe: the recipe to compare with.
       baseline: an earlier report in a file that ends in `.json`. Figures may not be worse.
       **options: further arguments of `jaxmp.validate`, such as `steps`, `seeds`, `budgets`
         and `metrics`.
@@ -76,7 +78,7 @@ def assert_equivalent(
       >>> report.ok
       True
     """
-    report = validate(make_run, [candidate], reference=reference, **options)
+    report = validate(make_run, [recipe], reference_recipe=reference_recipe, **options)
     report.check(baseline=baseline)
     return report
 
@@ -84,14 +86,14 @@ def assert_equivalent(
 def _check_against_file(file: Path) -> Callable[..., ValidationReport]:
     """Returns `assert_equivalent` with a baseline in a file, which it writes if asked to."""
 
-    def check(make_run: MakeRun, candidate: RecipeLike, **options: Any) -> ValidationReport:
-        if os.environ.get(WRITE_BASELINE):
-            report = assert_equivalent(make_run, candidate, **options)
+    def check(make_run: MakeRun, recipe: RecipeLike, **options: Any) -> ValidationReport:
+        if os.environ.get(_WRITE_BASELINE):
+            report = assert_equivalent(make_run, recipe, **options)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(report.to_json(), encoding="utf-8")
             return report
         return assert_equivalent(
-            make_run, candidate, baseline=file if file.exists() else None, **options
+            make_run, recipe, baseline=file if file.exists() else None, **options
         )
 
     return check

@@ -133,7 +133,7 @@ def test_an_nnx_model_by_its_recipe():
 
 def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
     layer = nn.MultiHeadDotProductAttention(num_heads=4)
-    model, x = jaxmp.linen.apply_policy(layer, "c=bf16"), shape(2, 128, 256, dtype=jnp.float32)
+    model, x = jaxmp.load_recipe("c=bf16").wrap(layer), shape(2, 128, 256, dtype=jnp.float32)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
     mask = shape(2, 1, 1, 128, dtype=bool)
     fn = jax.grad(lambda p, x, mask: model.apply(p, x, mask=mask).astype("float32").sum())
@@ -305,7 +305,7 @@ def test_query_heads_that_the_key_heads_cannot_follow():
     mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
     query = sharded(shape(8, 256, 8, 64), mesh, None, None, "model")
     key = sharded(shape(8, 256, 2, 64), mesh)
-    with pytest.raises(jaxmp.AuditError, match="the 8 heads of the query") as error:
+    with pytest.raises(jaxmp.errors.AuditError, match="the 8 heads of the query") as error:
         audit(gradients(is_causal=True), query, key, key, {}, target="h200")
     assert "the 2 heads of the key; the mesh is {'model': 8}" in str(error.value)
     assert "key = jnp.repeat(key, 4, axis=-2)" in str(error.value)

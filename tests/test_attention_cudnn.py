@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import attention_grid
+import jaxmp
 from attention_grid import (
     GRID,
     LAYERS,
@@ -27,7 +28,7 @@ from attention_grid import (
     lower_layer,
 )
 from grids import EXPENSIVE, pairwise
-from jaxmp import dot_product_attention, explain_attention
+from jaxmp import dot_product_attention
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
@@ -211,7 +212,7 @@ def test_the_rest_of_the_subset_and_the_programs_lower():
 
 @EXPENSIVE
 @pytest.mark.parametrize("layer", pairwise(*LAYERS), ids=str)
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_layers_of_odd_lengths_train_with_the_kernel(layer):
     with h200(), standard():
         assert lower_layer(*layer).startswith("cudnn")
@@ -236,10 +237,14 @@ def test_the_committed_grid_has_no_failure(version):
 def test_reasons_and_notes_of_odd_lengths():
     shapes = lambda length: jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16)
     with h200():
-        notes = explain_attention(shapes(64), shapes(77), shapes(77)).notes
-        single = explain_attention(
-            shapes(1), shapes(77), shapes(77), mask=jax.ShapeDtypeStruct((2, 1, 1, 77), bool)
+        notes = (
+            jaxmp.explain(jaxmp.dot_product_attention)(shapes(64), shapes(77), shapes(77))
+            .attention[0]
+            .notes
         )
+        single = jaxmp.explain(jaxmp.dot_product_attention)(
+            shapes(1), shapes(77), shapes(77), mask=jax.ShapeDtypeStruct((2, 1, 1, 77), bool)
+        ).attention[0]
     assert len(notes) == 1 and "77 positions are padded to 78 in training" in notes[0]
     (blocker,) = single.rows
     assert single.implementation == "xla" and blocker.argument == "mask"

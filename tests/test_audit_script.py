@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jaxmp
-import script_audits
 from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
 from jaxmp._audit._report import AuditReport
@@ -26,7 +25,6 @@ from jaxmp._audit._script import (
 from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
-MEASURED = "script_audits_jax_0.10.2_cpu.json"
 
 # Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
 # pass.
@@ -253,7 +251,7 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     )
     assert status == 0, error
     assert out.startswith(f"Function {name} (train.py:")
-    report = jaxmp.AuditReport.from_json((folder / "a.json").read_text())
+    report = jaxmp.typing.AuditReport.from_json((folder / "a.json").read_text())
     # Two of the matmuls of a linear network are its forward pass, and three its gradient.
     devices = 2 if style in ("pmap", "shard_map") else 1
     assert report.flops == 5 * MATMUL * devices
@@ -386,33 +384,15 @@ def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------
-# Scripts of other projects
-# ---------------------------------------------------------------------------
-
-
 @EXPENSIVE
-def test_the_benchmark_runs_a_script_with_stand_ins(folder):
-    text = "import tensorflow as tf, tensorflow_datasets as tfds\ntf.random.set_seed(0)\n"
-    text += MODEL + "batches = tfds.load('mnist', split='train').map(None).batch(8)\n"
-    text += "batch = next(batches.as_numpy_iterator())['image'].reshape(8, -1)[:, :16]\n"
-    text += "jax.jit(train_step)(first(), tx.init(first()), batch)\n"
-    (folder / "own").mkdir()
-    (folder / "own/main.py").write_text(text)
-    row = script_audits.audit(script_audits.Script("own", ["main.py"], "bf16"), folder, None, False)
-    assert row["function"].startswith("train_step (main.py:"), row
-    assert row["flops"] == 5 * MATMUL and row["errors"] == {"fp32_matmul": 5}
-
-
-def test_the_page_shows_a_script_as_measured():
-    measured = json.loads((ROOT / "benchmarks/results" / MEASURED).read_text())["scripts"]
-    assert set(measured) == set(script_audits.SCRIPTS)
-    page = (ROOT / "docs/audit.md").read_text()
-    lm1b = measured["lm1b"]
-    assert MEASURED in page and f"Function {lm1b['function']}" in page
-    assert f"audit: {len(lm1b['errors'])} errors" in page
-    share, flops = f"{lm1b['low_precision_share']:.1%}", f"{lm1b['flops'] / 1e9:.0f} GFLOP"
-    assert f"{share} of the matmul FLOPs ({flops})" in page
+def test_the_page_shows_the_audit_of_an_example(monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    script = str(ROOT / "examples/train_lm.py")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["audit", "--script", script, "--recipe", "bf16"])
+    assert stop.value.code == 0
+    head = capfd.readouterr().out.split("\n\n")[0]
+    assert head in (ROOT / "docs/audit.md").read_text("utf-8")
 
 
 # ---------------------------------------------------------------------------
@@ -560,7 +540,7 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
             first["step"](*first["arguments"])
         jax.clear_caches()
         exec(code, second)
-        report = jaxmp.audit(second["step"], *second["arguments"], policies="bf16")
+        report = jaxmp.audit(second["step"], *second["arguments"], recipe="bf16")
     script = AuditReport.from_json(finished.value.args[0]["report"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.

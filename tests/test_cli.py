@@ -228,7 +228,7 @@ def commands(folder):
     (folder / "my_step.py").write_text(STEP)
     (folder / "my_training.py").write_text(TRAINING)
     # The results that the first call saves include the duration.
-    short = ["--candidates", "bf16", "--seeds", "1", "--steps", "2", "--directory", "results"]
+    short = ["--recipes", "bf16", "--seeds", "1", "--steps", "2", "--directory", "results"]
     yield {
         "recipes": ["recipes"],
         "show": ["show", "fp16"],
@@ -261,17 +261,19 @@ def test_the_json_of_recipes_and_settings(run):
     settings = json.loads(run("show", "fp16", "--json", "-")[1])
     assert settings == tomllib.loads(recipe.to_toml())
     ops = json.loads(run("show", "fp16", "--ops", "--json", "-")[1])["ops"]
-    assert ops == {op.name: op.category for op in jaxmp.DEFAULT_OPS.values()}
+    assert ops == {op.name: op.category for op in jaxmp._policies._op_table.DEFAULT_OPS.values()}
 
 
 def test_the_json_of_an_explanation(run, folder):
-    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])
+    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])[
+        "policies"
+    ]
     rows = {row["path"]: row for row in result["rows"]}
     assert rows["lm_head"]["policy"] == "p=f32,c=bf16,o=f32" and rows["lm_head"]["rule"] == 0
     assert len(result["unused"]) == len(load_recipe("bf16").policies.rules) - 2
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
     code, out, error = run("explain", "my_model:make", "--recipe", "my.toml", "--json", "-")
-    assert code == 1 and json.loads(out)["rows"] and "matched nothing" in error
+    assert code == 1 and json.loads(out)["policies"]["rows"] and "matched nothing" in error
 
 
 def test_explain_and_audit_take_the_same_arguments(run):

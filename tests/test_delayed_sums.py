@@ -129,7 +129,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params", "fp8_delayed"])
 @fast_cases("fp16_params")
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_a_linen_step_equals_that_without_microbatches(recipe):
     recipe = jaxmp.load_recipe(recipe).replace(loss_scale=jaxmp.StaticLossScale(2.0**6))
     model = recipe.wrap(Stack())

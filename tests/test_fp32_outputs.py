@@ -192,7 +192,7 @@ def test_autocast_returns_the_sums_of_narrow_matmuls(shape):
 
     assert run("bf16") == 0.25**2
     assert abs(run("p=f32,c=bf16,o=f32") - 0.25**2) > 0.05
-    explained = str(jaxmp.explain_autocast(linear_regression, "bf16")(w, v, x, y))
+    explained = str(jaxmp.explain(linear_regression, "bf16")(w, v, x, y).autocast)
     assert "FP32 result of 1 output: fp32_outputs_below=16" in explained
 
 
@@ -228,13 +228,13 @@ def test_autocast_keeps_matmuls_of_attention_as_they_were():
 def test_explanations_name_the_limit():
     text = "FP32 result of 1 output: fp32_outputs_below=16"
     for explanation in (
-        jaxmp.linen.explain(Critic(), "bf16", X),
-        jaxmp.nnx.explain(NnxCritic(nnx.Rngs(0)), "bf16"),
+        jaxmp.explain(Critic(), "bf16")(X).policies,
+        jaxmp.explain(NnxCritic(nnx.Rngs(0)), "bf16")().policies,
     ):
         narrow = {row.path for row in explanation.rows if row.narrow == text}
         assert {path.rpartition("/")[2] for path in narrow} == {"gate", "head"}
         assert text in str(explanation)
-    named = jaxmp.linen.explain(Critic(), PolicyMap("bf16", Rule("**/head", "o=f32")), X)
+    named = jaxmp.explain(Critic(), PolicyMap("bf16", Rule("**/head", "o=f32")))(X).policies
     assert [row.path for row in named.rows if row.narrow] == ["gate"]
 
 
@@ -244,7 +244,7 @@ def test_explanations_name_the_limit():
 
 
 def rounded(fn, *args, policies=None):
-    report = audit(fn, *args, policies=policies)
+    report = audit(fn, *args, recipe=policies)
     return [finding for finding in report.findings if finding.check == "rounded_output"]
 
 
@@ -373,5 +373,5 @@ def test_the_audit_reports_a_matmul_of_two_results_of_few_outputs():
 
     model, x = jaxmp.load_recipe("bf16").wrap(Product()), jnp.ones((4, 32))
     variables = model.init(jax.random.key(0), x)
-    report = jaxmp.audit(model.apply, variables, x, policies="bf16")
+    report = jaxmp.audit(model.apply, variables, x, recipe="bf16")
     assert "fp32_matmul" in {finding.check for finding in report.findings}

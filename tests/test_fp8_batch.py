@@ -32,8 +32,8 @@ def test_a_larger_element_changes_only_elements_that_are_subnormal(dtype):
 
     @jax.jit
     def values(x):
-        scale = fp8.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
-        return fp8.dequantize(fp8.quantize(x, scale, dtype), scale), scale
+        scale = fp8._quantize.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
+        return fp8._quantize.dequantize(fp8._quantize.quantize(x, scale, dtype), scale), scale
 
     before, _ = values(x)
     for factor in (1.3, 4.0, 1000.0):
@@ -139,7 +139,7 @@ X = jnp.ones((2, 32))
 def test_explain_and_audit_note_the_dependence_once(scaling, text):
     model = jaxmp.load_recipe("fp8").replace(fp8=scaling).wrap(Dense())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    notes = fp8.explain(model.apply, variables, X).notes
+    notes = jaxmp.explain(model.apply)(variables, X).fp8.notes
     expected = 0 if text is None else 1
     assert len(notes) == expected and all(re.search(text, n) for n in notes)
     report = audit(jax.grad(lambda v, x: model.apply(v, x).sum()), variables, X)
@@ -150,7 +150,7 @@ def test_explain_and_audit_note_the_dependence_once(scaling, text):
 def test_layers_without_fp8_have_no_note():
     model = jaxmp.load_recipe("bf16").wrap(Dense())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    assert fp8.explain(model.apply, variables, X).notes == ()
+    assert jaxmp.explain(model.apply)(variables, X).fp8.notes == ()
     assert not any("scale" in note for note in audit(model.apply, variables, X).notes)
 
 
@@ -274,7 +274,7 @@ def test_a_linen_model_without_fp8_warns_once(name):
 def test_parts_of_models_and_models_in_fp8_do_not_warn(model):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         linen_call(model)()
-        fp8.explain(linen_call(Experts()))  # which lists the layers instead
+        jaxmp.explain(linen_call(Experts()))()  # which lists the layers instead
 
 
 class Position(nn.Module):

@@ -120,11 +120,11 @@ ROWWISE = fp8.RowwiseScaling()
     ],
 )
 def test_eligible_layers(k, n, recipe, target, reason):
-    assert fp8.explain_exclusion(k, n, recipe, target) == reason
+    assert fp8._eligible.explain_exclusion(k, n, recipe, target) == reason
 
 
 def test_what_has_no_size():
     with pytest.raises(JaxmpError, match="k=0 must be a positive integer"):
-        fp8.explain_exclusion(0, 16)
+        fp8._eligible.explain_exclusion(0, 16)
     with pytest.raises(RecipeError, match="is not an FP8 scaling"):
-        fp8.explain_exclusion(16, 16, "tensorwise")
+        fp8._eligible.explain_exclusion(16, 16, "tensorwise")

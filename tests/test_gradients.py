@@ -151,7 +151,7 @@ def test_complex_gradients_keep_their_imaginary_part():
 
 
 def test_a_half_loss_is_warned_about():
-    with pytest.warns(jaxmp.LossDtypeWarning, match="float16"):
+    with pytest.warns(jaxmp.errors.LossDtypeWarning, match="float16"):
         jaxmp.grad(lambda w: w * 2)(jnp.float16(1.0))
 
 

@@ -9,10 +9,11 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
-from jaxmp import AttentionError, audit, load_recipe
+from jaxmp import audit, load_recipe
 from jaxmp._attention._layer import AttentionFunction, attention_under_policy
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._static_values import Scope
+from jaxmp.errors import AttentionError
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -398,8 +399,8 @@ def test_a_constant_mask_is_compared_while_tracing(model):
 
 def explanation(model, make, chosen, *args):
     if model is linen:
-        return jaxmp.linen.explain(Linen(make), chosen, *args)
-    return jaxmp.nnx.explain(Nnx(make), chosen, *args)
+        return jaxmp.explain(Linen(make), chosen)(*args).policies
+    return jaxmp.explain(Nnx(make), chosen)(*args).policies
 
 
 def test_explain_compares_masks(model):
@@ -585,7 +586,7 @@ def test_settings_are_read_and_written(tmp_path):
 def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(f'extends = "bf16"\n{text}\n')
-    with pytest.raises(jaxmp.RecipeError, match=message) as error:
+    with pytest.raises(jaxmp.errors.RecipeError, match=message) as error:
         load_recipe(str(path))
     fix = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
     table = '[[rules]]\npath = "a"' if "rules" in text else "[attention]"
@@ -598,12 +599,12 @@ def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     "settings", [{"window": 3}, {"mask": "casual"}, {"mask": "causal", "window": (1, 2, 3)}]
 )
 def test_settings_that_replace_refuses(settings):
-    with pytest.raises(jaxmp.RecipeError, match=r"replace\("):
+    with pytest.raises(jaxmp.errors.RecipeError, match=r"replace\("):
         recipe(**settings)
 
 
 def test_a_rule_with_a_window_needs_a_declared_mask():
-    with pytest.raises(jaxmp.RuleError, match="requires a declared mask"):
+    with pytest.raises(jaxmp.errors.RuleError, match="requires a declared mask"):
         jaxmp.PolicyMap("bf16", [jaxmp.Rule("a", window=3)])
     policies = jaxmp.PolicyMap(recipe(mask="causal"), [jaxmp.Rule("a", window=3)])
     assert policies.resolve("a").window == (3, 0)

@@ -441,7 +441,7 @@ def train_adapter(model, optimizer, x):
 def test_frozen_parameters_in_fp32_are_reported_with_a_fix():
     recipe, x = jaxmp.load_recipe("bf16_params"), jnp.ones((2, 4))
     model, optimizer = adapted(recipe)
-    with pytest.warns(jaxmp.RecipeWarning) as warned:
+    with pytest.warns(jaxmp.errors.RecipeWarning) as warned:
         nnx.jit(train_adapter)(model, optimizer, x)
     assert warned[0].filename == __file__
     message = str(warned[0].message)

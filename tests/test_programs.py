@@ -248,21 +248,25 @@ def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
         f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
         "It runs as it was recorded: nothing is certain"
     )
-    with pytest.warns(jaxmp.RecipeWarning, match=message):
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=message):
         np.testing.assert_array_equal(Client().run(closed, [X])[0], X)
     Client().run(closed, [X])
 
 
 def test_autocast_and_gradients_name_the_consequence():
     fn = unknown_operation("jaxmp_test_autocast")
-    with pytest.warns(jaxmp.RecipeWarning, match="computes in the dtypes in which it was traced"):
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match="computes in the dtypes in which it was traced"
+    ):
         jax.make_jaxpr(jaxmp.autocast(fn, "bf16"))(X)
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     fn = unknown_operation("jaxmp_test_gradients")
     w = jax.device_put(X, jax.NamedSharding(mesh, P()))
     loss = lambda w: jnp.sum(fn(w) @ w.astype(jnp.bfloat16).astype(jnp.float32))
-    with pytest.warns(jaxmp.RecipeWarning, match="weights that it reads are summed in the dtype"):
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match="weights that it reads are summed in the dtype"
+    ):
         jax.make_jaxpr(lambda w: jaxmp.value_and_grad(loss)(w))(w)
 
 

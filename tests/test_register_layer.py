@@ -92,13 +92,13 @@ def nnx_dense():
 
 
 def linen_program(model, policies):
-    model = jaxmp.linen.apply_policy(model, policies)
+    model = jaxmp.load_recipe(policies).wrap(model)
     variables = model.init(KEY, X)
     return trace(lambda v, x: model.apply(v, x), variables, X)
 
 
 def nnx_program(model, policies):
-    graphdef, state = nnx.split(jaxmp.nnx.apply_policy(model, policies))
+    graphdef, state = nnx.split(jaxmp.load_recipe(policies).wrap(model))
     return trace(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
 
 
@@ -138,7 +138,7 @@ def test_the_dtype_of_a_registered_norm_is_fp32_unless_it_is_explicit():
     jaxmp.linen.register_layer(norm, norm=True, dtype="dtype")
 
     def seen(policies, **fields):
-        model = jaxmp.linen.apply_policy(norm(**fields), policies)
+        model = jaxmp.load_recipe(policies).wrap(norm(**fields))
         variables = norm().init(KEY, X)
         _, state = model.apply(variables, X, mutable="intermediates")
         return state["intermediates"]["dtypes"][0]
@@ -152,8 +152,8 @@ def test_nnx_sets_the_registered_dtype_and_respects_an_explicit_one():
     norm = nnx_norm()
     jaxmp.nnx.register_layer(norm, norm=True, dtype="dtype")
     policy = jaxmp.Policy("f32", "bf16", "bf16", respect_explicit=True)
-    assert jaxmp.nnx.apply_policy(norm(), policy).dtype == jnp.float32
-    assert jaxmp.nnx.apply_policy(norm(jnp.float16), policy).dtype == jnp.float16
+    assert jaxmp.load_recipe(policy).wrap(norm()).dtype == jnp.float32
+    assert jaxmp.load_recipe(policy).wrap(norm(jnp.float16)).dtype == jnp.float16
 
 
 # ---------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_the_kernel_of_a_registered_dense_layer_has_the_compute_dtype(
 
 
 @both
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_a_registered_dense_layer_runs_in_fp8(register, norm, dense, program):
     plain, registered = dense(), dense()
     register(registered, kernel="weight", dot_general="dot")
@@ -258,7 +258,7 @@ def test_a_registered_attention_function_is_replaced():
             self.attend = nnx.dot_product_attention
 
     jaxmp.nnx.register_layer(Attention, attention_fn="attend")
-    model = jaxmp.nnx.apply_policy(Attention(), "bf16")
+    model = jaxmp.load_recipe("bf16").wrap(Attention())
     assert model.attend == jaxmp.nnx.attention_fn()
 
 
@@ -299,7 +299,7 @@ def test_attributes_that_do_not_exist_are_refused():
     layer = nnx_dense()
     jaxmp.nnx.register_layer(layer, kernel="weight", dot_general="dott")
     with pytest.raises(CompositionError, match=r"'dott', but the Dense at '' has none.*self\.dott"):
-        jaxmp.nnx.apply_policy(layer(), "bf16")
+        jaxmp.load_recipe("bf16").wrap(layer())
 
 
 @both

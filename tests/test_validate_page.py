@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxmp import ValidationReport
 from jaxmp._report._chart import Curve, chart
 from jaxmp._validate._rows import (
     CandidateResult,
@@ -19,6 +18,7 @@ from jaxmp._validate._rows import (
     ModuleRow,
     TrainingRecord,
 )
+from jaxmp.typing import ValidationReport
 
 STEPS, SEEDS = 60, (0, 1)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -77,39 +77,37 @@ def parts_of(args: Arguments) -> Parts | None:
     return Parts(mesh, batch, heads, query, key_heads)
 
 
-def notes_of(args: Arguments) -> list[str]:
+def notes_of(args: Arguments) -> Iterator[str]:
     """Describes the data that a call moves between devices of explicit mesh axes."""
     parts = parts_of(args)
     if parts is None:
-        return []
-    notes = []
+        return
     for name in ("query", "key", "value"):
-        array = getattr(args, name)
-        before, after = (
-            _spec(map(_axes, jax.typeof(array).sharding.spec)),
-            parts.spec(name, (2,) * 4),
-        )
+        before = _spec(map(_axes, jax.typeof(getattr(args, name)).sharding.spec))
+        after = parts.spec(name, (2,) * 4)
         if before != after:
-            notes.append(f"{name} is resharded from {before} to {after}")
+            yield f"{name} is resharded from {before} to {after}"
     if parts.key_heads != args.key.shape[2]:
-        notes.append(
+        yield (
             f"the {args.key.shape[2]} heads of key and value are repeated to {parts.key_heads}, "
             f"because the query's are split over {parts.heads}"
         )
     _, positions, heads, size = parts.query
-    gathered = [axis for axis in heads + positions + size if axis not in parts.heads]
+    gathered = tuple(axis for axis in heads + positions + size if axis not in parts.heads)
     if gathered:
-        notes.append(f"each device of {tuple(gathered)} computes the same heads")
-    return notes
+        yield f"each device of {gathered} computes the same heads"
 
 
-def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: bool = True) -> Any:
+def run_on_parts(
+    compute: Callable[[Arguments], Any], args: Arguments, mapped: str = "split"
+) -> Any:
     """Calls an implementation, on explicit mesh axes on each device for its batch and heads.
 
     Args:
       compute: returns `[B, T, N, V]`, or with `settings.residual` a pair of that and `[B, T, N]`.
       args: the arguments.
-      maps: False if `compute` accepts operands that are sharded alike.
+      mapped: the axes over which `compute` is mapped: those that "split" batch or heads; "all" axes
+        of the mesh; or "none", if it accepts operands that are sharded alike.
 
     Returns:
       The result of `compute`, sharded as the query. A head size that differs from that of the query
@@ -119,8 +117,9 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     if parts is None:
         return compute(args)
     operands = _arranged(args, parts)
-    axes = parts.batch + parts.heads if maps else ()
-    compute = functools.partial(_compute_part, compute, axes, getattr(args.bias, "dtype", None))
+    split = parts.batch + parts.heads if mapped != "none" else ()
+    compute = functools.partial(_compute_part, compute, split, getattr(args.bias, "dtype", None))
+    axes = parts.mesh.axis_names if mapped == "all" else split
     if axes:
         out = _spec((parts.batch, (), parts.heads))
         compute = jax.shard_map(

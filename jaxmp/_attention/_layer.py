@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -112,11 +111,6 @@ class AttentionFunction:
             operands = promote_dtype((query, key, value), dtype=dtype)
         hints = dataclasses.replace(self, is_causal=True) if is_causal else self
         return layer_attention(operands, bias, mask, hints, dropout, weights)
-
-
-# Flax inspects the signature about a dozen times in each call of an attention layer.
-_parameters = list(inspect.signature(AttentionFunction.__call__).parameters.values())[1:]
-AttentionFunction.__signature__ = inspect.Signature(_parameters)  # pyright: ignore
 
 
 def attention_under_policy(

@@ -129,7 +129,7 @@ def _explain_choice(
     message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
     if choice is None:
         reason = argument or "the requested implementation"
-        fix = "jaxmp.explain_attention(query, key, value)"
+        fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title

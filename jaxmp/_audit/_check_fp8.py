@@ -15,9 +15,8 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
-from jaxmp.fp8._copies import COPIES
 from jaxmp.fp8._eligible import explain_exclusion
-from jaxmp.fp8._operands import QUANTIZE
+from jaxmp.fp8._operands import COPIES, QUANTIZE
 
 NOT_FP8 = Check(
     id="not_fp8",

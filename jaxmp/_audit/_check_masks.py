@@ -57,7 +57,7 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+            " were not compared; call jaxmp.explain(model, recipe) with a batch"
         ] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
@@ -101,6 +101,9 @@ def _paths_text(paths: list[str]) -> str:
 def _fix_declaration(actual: Declaration, path: str | None) -> str:
     """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
     python, toml = declaration_code(actual, path)
+    if path is not None:
+        rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
+        python = f"{rules}; recipe = recipe.replace(policies=policies)"
     return (
         "Declare the mask in the recipe; the model is not edited:\n"
         f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)

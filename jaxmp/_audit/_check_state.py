@@ -67,7 +67,7 @@ _FIX_OPTAX_STATE = (
 )
 _FIX_ROUNDED = (
     "Make FP32 moments, from the optimizer without its rounding:\n"
-    "    tx = jaxmp.optim.mixed_precision(tx, policies='{recipe}', master='none')\n"
+    "    tx = jaxmp.load_recipe('{recipe}').replace(master='none').optimizer(tx)\n"
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
 _FIX_AVERAGE = (

@@ -26,9 +26,10 @@ from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
+from jaxmp._core._messages import did_you_mean, install_command, missing_dependency
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import jit_of
-from jaxmp.errors import AuditError, did_you_mean, install_command, missing_dependency
+from jaxmp.errors import AuditError
 
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")

@@ -16,9 +16,10 @@ from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import Section
 from jaxmp._report._views import Report, Views, read_report
-from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
+from jaxmp.errors import AuditError, AuditFailedError
 
 # Findings that an error message lists.
 _MAX_LISTED = 20

@@ -35,9 +35,10 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import count_flops
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import AuditError, JaxmpError, did_you_mean
+from jaxmp.errors import AuditError, JaxmpError
 
 # ---------------------------------------------------------------------------
 # Results
@@ -273,7 +274,7 @@ class Watcher:
             chosen.call.function,
             chosen.call.args,
             chosen.call.kwargs,
-            policies=self.options.recipe,
+            recipe=self.options.recipe,
             target=self.options.target,
         )
         return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}

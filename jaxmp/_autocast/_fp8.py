@@ -12,10 +12,13 @@ from jaxmp._core._jaxprs import array_aval
 from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import decide_product
 from jaxmp.fp8._explain import decisions as decisions
+from jaxmp.fp8._explain import explanation_of as explanation_of
 from jaxmp.fp8._explain import is_explained as is_explained
 from jaxmp.fp8._explain import note_unsupported as note_unsupported
+from jaxmp.fp8._explain import recorded as recorded
 from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 
 
@@ -61,7 +64,7 @@ def fp8_matmul(
 
 
 def record_excluded(scaling: Scaling, equations: Iterable[JaxprEqn], path: str, why: str) -> None:
-    """Records for `fp8.explain` the matmuls among equations that run in their recorded dtypes."""
+    """Records for `jaxmp.explain` the matmuls among equations that run in their recorded dtypes."""
     if not is_explained():
         return
     for equation in equations:

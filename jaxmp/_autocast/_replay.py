@@ -389,7 +389,7 @@ class Autocast(Interpreter):
         body, _ = jaxpr_body(jaxpr)
         avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
         flags = [(v.priority, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
+        # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
         call = object() if self.record is not None else scope_path if is_explained() else None
         key = (

@@ -124,7 +124,7 @@ class AutocastConfig:
         except RuleError as error:
             raise RuleError(
                 f"{error} autocast matches name scopes: Linen modules create them, NNX modules do "
-                "under jaxmp.nnx.apply_policy(model, 'f32'), and other code does in a block "
+                "wrapped by jaxmp.load_recipe('fp32'), and other code does in a block "
                 "`with jax.named_scope(...):`."
             ) from None
 

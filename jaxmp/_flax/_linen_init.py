@@ -100,7 +100,7 @@ def module_paths(
     rngs: PyTree,
     outputs: dict[str, int | None],
 ) -> dict[str, type | None]:
-    """Implements `jaxmp.linen.module_paths`; adds the numbers of outputs to `outputs`."""
+    """Lists every path that a rule can match; adds the numbers of outputs to `outputs`."""
     paths: dict[str, type | None] = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]

@@ -92,7 +92,7 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
         raise CompositionError(
             f"The ToLinen at {'/'.join(path)!r} contains an NNX {name}, which Linen policies "
             "do not reach. Apply its policies inside the bridge: nnx.bridge.to_linen(lambda *args, "
-            f"**kwargs: jaxmp.nnx.apply_policy({name}(*args, **kwargs), policies), ...)."
+            f"**kwargs: recipe.wrap({name}(*args, **kwargs)), ...)."
         )
 
 
@@ -212,12 +212,7 @@ class PolicyInterceptor:
         wide = module_policy.policy.cast_float64
         if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):
             return True
-        return self._has_unusual_params and keeps_dtype(_params(module.scope), wide)
-
-    @functools.cached_property
-    def _has_unusual_params(self) -> bool:
-        """True if parameters of the model may require the dtype that its author chose."""
-        return keeps_dtype(_params(self.scope), False)
+        return keeps_dtype(_params(module.scope), wide)
 
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
@@ -243,11 +238,3 @@ class PolicyInterceptor:
 
 def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
-
-
-def nested(variables: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the variables of a module at `path` as variables of the enclosing model."""
-    tree: dict[str, Any] = dict(variables)
-    for name in reversed(path):
-        tree = {collection: {name: values} for collection, values in tree.items()}
-    return tree

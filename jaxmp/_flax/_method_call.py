@@ -34,7 +34,6 @@ from jaxmp._flax._casts import (
 from jaxmp._flax._fp8_use import note_weights
 from jaxmp._flax._mismatch import explain_mismatch, named_arguments
 from jaxmp._flax._share import Suspect, matrix_elements, returns_float32
-from jaxmp._policies._resolve import PolicyMap
 
 # ---------------------------------------------------------------------------
 # Calls
@@ -168,14 +167,6 @@ def _original(leaf: PyTree) -> PyTree:
     return leaf
 
 
-@functools.cache
-def restores_inputs(policies: PolicyMap) -> bool:
-    """Returns True if some modules cast inputs to 16 bits and others receive such inputs uncast."""
-    holders = (policies.default, *policies.rules)
-    widths = {bits(holder.compute_dtype) for holder in holders if holder.compute_dtype is not None}
-    return min(widths) <= 16 and (max(widths) > 16 or any(holder.keep_inputs for holder in holders))
-
-
 def cast_inputs(
     module_policy: ModulePolicy,
     method: str,
@@ -205,8 +196,7 @@ def cast_inputs(
     elif module_policy.traits.is_rnn:
         carry = "initial_carry"
     kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
-    restores = restores_inputs(module_policy.policies)
-    notes = restores and is_16bit(module_policy.input_dtype)
+    notes = is_16bit(module_policy.input_dtype)
     is_wide = bits(policy.compute_dtype) > 16
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
@@ -216,7 +206,7 @@ def cast_inputs(
         return new
 
     def argument(value: PyTree, is_carry: bool, is_kept: bool) -> PyTree:
-        if restores and (is_kept or is_wide) and any(_thread.calls):
+        if (is_kept or is_wide) and any(_thread.calls):
             value = jax.tree.map(_original, value, is_leaf=is_leaf)
         if is_carry or is_kept:
             return value

@@ -11,11 +11,7 @@ from jax import lax
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._arguments import Options
-from jaxmp.errors import JaxmpError
-
-
-class LossDtypeWarning(UserWarning):
-    """Warning that a loss function returned its loss in 16 bits."""
+from jaxmp.errors import JaxmpError, LossDtypeWarning
 
 
 def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | None, PyTree]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jaxmp._core._messages import missing_dependency
 from jaxmp._report._section import Section
 from jaxmp._report._text import text_lines
-from jaxmp.errors import missing_dependency
 
 try:
     from rich.console import Console, ConsoleOptions
@@ -18,6 +18,7 @@ _STYLES = {
     "title": "bold cyan",
     "good": "bold green",
     "bad": "bold red",
+    "open": "bold cyan",
     "head": "dim",
     "code": "bold",
 }

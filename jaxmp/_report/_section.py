@@ -33,7 +33,7 @@ class Section(NamedTuple):
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     fixes: tuple[Fix, ...] = ()
-    # "good" or "bad" for the verdict.
+    # "good", "bad" or "open" for a verdict.
     mood: str = ""
 
 

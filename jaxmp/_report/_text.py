@@ -16,7 +16,7 @@ _GAP = "  "
 
 
 class Line(NamedTuple):
-    """Line of a report with its role: "title", "good", "bad", "head", "code" or ""."""
+    """Line of a report with its role: "title", "good", "bad", "open", "head", "code" or ""."""
 
     text: str
     role: str = ""

@@ -334,7 +334,7 @@ def _train_recipe(
     params = jax.eval_shape(first.params, first.arrays)
     audited, objects = first.audited
     batch = first.first
-    report = audit(audited, *objects, batch, policies=recipe, target=settings.target)
+    report = audit(audited, *objects, batch, recipe=recipe, target=settings.target)
     program = make_program(first, first.arrays, batch, None)
     size = _program_row(program, report)
 

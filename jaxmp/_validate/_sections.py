@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 
 from jaxmp._report._section import Fix, Section, nonempty
 from jaxmp._report._units import counted
-from jaxmp._validate._rows import DIFFERS, FAIL, PASS, CandidateResult, Comparison, TrainingRow
+from jaxmp._validate._rows import (
+    DIFFERS,
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    CandidateResult,
+    Comparison,
+    TrainingRow,
+)
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport
 
 # Modules of a table without `full`.
 _MAX_MODULES = 6
-_MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad"}
+_MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad", INCONCLUSIVE: "open"}
 # Figures without a sign; the others are differences.
 _ERRORS = ("gradient_error", "loss_error")
 
@@ -30,9 +38,7 @@ def report_sections(report: ValidationReport, full: bool) -> list[Section]:
     for candidate in report.candidates:
         sections += _candidate_sections(report, candidate, full)
     sections.append(Section("Notes", text=" ".join(report.notes)))
-    verdicts = [
-        Section(each.headline, mood=_MOODS.get(each.verdict, "")) for each in report.candidates
-    ]
+    verdicts = [Section(each.headline, mood=_MOODS[each.verdict]) for each in report.candidates]
     return verdicts + nonempty(sections)
 
 

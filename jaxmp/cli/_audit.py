@@ -134,12 +134,12 @@ def _only_argument(arguments: list[str]) -> str:
 
 
 def _audit_function(name: str, recipe: str | None, target: str | None) -> AuditReport:
-    policies = None if recipe is None else load_recipe(recipe)
+    loaded = None if recipe is None else load_recipe(recipe)
     with contextlib.nullcontext() if target is None else unchecked_cuda():
         step, *arguments = _make_step(name, recipe)
         return call(
             f"the step of {name}",
-            lambda: jaxmp.audit(step, *arguments, policies=policies, target=target),
+            lambda: jaxmp.audit(step, *arguments, recipe=loaded, target=target),
         )
 
 

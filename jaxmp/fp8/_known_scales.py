@@ -63,13 +63,9 @@ def are_shared(scaling: Scaling, state: State) -> bool:
 
 
 def are_known(scaling: Scaling, state: State | None) -> bool:
-    """Returns True if the scales do not depend on the place where an operand is quantized.
-
-    Those of `CurrentScaling` follow from the tensor. Those of `DelayedScaling` must be shared.
-    """
-    if not isinstance(scaling, DelayedScaling):
-        return True
-    return state is not None and are_shared(scaling, state)
+    """Returns True if `known_scales` applies to a layer with delayed scaling."""
+    is_delayed = isinstance(scaling, DelayedScaling)
+    return is_delayed and state is not None and are_shared(scaling, state)
 
 
 @functools.cache

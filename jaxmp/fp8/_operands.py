@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
-from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
+from jaxmp.fp8._known_scales import factor_of, scale_of
 from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
@@ -45,6 +47,36 @@ class Operand(NamedTuple):
     # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
     # finite. None: the values are not scaled.
     factor: jax.Array | None
+    # Transposed copy of a kernel that is quantized before a loop, for a GPU; None: there is none.
+    transposed: jax.Array | None = None
+
+
+_is_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxmp_fp8_is_repeated", default=False
+)
+
+
+def is_repeated() -> bool:
+    """Returns True while a function is traced that runs several times with the same kernels."""
+    return _is_repeated.get()
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    token = _is_repeated.set(True)
+    try:
+        yield
+    finally:
+        _is_repeated.reset(token)
+
+
+def has_transposed_copy(kernel: jax.Array) -> bool:
+    """Returns True for a kernel of which a loop for a GPU reads a transposed copy.
+
+    cuBLAS multiplies FP8 matrices that are contracted along their last axes. Without the copy, XLA
+    would transpose the kernel in each iteration.
+    """
+    return is_repeated() and kernel.ndim == 2 and _compat.target() == "gpu"
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
@@ -117,8 +149,9 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 AMAX = jax.jit(amax)
 
-# Prefix of the names of jitted functions that quantize; the operand's role follows.
-QUANTIZE = "jaxmp_fp8_quantize_"
+# Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
+# follows.
+QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
 ROLES = ("input", "kernel", "output_grad")
 
 
@@ -147,18 +180,20 @@ def _quantize(
     scaling: Scaling,
     dtype: DTypeLike,
     axes: tuple[int, ...] | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Quantizes `x` and returns its FP8 values and their factor.
+    is_copied: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Quantizes `x`; returns its FP8 values, their factor, and if requested a transposed copy.
 
     If an amax is None, the active and the measured amax are those of `x`.
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
     scale = scale_of(in_force, scaling, dtype)
-    return _cast(x, scale, scaling, dtype), factor_of(scale)
+    values, factor = cast(x, scale, scaling, dtype), factor_of(scale)
+    return (values, factor, _compat.row_major(values.T)) if is_copied else (values, factor)
 
 
-def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
+def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
     """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
     values = quantize_finite(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
@@ -170,7 +205,7 @@ def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) ->
     return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
 
 
-_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
+_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes", "is_copied")
 
 
 def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
@@ -246,29 +281,18 @@ def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen
 
 
 def _observe_and_quantize(
-    x: jax.Array, state: OperandState, scaling: DelayedScaling, dtype: DTypeLike
-) -> tuple[tuple[jax.Array, jax.Array], Seen]:
-    seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None), seen
-
-
-def _resolve_and_quantize(
     x: jax.Array,
     state: OperandState,
-    known: Known,
-    earlier: tuple[jax.Array, ...],
     scaling: DelayedScaling,
     dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """Quantizes `x`, and returns its values, scale, products of factors, and partial maxima."""
-    scale, products = resolve(scaling, known, dtype, earlier, lambda: measure_amax(x, state))
-    values = _cast(x, scale, scaling, dtype)
-    return values, scale, products, measure_partials(x, state)
+    is_copied: bool,
+) -> tuple[tuple[jax.Array, ...], Seen]:
+    seen = _observe(x, state, scaling)
+    return _quantize(x, *seen, scaling, dtype, None, is_copied), seen
 
 
-RESOLVE_AND_QUANTIZE = jitted_by_role(_resolve_and_quantize, "scaling", "dtype")
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype", "is_copied")
 
 
 def observed(
@@ -288,7 +312,9 @@ def observed(
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, scaling)
-    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
+    is_copied = role == "kernel" and has_transposed_copy(x)
+    quantize = functools.partial(_OBSERVE_AND_QUANTIZE[role], scaling=scaling, dtype=dtype)
+    arrays, seen = quantize(x, state, is_copied=is_copied)
     return Operand(*arrays), seen
 
 
@@ -314,7 +340,9 @@ def quantized(
     if dtype is None:
         return Operand(x, None)
     along = axes if isinstance(scaling, RowwiseScaling) else None
-    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
+    is_copied = role == "kernel" and has_transposed_copy(x)
+    quantize = functools.partial(_QUANTIZE[role], scaling=scaling, dtype=dtype, axes=along)
+    return Operand(*quantize(x, *seen, is_copied=is_copied))
 
 
 def multiply(
@@ -349,6 +377,8 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
+    if rhs.transposed is not None and dims.contract[1] == (0,):
+        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor.ndim == rhs.factor.ndim == 0:
         factor = lhs.factor * rhs.factor
         return multiply_values(

@@ -18,8 +18,9 @@ from jax import lax
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import CompositionError, JaxmpError, missing_dependency
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._quantize import compute_scale
 from jaxmp.fp8._scaling import CurrentScaling, DelayedScaling, Scaling, ScalingLike, as_scaling
 

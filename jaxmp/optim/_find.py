@@ -133,7 +133,7 @@ def only(nodes: list[tuple[str, Any]], description: str) -> Any:
     if not nodes:
         raise JaxmpError(
             f"This state contains no {description}. Make the optimizer with "
-            "recipe.optimizer(inner) or jaxmp.optim.mixed_precision(inner, ...)."
+            "recipe.optimizer(inner) of a recipe."
         )
     if len(nodes) > 1:
         paths = ", ".join(path or "(top)" for path, _ in nodes)

@@ -17,7 +17,7 @@ from jaxmp.optim._skip import GradientSettings, SkipSettings, as_axes, guard
 def mixed_precision(
     inner: optax.GradientTransformation,
     *,
-    policies: RecipeLike,
+    recipe: RecipeLike,
     loss_scale: LossScaleLike | Literal["auto"] = "auto",
     master: str = "auto",
     skip: str = "auto",
@@ -36,7 +36,7 @@ def mixed_precision(
 
     Args:
       inner: any optax transformation.
-      policies: policies or a recipe, whose `param_dtype` determines which parameters are stored in
+      recipe: a recipe or policies, whose `param_dtype` determines which parameters are stored in
         16 bits and therefore have a master.
       loss_scale: the loss scale to keep in the state and adjust. "auto": that of the recipe; for
         policies that are not a recipe, `DynamicLossScale()` if any of their dtypes is float16,
@@ -55,11 +55,11 @@ def mixed_precision(
 
     Example:
       >>> inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-      >>> tx = mixed_precision(inner, policies="fp16")
+      >>> tx = mixed_precision(inner, recipe="fp16")
       >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
       65536.0
     """
-    data = as_recipe_data(policies)
+    data = as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise CompositionError(
@@ -67,7 +67,7 @@ def mixed_precision(
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
         loss_scale = data.loss_scale.build()
-    masters = master_params(inner, policies=data.policies, master=master)
+    masters = master_params(inner, recipe=data.policies, master=master)
     gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
     return guard(masters, loss_scale, skip, settings)

@@ -17,8 +17,8 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
 from jaxmp.errors import CompositionError
+from jaxmp.optim._master import UnpackedParameters
 from jaxmp.optim._overflow import (
-    OverflowState,
     agree_on_overflow,
     all_fit,
     can_overflow,
@@ -217,9 +217,7 @@ def guard(
     ) -> tuple[PyTree, PyTree]:
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
-        inner_state = state.inner_state
-        has_all = isinstance(inner_state, OverflowState) and inner_state.has_all_parameters
-        updates_are_read = not has_all
+        updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
         def do_update() -> tuple[PyTree, PyTree]:

@@ -1,8 +1,6 @@
 """Audits of code of other projects: the procedure, and the results in the documentation."""
 
 import json
-import re
-import subprocess
 from pathlib import Path
 
 import jax
@@ -11,20 +9,15 @@ import optax
 import pytest
 
 import false_positives
-import field_report
-import field_steps
-from field_report import by_line
-from field_steps import Audited, Step
+from false_positives import by_line
 from jaxmp import audit
 from reviewed_findings import REVIEWED, Reviewed
-from script_ports import imports
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/field-report.md"
-STEPS = ROOT / "benchmarks/results/field_report_h200.json"
-FAULTS = ROOT / "benchmarks/results/false_positives.json"
+PAGE = ROOT / "docs/audit.md"
+RESULTS = ROOT / "benchmarks/results/false_positives.json"
 
-HERE = "tests/test_field_report.py"
+HERE = "tests/test_false_positives.py"
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -32,7 +25,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 
 def findings_of(fn, *args):
-    return by_line(audit(fn, *args, policies="bf16").findings, ROOT)
+    return by_line(audit(fn, *args, recipe="bf16").findings, ROOT)
 
 
 # ---------------------------------------------------------------------------
@@ -55,7 +48,7 @@ def test_an_error_that_was_not_reviewed_is_false():
 
 def test_a_reviewed_fault_is_true(monkeypatch):
     entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "jax.nn.softmax(x"),))
-    monkeypatch.setattr(field_report, "REVIEWED", (entry,))
+    monkeypatch.setattr(false_positives, "REVIEWED", (entry,))
     row = false_positives.compare("ours", "step", findings_of(attend, shape(64, 64)))
 
     assert row["false"] == [] and len(row["true"]) == 1
@@ -90,50 +83,12 @@ def test_every_entry_is_complete():
 
 
 # ---------------------------------------------------------------------------
-# Steps
-# ---------------------------------------------------------------------------
-
-
-def test_a_step_of_a_checkout(tmp_path):
-    folder = tmp_path / "project"
-    folder.mkdir()
-    (folder / "other_model.py").write_text(
-        "import absent_logger\n"
-        "import jax\n"
-        "class Hook(absent_logger.hooks.Base, dict): pass\n"
-        "def attend(x):\n"
-        "    return jax.nn.softmax(x @ x.T)\n"
-    )
-    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "c"]):
-        subprocess.run([*git, *command], check=True)
-
-    def make(module):
-        return Audited(module("other_model").attend, (shape(64, 64),), "bf16")
-
-    step = Step("ours", "project", ".", "other_model.py", "64", make, ("absent_logger",))
-    row = field_report.measure(step, tmp_path, None)
-
-    (error,) = (finding for finding in row["findings"] if finding["severity"] == "error")
-    assert (error["check"], error["file"], error["line"]) == ("softmax_16bit", "other_model.py", 5)
-    assert row["flops"] == {"bfloat16": 2 * 64**3} and row["memory"] is None
-
-
-def test_modules_of_a_project_are_forgotten(tmp_path):
-    (tmp_path / "ours.py").write_text("value = 1\n")
-    with imports(tmp_path, ()) as module:
-        assert module("ours").value == 1
-    with pytest.raises(ModuleNotFoundError), imports(tmp_path / "other", ()) as module:
-        module("ours")
-
-
-# ---------------------------------------------------------------------------
 # False errors that these audits showed
 # ---------------------------------------------------------------------------
 
 
 def kinds_of(fn, *args):
-    return [finding.check for finding in audit(fn, *args, policies="bf16").errors]
+    return [finding.check for finding in audit(fn, *args, recipe="bf16").errors]
 
 
 def test_ties_of_a_maximum_are_counted_without_a_fault():
@@ -178,7 +133,7 @@ def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
         return x.astype(jnp.float32).mean(0, keepdims=True) @ head
 
     args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
-    report = audit(model, *args, policies="bf16")
+    report = audit(model, *args, recipe="bf16")
     (finding,) = (finding for finding in report.findings if finding.check == "fp32_matmul")
     assert finding.severity == level
 
@@ -213,23 +168,8 @@ def test_first_moments_in_bfloat16(dtype, level):
 # ---------------------------------------------------------------------------
 
 
-def test_the_page_shows_the_results():
-    page, report = PAGE.read_text("utf-8"), json.loads(STEPS.read_text("utf-8"))
+def test_no_error_of_the_results_is_false():
+    report = json.loads(RESULTS.read_text("utf-8"))
 
-    assert len(report["steps"]) >= 4
-    assert field_report.overview(report) in page
-    for name, entry in report["steps"].items():
-        section = page[page.index(f"### {name}\n") :].split("\n### ")[0]
-        titles = [review.title for review in field_report.true_findings(entry)]
-        assert re.findall(r"^\d\. \*\*(.*?)\*\*", section, re.MULTILINE) == titles
-        assert entry["size"] in section
-    assert set(report["steps"]) == set(field_steps.STEPS)
-
-
-def test_no_fault_of_the_results_is_false():
-    steps, errors = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
-
-    assert errors["false"] == 0 and false_positives.false_positives(errors["audits"]) == []
-    assert false_positives.markdown(errors["audits"]) in PAGE.read_text("utf-8")
-    for name, entry in steps["steps"].items():
-        assert false_positives.compare(name, "step", entry["findings"])["false"] == []
+    assert report["false"] == 0 and false_positives.false_positives(report["audits"]) == []
+    assert false_positives.markdown(report["audits"]) in PAGE.read_text("utf-8")
