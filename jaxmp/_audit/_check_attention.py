@@ -64,7 +64,7 @@ def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
-@UNFUSED_ATTENTION.on_operation("jit", "pjit")
+@UNFUSED_ATTENTION.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not is_attention(op.equation) or op.location.phase != FORWARD:

@@ -37,7 +37,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "psum2", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):

@@ -71,7 +71,7 @@ _ONE_SCALE = (
 )
 
 
-@NOT_FP8.on_operation("jit", "pjit")
+@NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
     is_quantization = name_of(op.equation).startswith((QUANTIZE, COPIES))

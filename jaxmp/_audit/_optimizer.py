@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._trace import Traced
-from jaxmp._core._jaxprs import Equation, inners
+from jaxmp._core._jaxprs import inners
 from jaxmp._core._programs._analysis import Backward
 from jaxmp._core._programs._interpreter import Frame
 from jaxmp._core._programs._operations import loop_of
@@ -52,7 +54,7 @@ class _Sources(Backward):
     def __init__(self) -> None:
         self.found: set[Any] = set()
 
-    def equation(self, equation: Equation, results: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         if not any(results):
             return [False] * len(equation.invars)
         pairs = zip(equation.outvars, results, strict=True)
