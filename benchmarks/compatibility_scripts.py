@@ -113,6 +113,81 @@ MNIST = Port(
 )
 
 # ---------------------------------------------------------------------------
+# Flax: examples/vae
+# ---------------------------------------------------------------------------
+
+
+def run_vae(module: Module, author: bool) -> Losses:
+    train = module("train")
+    images = (digits(28)[0].reshape(-1, 784) > 0.5).astype(np.float32)
+    heldout, images = images[:HELD_OUT], images[HELD_OUT:]
+    steps, batch_size, losses = 300, 32, []
+    original = train.eval_f
+
+    def eval_f(params: Any, batch: Any, *args: Any) -> Any:
+        losses.append(original(params, images[:HELD_OUT], *args)[0]["loss"])
+        result = original(params, batch, *args)
+        losses.append(result[0]["loss"])
+        return result
+
+    builder = mock.MagicMock()
+    builder.info.splits = {"train": SimpleNamespace(num_examples=steps * batch_size)}
+    pipeline = SimpleNamespace(
+        build_train_set=lambda size, builder: (batch for (batch,) in cycle((images,), size)),
+        build_test_set=lambda builder: heldout,
+    )
+    config = module("ml_collections").ConfigDict(
+        {"learning_rate": 0.001, "latents": 20, "batch_size": batch_size, "num_epochs": 1}
+    )
+    with (
+        mock.patch.object(train, "eval_f", eval_f),
+        mock.patch.object(train, "input_pipeline", pipeline),
+        mock.patch.object(train, "vae_utils", mock.MagicMock()),
+        mock.patch.object(train.tfds, "builder", lambda name: builder),
+    ):
+        train.train_and_evaluate(config, "unused")
+    return Losses(*losses[-2:])
+
+
+VAE = Port(
+    name="Variational autoencoder",
+    checkout="flax",
+    folder="examples/vae",
+    framework="Linen",
+    data="the same digits, black and white; the training step is compiled here",
+    run=run_vae,
+    # The original step is not compiled, and a run would take minutes.
+    toy={
+        "train.py": (
+            Edit(
+                r"^def train_step\(", "@lambda fn: jax.jit(fn, static_argnums=3)\ndef train_step("
+            ),
+        )
+    },
+    edits={
+        "models.py": (
+            Edit(
+                r"^import jax.numpy as jnp$",
+                "import jax.numpy as jnp\nimport jaxmp\nrecipe = jaxmp.load_recipe('{recipe}')",
+            ),
+            Edit(r"return VAE\(latents=latents\)", "return recipe.wrap(VAE(latents=latents))"),
+        ),
+        "train.py": (
+            Edit(r"^import ml_collections$", "import jaxmp\nimport ml_collections"),
+            Edit(
+                r"grads = jax.grad\(loss_fn\)\(state.params\)",
+                "_, grads = state.value_and_grad(loss_fn)()",
+            ),
+            Edit(r"train_state.TrainState.create\(", "jaxmp.TrainState.create("),
+            Edit(
+                r"tx=optax.adam\(config.learning_rate\)",
+                "tx=models.recipe.optimizer(optax.adam(config.learning_rate))",
+            ),
+        ),
+    },
+)
+
+# ---------------------------------------------------------------------------
 # Flax: examples/imagenet
 # ---------------------------------------------------------------------------
 
@@ -307,6 +382,52 @@ LM1B = Port(
         "utils.py": (
             Edit(r"^from flax.training import train_state$", "import jaxmp as train_state"),
         ),
+    },
+)
+
+# ---------------------------------------------------------------------------
+# Flax: examples/seq2seq
+# ---------------------------------------------------------------------------
+
+
+def run_seq2seq(module: Module, author: bool) -> Losses:
+    train = module("train")
+    recorder = Recorder()
+    flags = train.FLAGS
+    if not flags.is_parsed():
+        flags(["train", "--batch_size=32", "--hidden_size=32", "--num_train_steps=81"])
+        flags.decode_frequency = 10
+    with mock.patch.object(train.metric_writers, "create_default_writer", lambda folder: recorder):
+        state = train.train_and_evaluate("unused")
+    table = train.CTable("0123456789+= ", flags.max_len_query_digit)
+    batch = table.get_batch(512)
+    key = jax.random.key(1)
+    logits, _ = state.apply_fn(
+        {"params": state.params}, batch["query"], batch["answer"], rngs={"lstm": key}
+    )
+    metrics = train.compute_metrics(logits, batch["answer"][:, 1:], table.eos_id)
+    return Losses(recorder.mean("loss", 4), metrics["loss"])
+
+
+SEQ2SEQ = Port(
+    name="LSTM that learns to add",
+    checkout="flax",
+    folder="examples/seq2seq",
+    framework="Linen",
+    data="the script's own sums",
+    run=run_seq2seq,
+    edits={
+        "train.py": (
+            IMPORT,
+            Edit(
+                r"return models.Seq2seq\(((?:.|\n)*?)\n  \)",
+                r"return recipe.wrap(models.Seq2seq(\1\n  ))",
+            ),
+            Edit(r"tx = (optax.adam\(FLAGS.learning_rate\))", r"tx = recipe.optimizer(\1)"),
+            Edit(r"state = train_state.TrainState.create", "state = jaxmp.TrainState.create"),
+            Edit(r"jax.value_and_grad\(loss_fn", "state.value_and_grad(loss_fn"),
+            Edit(r"grad_fn\(state.params\)", "grad_fn()"),
+        )
     },
 )
 
@@ -678,16 +799,77 @@ DIFFUSION = Port(
     },
 )
 
+# ---------------------------------------------------------------------------
+# Diffrax: docs/examples/neural_ode.ipynb
+# ---------------------------------------------------------------------------
+
+
+def run_neural_ode(module: Module, author: bool) -> Losses:
+    script = module("neural_ode")
+    ts, ys, model = script.main(
+        dataset_size=64,
+        batch_size=16,
+        width_size=8,
+        depth=1,
+        steps_strategy=(60,),
+        length_strategy=(0.2,),
+        plot=False,
+        print_every=1000,
+    )
+    _, heldout = script.get_data(64, key=jax.random.key(99))
+    ts = ts[:20]
+
+    def loss(model: Any, ys: Any) -> Any:
+        return jnp.mean((ys[:, :20] - jax.vmap(model, in_axes=(None, 0))(ts, ys[:, 0])) ** 2)
+
+    evaluate = script.eqx.filter_jit(loss)
+    return Losses(evaluate(model, ys), evaluate(model, heldout))
+
+
+NEURAL_ODE = Port(
+    name="Neural ODE",
+    checkout="diffrax",
+    folder="docs/examples",
+    framework="functions",
+    data="the script's own trajectories",
+    run=run_neural_ode,
+    toy={"neural_ode.ipynb": (Edit(r"^ts, ys, model = main\(\)$", ""),)},
+    edits={
+        "neural_ode.ipynb": (
+            IMPORT,
+            Edit(r"self.mlp\(y\)", "jaxmp.autocast(self.mlp, recipe)(y)"),
+            Edit(r"^    @eqx.filter_value_and_grad\n", ""),
+            Edit(
+                r"^        loss, grads = grad_loss\(model, ti, yi\)$",
+                "        params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+                "        loss_fn = lambda params: grad_loss(eqx.combine(params, static), ti, yi)\n"
+                "        scale = jaxmp.get_loss_scale(opt_state)\n"
+                "        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params)",
+            ),
+            Edit(r"optim = optax.adabelief\(lr\)", "optim = recipe.optimizer(optax.adabelief(lr))"),
+            Edit(
+                r"^        opt_state = optim.init\(.*\)$",
+                r"\g<0>\n        model = recipe.cast_params(model)",
+            ),
+            Edit(r"optim.update\(grads, opt_state\)", "optim.update(grads, opt_state, params)"),
+            APPLY,
+        )
+    },
+)
+
 PORTS = {
     port.name: port
     for port in (
         MNIST,
+        VAE,
         IMAGENET,
         LM1B,
+        SEQ2SEQ,
         PPO,
         NANODO,
         NANOLM,
         DIFFUSION,
+        NEURAL_ODE,
     )
 }
 

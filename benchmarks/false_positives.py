@@ -1,4 +1,4 @@
-"""Counts the false positives of `jaxmp.audit` on models of other projects.
+"""Counts the false positives of `jaxmp.audit` on models and training steps of other projects.
 
     python benchmarks/false_positives.py                                 # installed packages
     python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
@@ -6,111 +6,33 @@
     python benchmarks/false_positives.py --markdown errors.json
 
 The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and, if they have a
-bfloat16 option, as their authors run them. Each error must be in the list of reviewed findings
-(`reviewed_findings.py`). Other errors are false positives or not yet reviewed: they are printed,
-and the exit status is 1. Only traces are audited; nothing is computed except the initial parameters
-of small models.
+bfloat16 option, as their authors run them. The training steps are those of `field_report.py`. Each
+error must be in the list of reviewed findings (`reviewed_findings.py`). Other errors are false
+positives or not yet reviewed: they are printed, and the exit status is 1. Only traces are audited;
+nothing is computed except the initial parameters of small models.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import flax
 import jax
 import jax.numpy as jnp
 
 import jaxmp
 from compatibility import AUTHOR, gradient
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Nnx
-from reviewed_findings import REVIEWED, Reviewed
+from field_report import by_line, in_own_process, review_of, steps_in, table, versions
 
 RECIPE = "bf16"
-
-# ---------------------------------------------------------------------------
-# Findings by source line
-# ---------------------------------------------------------------------------
-
-
-def source_line(file: str, line: int) -> str:
-    """Returns the text of a line without surrounding blanks; "" if it does not exist."""
-    try:
-        return Path(file).read_text("utf-8").splitlines()[line - 1].strip()
-    except (OSError, IndexError):
-        return ""
-
-
-def relative(file: str, roots: Iterable[Path]) -> str:
-    """Returns the path of a file relative to one of several folders, or its name."""
-    packages = (Path(sysconfig.get_path("purelib")), *map(Path, sys.path))
-    for root in (*roots, *packages):
-        if file and str(root) and Path(file).is_relative_to(root):
-            return str(Path(file).relative_to(root))
-    return Path(file).name
-
-
-def by_line(findings: Iterable[jaxmp.typing.Finding], *roots: Path) -> list[dict[str, Any]]:
-    """Returns findings, merged for each check and source line.
-
-    Args:
-      findings: of an audit.
-      *roots: folders that file names are made relative to.
-    """
-    rows: dict[Any, dict[str, Any]] = {}
-    for finding in findings:
-        place = relative(finding.file, roots), finding.line
-        row = rows.setdefault(
-            (finding.severity, finding.check, *place),
-            {
-                "severity": finding.severity,
-                "check": finding.check,
-                "file": place[0],
-                "line": place[1],
-                "text": source_line(finding.file, finding.line),
-                "message": finding.message,
-                "modules": 0,
-                "count": 0,
-                "flops": 0,
-            },
-        )
-        row["modules"] += 1
-        row["count"] += finding.count
-        row["flops"] += finding.flops
-    return list(rows.values())
-
-
-def review_of(finding: dict[str, Any]) -> Reviewed | None:
-    """Returns the reviewed entry that covers a finding, or None."""
-    return next((entry for entry in REVIEWED if entry.covers(finding)), None)
-
-
-def versions() -> dict[str, str]:
-    names = ("jaxlib", "optax", "equinox")
-    installed = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        **{name: importlib.metadata.version(name) for name in names if name in installed},
-    }
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(header)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
 
 # ---------------------------------------------------------------------------
 # Audits
@@ -148,6 +70,12 @@ def models(checkouts: Path | None) -> Iterator[tuple[str, str, list[dict[str, An
             yield model.name, way, by_line(audit_gradient(typed, recipe).findings, *roots)
 
 
+def steps(checkouts: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """`(step, way, findings by line)` of the steps of docs/field-report.md."""
+    for step in steps_in(checkouts):
+        yield step.name, "step", in_own_process(step, checkouts, None)["findings"]
+
+
 # ---------------------------------------------------------------------------
 # The comparison
 # ---------------------------------------------------------------------------
@@ -176,7 +104,7 @@ def false_positives(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/audit.md."""
+    """The table of docs/field-report.md."""
     by_name: dict[str, dict[str, Any]] = {}
     for row in rows:
         by_name.setdefault(row["name"], {})[row["way"]] = row
@@ -185,11 +113,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         return "-" if row is None else str(len(row[level]))
 
     return table(
-        ("model", "true: recipe", "author's bf16", "false"),
+        ("model or training step", "true: recipe", "author's bf16", "step", "false"),
         (
             [
                 name,
-                *(cell(ways.get(way), "true") for way in ("recipe", "author")),
+                *(cell(ways.get(way), "true") for way in ("recipe", "author", "step")),
                 str(sum(len(row["false"]) for row in ways.values())),
             ]
             for name, ways in by_name.items()
@@ -207,6 +135,7 @@ def main() -> int:
         print(markdown(json.loads(args.markdown.read_text())["audits"]))
         return 0
     audits = list(models(args.checkouts))
+    audits += [] if args.checkouts is None else list(steps(args.checkouts))
     rows = [compare(*audit) for audit in audits]
     lines = false_positives(rows)
     report = {

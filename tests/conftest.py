@@ -78,7 +78,7 @@ VERSION_SENSITIVE = {
 # Files that test scripts of `benchmarks/` and their recorded results: they run with the slow tests,
 # without optimizations of XLA. `test_benchmarks.py` checks that the scripts fit the package.
 OF_BENCHMARKS = {
-    *("claims", "false_positives", "flax_suites", "gpu_suite", "overhead", "program", "scripts")
+    *("claims", "field_report", "flax_suites", "gpu_suite", "overhead", "program", "scripts")
 }
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxmp
+import script_audits
 from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
 from jaxmp._audit._report import AuditReport
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 # Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
 # pass.
+MEASURED = "script_audits_jax_0.10.2_cpu.json"
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np, optax
 def loss_fn(params, x):
@@ -385,14 +387,33 @@ def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message)
 
 
 @EXPENSIVE
-def test_the_page_shows_the_audit_of_an_example(monkeypatch, capfd):
-    monkeypatch.setenv("COLUMNS", "80")
-    script = str(ROOT / "examples/train_lm.py")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["audit", "--script", script, "--recipe", "bf16"])
-    assert stop.value.code == 0
-    head = capfd.readouterr().out.split("\n\n")[0]
-    assert head in (ROOT / "docs/audit.md").read_text("utf-8")
+# ---------------------------------------------------------------------------
+# Scripts of other projects
+# ---------------------------------------------------------------------------
+
+
+@EXPENSIVE
+def test_the_benchmark_runs_a_script_with_stand_ins(folder):
+    text = "import tensorflow as tf, tensorflow_datasets as tfds\ntf.random.set_seed(0)\n"
+    text += MODEL + "batches = tfds.load('mnist', split='train').map(None).batch(8)\n"
+    text += "batch = next(batches.as_numpy_iterator())['image'].reshape(8, -1)[:, :16]\n"
+    text += "jax.jit(train_step)(first(), tx.init(first()), batch)\n"
+    (folder / "own").mkdir()
+    (folder / "own/main.py").write_text(text)
+    row = script_audits.audit(script_audits.Script("own", ["main.py"], "bf16"), folder, None, False)
+    assert row["function"].startswith("train_step (main.py:"), row
+    assert row["flops"] == 5 * MATMUL and row["errors"] == {"fp32_matmul": 5}
+
+
+def test_the_page_shows_a_script_as_measured():
+    measured = json.loads((ROOT / "benchmarks/results" / MEASURED).read_text())["scripts"]
+    assert set(measured) == set(script_audits.SCRIPTS)
+    page = (ROOT / "docs/audit.md").read_text()
+    lm1b = measured["lm1b"]
+    assert MEASURED in page and f"Function {lm1b['function']}" in page
+    assert f"audit: {len(lm1b['errors'])} errors" in page
+    share, flops = f"{lm1b['low_precision_share']:.1%}", f"{lm1b['flops'] / 1e9:.0f} GFLOP"
+    assert f"{share} of the matmul FLOPs ({flops})" in page
 
 
 # ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Audits of code of other projects: the procedure, and the results in the documentation."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import jax
@@ -9,15 +10,20 @@ import optax
 import pytest
 
 import false_positives
-from false_positives import by_line
+import field_report
+import field_steps
+from field_report import by_line
+from field_steps import Audited, Step
 from jaxmp import audit
 from reviewed_findings import REVIEWED, Reviewed
+from script_ports import imports
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/audit.md"
-RESULTS = ROOT / "benchmarks/results/false_positives.json"
+PAGE = ROOT / "docs/field-report.md"
+STEPS = ROOT / "benchmarks/results/field_report_h200.json"
+FAULTS = ROOT / "benchmarks/results/false_positives.json"
 
-HERE = "tests/test_false_positives.py"
+HERE = "tests/test_field_report.py"
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -47,8 +53,8 @@ def test_an_error_that_was_not_reviewed_is_false():
 
 
 def test_a_reviewed_fault_is_true(monkeypatch):
-    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "jax.nn.softmax(x"),))
-    monkeypatch.setattr(false_positives, "REVIEWED", (entry,))
+    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "jax.nn.softmax(x"),), "", "", "")
+    monkeypatch.setattr(field_report, "REVIEWED", (entry,))
     row = false_positives.compare("ours", "step", findings_of(attend, shape(64, 64)))
 
     assert row["false"] == [] and len(row["true"]) == 1
@@ -63,7 +69,7 @@ def test_a_reviewed_fault_is_true(monkeypatch):
     ],
 )
 def test_an_entry_covers_its_own_check_file_and_line(change):
-    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "softmax(x"),))
+    entry = Reviewed("Softmax", ("softmax_16bit",), ((HERE, "softmax(x"),), "", "", "")
     (finding,) = (f for f in findings_of(attend, shape(64, 64)) if f["severity"] == "error")
 
     assert entry.covers(finding)
@@ -79,7 +85,61 @@ def test_notes_are_no_faults():
 
 def test_every_entry_is_complete():
     for entry in REVIEWED:
-        assert entry.title and entry.checks and entry.lines
+        assert entry.checks and entry.lines and all(entry._replace(checks=("x",)))
+        for text in (entry.cost, entry.change):
+            assert text.endswith(".")
+
+
+# ---------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------
+
+
+def test_a_step_of_a_checkout(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "other_model.py").write_text(
+        "import absent_logger\n"
+        "import jax\n"
+        "class Hook(absent_logger.hooks.Base, dict): pass\n"
+        "def attend(x):\n"
+        "    return jax.nn.softmax(x @ x.T)\n"
+    )
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "c"]):
+        subprocess.run([*git, *command], check=True)
+
+    def make(module):
+        return Audited(module("other_model").attend, (shape(64, 64),), "bf16")
+
+    step = Step("ours", "project", ".", "other_model.py", "64", make, ("absent_logger",))
+    row = field_report.measure(step, tmp_path, None)
+
+    (error,) = (finding for finding in row["findings"] if finding["severity"] == "error")
+    assert (error["check"], error["file"], error["line"]) == ("softmax_16bit", "other_model.py", 5)
+    assert row["flops"] == {"bfloat16": 2 * 64**3} and row["memory"] is None
+
+
+def test_modules_of_a_project_are_forgotten(tmp_path):
+    (tmp_path / "ours.py").write_text("value = 1\n")
+    with imports(tmp_path, ()) as module:
+        assert module("ours").value == 1
+    with pytest.raises(ModuleNotFoundError), imports(tmp_path / "other", ()) as module:
+        module("ours")
+
+
+def test_a_script_is_run_up_to_its_step():
+    def main():
+        params = jax.jit(lambda: jnp.ones((4, 4)))()
+
+        def update(x):
+            return x + 1
+
+        jax.jit(update, donate_argnums=0)(params)
+
+    fn, options, shapes = field_steps.captured(main, "update")
+    assert fn(1) == 2 and options == {"donate_argnums": 0}
+    assert [leaf.shape for leaf in shapes] == [(4, 4)]
 
 
 # ---------------------------------------------------------------------------
@@ -168,8 +228,19 @@ def test_first_moments_in_bfloat16(dtype, level):
 # ---------------------------------------------------------------------------
 
 
-def test_no_error_of_the_results_is_false():
-    report = json.loads(RESULTS.read_text("utf-8"))
+def test_the_page_shows_the_results():
+    page, report = PAGE.read_text("utf-8"), json.loads(STEPS.read_text("utf-8"))
 
-    assert report["false"] == 0 and false_positives.false_positives(report["audits"]) == []
-    assert false_positives.markdown(report["audits"]) in PAGE.read_text("utf-8")
+    assert len(report["steps"]) >= 6
+    assert field_report.overview(report) in page
+    assert field_report.details(report) in page
+    assert set(report["steps"]) == set(field_steps.STEPS)
+
+
+def test_no_fault_of_the_results_is_false():
+    steps, errors = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
+
+    assert errors["false"] == 0 and false_positives.false_positives(errors["audits"]) == []
+    assert false_positives.markdown(errors["audits"]) in PAGE.read_text("utf-8")
+    for name, entry in steps["steps"].items():
+        assert false_positives.compare(name, "step", entry["findings"])["false"] == []
