@@ -837,9 +837,16 @@ MUTATIONS = [
     Mutation(
         "the audit takes the gates of a recurrent layer for a decayed sum",
         "jaxmp/_audit/_check_recurrences.py",
-        "    if any(row is None for row in rows):\n        return None\n",
+        "    if not all(rows):\n        return False\n",
         "    rows = [row or _Linear() for row in rows]\n",
         ("test_audit_plants.py::test_linear_recurrences",),
+    ),
+    Mutation(
+        "the audit is silent about an operation of a later JAX that contains a program",
+        "jaxmp/_audit/_auditor.py",
+        "elif name not in OPAQUE and sub_jaxprs(op.equation):",
+        "elif False:",
+        ("test_audit.py::test_an_unknown_operation_with_a_jaxpr_is_not_inspected",),
     ),
     Mutation(
         "the audit ignores 16-bit state that is not updated with gradients",

@@ -24,12 +24,16 @@ REMATS = frozenset({"remat2"})
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 LOOPS = frozenset({"scan", "while"})
 CONSTRUCTS = CALLS | REMATS | CUSTOM_DERIVATIVES | LOOPS | {"cond", "shard_map"}
-# Equations whose jaxprs no interpreter enters: kernels, functions that combine two elements, and
-# functions that belong together with a rule of their author.
-OPAQUE = frozenset(
-    {"composite", "compute_on", "custom_linear_solve", "custom_partitioning", "custom_vmap_call"}
+# Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
+# author. An analysis can enter them.
+OPAQUE_CALLS = frozenset(
+    {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
+)
+# Equations whose jaxprs no interpreter enters: these calls, kernels, and functions that combine two
+# elements.
+OPAQUE = OPAQUE_CALLS | frozenset(
+    {"custom_linear_solve", "custom_partitioning"}
     | {
-        "linear_call",
         "mpmd_map",
         "pallas_call",
         "reduce",
@@ -38,7 +42,7 @@ OPAQUE = frozenset(
         "scatter",
         "scatter-add",
     }
-    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "xla_metadata_call"}
+    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
 )
 
 

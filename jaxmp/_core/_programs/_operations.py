@@ -101,6 +101,17 @@ def dimensions_of(equation: Any) -> list[int | None] | None:
     return dimensions
 
 
+def iota_length(equation: Any) -> int:
+    """Returns the number of values of an `iota`."""
+    params = equation.params
+    return params["shape"][params["dimension"]]
+
+
+def count_of_keys(equation: Any) -> int:
+    """Returns the number of operands by which a sort compares; 1 for other operations."""
+    return equation.params.get("num_keys", 1)
+
+
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions of the operand that a reduction or cumulation combines; else ()."""
     axis = equation.params.get("axes", equation.params.get("axis", ()))
