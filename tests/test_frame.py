@@ -87,6 +87,7 @@ LOOPS_OVER_EQUATIONS = {
     "_audit/_optimizer.py": 1,
     "_audit/_program.py": 3,
     "_audit/_trace.py": 2,
+    "_nonfinite/_record.py": 1,
     "_validate/_capture.py": 3,
     "fp8/_first_step.py": 2,
     "fp8/_stats.py": 1,

@@ -52,12 +52,12 @@ class Region:
     locations: list[Location]
 
     def __post_init__(self) -> None:
-        self.index = Body(self.body)
+        self.index, self.equations = Body(self.body), list(self.body.eqns)
         arguments = (*self.body.constvars, *self.body.invars)
-        variables = (*arguments, *(v for e in self.body.eqns for v in e.outvars))
+        variables = (*arguments, *(v for e in self.equations for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
         self.selected: dict[tuple[int, int], int] = {}
-        for n, equation in enumerate(self.body.eqns):
+        for n, equation in enumerate(self.equations):
             if equation.primitive.name == "select_n":
                 for operand in range(1, len(equation.invars)):
                     self.selected[n, operand] = len(self.slots) + len(self.selected)
@@ -65,7 +65,7 @@ class Region:
     @property
     def equation(self) -> Any:
         """The equation that runs the jaxpr; None for the whole program."""
-        return None if self.outer is None else self.outer.body.eqns[self.key[-1][0]]
+        return None if self.outer is None else self.outer.equations[self.key[-1][0]]
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ class Recorded:
     def equations(self) -> Iterator[tuple[Region, Any, Location]]:
         """Yields (region, equation, location) of each equation."""
         for region in self.regions.values():
-            for equation, location in zip(region.body.eqns, region.locations, strict=True):
+            for equation, location in zip(region.equations, region.locations, strict=True):
                 yield region, equation, location
 
     @property
