@@ -23,16 +23,13 @@ Columns:
 
 import argparse
 import functools
-import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,6 +41,7 @@ from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program, Shape
+from result_file import write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
 MATMULS = 6 * BLOCKS
@@ -299,15 +297,9 @@ def main() -> int:
             print(f"    {moved:8.1f} {text}")
         row = {key: value for key, value in counts._asdict().items() if key != "largest"}
         rows.append({"variant": name, **row, "limits": limits and limits._asdict()})
-    if options.out:
-        report = {
-            "command": "python " + " ".join(sys.argv),
-            "target": "NVIDIA H200 (compiled, nothing was run)",
-            "versions": {"jax": jax.__version__, "flax": flax.__version__},
-            "shape": {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS},
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    shape = {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS}
+    target = "NVIDIA H200 (compiled, nothing was run)"
+    write_result(options.out, target=target, shape=shape, rows=rows)
     return 1 if failed else 0
 
 

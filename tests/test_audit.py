@@ -21,7 +21,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
@@ -909,6 +909,18 @@ def test_flops_of_control_flow(fn, flops):
 def test_a_while_loop_says_that_it_is_counted_once():
     (note,) = audit(lambda x: lax.while_loop(lambda c: c[0, 0] > 0, matmul, x), X).notes
     assert "unknown number of iterations" in note and HERE.name in note
+
+
+def test_an_unknown_operation_with_a_jaxpr_is_not_inspected():
+    primitive = Primitive("jaxmp_test_unknown")
+    primitive.def_abstract_eval(lambda x, jaxpr: x)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    closed = jax.make_jaxpr(jax.nn.softmax)(x)
+    fn = lambda x: primitive.bind(primitive.bind(x, jaxpr=closed), jaxpr=closed)
+    report = audit(fn, x)
+    (note,) = report.notes
+    assert "inside of jaxmp_test_unknown" in note and "not inspected" in note
+    assert report.ok and HERE.name in note
 
 
 def test_flops_inside_shard_map_are_those_of_all_devices():

@@ -14,7 +14,7 @@ import pytest
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import cli
-from jaxmp._policies._op_table import CATEGORIES
+from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp.cli._app import app
 
@@ -114,7 +114,7 @@ def test_show_prints_the_table_of_operations(run, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[ops]\nexp = "low"')
     out = words(run("show", "my.toml", "--ops")[1])
     assert all(f"{category}: " in out for category in CATEGORIES)
-    assert all(op.name in out for op in jaxmp.DEFAULT_OPS.values())
+    assert all(op.name in out for op in DEFAULT_OPS.values())
     assert "exp changed from fp32: " in out and out.count("changed from") == 1
 
 

@@ -6,6 +6,8 @@ several devices it must be finite and equal to that of FP32.
 """
 
 import functools
+import json
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -17,8 +19,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import computed_weights
 import jaxmp
+import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._audit._gpus import GPUS
@@ -284,7 +286,7 @@ def test_gradients_of_computed_weights_are_summed_in_fp32(name, is_split):
             if is_split:
                 params = jax.lax.with_sharding_constraint(params, where)
                 x = jax.lax.with_sharding_constraint(x, rows)
-            return computed_weights.loss_of(name, dtype)(params, x)
+            return sharded_functions.loss_of(name, dtype)(params, x)
 
         return jax.jit(jaxmp.value_and_grad(loss_fn))
 
@@ -316,7 +318,7 @@ def matmuls_of(name):
     params = {"w": (16, 16), "gain": (16,)}
     params = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=where) for k, s in params.items()}
     x = jax.ShapeDtypeStruct((ROWS, 16), np.float32, sharding=rows)
-    step = jax.jit(jaxmp.value_and_grad(computed_weights.loss_of(name)))
+    step = jax.jit(jaxmp.value_and_grad(sharded_functions.loss_of(name)))
     traced = equations(step.trace(params, x).jaxpr)
     return [equation for equation in traced if equation.primitive.name == "dot_general"]
 
@@ -325,14 +327,14 @@ def is_wide(equation):
     return equation.outvars[0].aval.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", computed_weights.NAMES)
+@pytest.mark.parametrize("name", sharded_functions.WEIGHTS)
 def test_matmuls_compute_gradients_of_computed_weights_in_fp32(name):
     sums = [
         is_wide(equation)
         for equation in matmuls_of(name)
         if equation.invars[0].aval.shape[equation.params["dimension_numbers"][0][0][0]] == ROWS
     ]
-    assert sums == [name not in computed_weights.REPORTED]
+    assert sums == [name not in sharded_functions.REPORTED]
 
 
 @pytest.mark.parametrize("name", ["product", "orthogonal"])
@@ -345,20 +347,26 @@ def test_products_of_weights_are_accumulated_in_fp32(name):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("name", "is_split"),
+    ("name", "layout"),
     [
-        ("scaled_gradient", True),
-        ("orthogonal", True),
-        pytest.param("masked_by_data_in_fp32", False, marks=EXPENSIVE),
-        pytest.param("cond", True, marks=EXPENSIVE),
-        pytest.param("scan", False, marks=EXPENSIVE),
+        ("scaled_gradient", "FSDP"),
+        ("orthogonal", "FSDP"),
+        pytest.param("cond", "FSDP", marks=EXPENSIVE),
+        pytest.param("scan", "data parallel", marks=EXPENSIVE),
     ],
 )
-def test_sums_of_computed_weights_in_a_program_for_h200(name, is_split):
-    sums, reported = computed_weights.compiled_sums(name, is_split)
-    is_reported = name in computed_weights.REPORTED
-    assert (set(sums) != {"float32"}) == bool(reported) == is_reported
-    assert is_reported or sums["float32"] >= 4 * computed_weights.WIDTH**2
+def test_sums_of_computed_weights_in_a_program_for_h200(name, layout):
+    row = sharded_functions.measure(name, layout)
+    assert row["sums_16_bit"] == 0 and row["sums_fp32"] >= 4 * sharded_functions.WIDTH**2
+
+
+def test_no_sum_of_the_committed_programs_is_silent():
+    path = Path(sharded_functions.__file__).parent / "results" / "sharded_functions_h200.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["function"] for row in rows} == set(sharded_functions.WEIGHTS)
+    for row in rows:
+        is_reported = row["function"] in sharded_functions.REPORTED
+        assert bool(row["sums_16_bit"]) == bool(row["reported"]) == is_reported
 
 
 def test_a_product_of_weights_is_rounded_after_the_sum():

@@ -233,7 +233,7 @@ def scaled(model):
     return jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
 
 
-@pytest.mark.parametrize("compile_", ["eager", "nnx.jit", "compile_step", "split"])
+@pytest.mark.parametrize("compile_", ["eager", "nnx.jit", "compile_step"])
 def test_the_loss_scale_is_read_at_each_call(compile_):
     model = Weight()
     optimizer = scaled(model)
@@ -250,18 +250,6 @@ def test_the_loss_scale_is_read_at_each_call(compile_):
     elif compile_ == "compile_step":
         compiled = jaxmp.nnx.compile_step(step, model, optimizer)
         step = lambda model, optimizer, x: compiled(x)
-    elif compile_ == "split":
-
-        @jax.jit
-        def pure(state, x):
-            nodes = nnx.merge(graphdef, state)
-            step_(*nodes, x)
-            return nnx.state(nodes)
-
-        step_, graphdef = step, nnx.graphdef((model, optimizer))
-        step = lambda *nodes_and_x: nnx.update(
-            nodes_and_x[:2], pure(nnx.state(nodes_and_x[:2]), nodes_and_x[2])
-        )
     for _ in range(5):
         step(model, optimizer, jnp.ones(2))
     if compile_ == "compile_step":

@@ -105,7 +105,8 @@ class AttentionFunction:
         }
         if promote_dtype is None:
             dtype = dtype or jnp.result_type(query, key, value)
-            operands = tuple(jnp.asarray(array, dtype) for array in (query, key, value))
+            arrays = (query, key, value)
+            operands: Any = tuple(jnp.asarray(array, dtype) for array in arrays)
         else:
             operands = promote_dtype((query, key, value), dtype=dtype)
         hints = dataclasses.replace(self, is_causal=True) if is_causal else self

@@ -16,6 +16,7 @@ _STYLE = """
 .jaxmp { --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #ffffff; --good: #1a7f37;
   --bad: #cf222e; color-scheme: light dark; color: var(--ink); background: var(--page);
   font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 82rem; padding: 1.5rem; }
+body:has(> .jaxmp) { margin: 0; color-scheme: light dark; background: light-dark(#fff, #0d1117); }
 @media (prefers-color-scheme: dark) {
   .jaxmp { --ink: #e6edf3; --soft: #9198a1; --rule: #3d444d; --page: #0d1117; --good: #3fb950;
     --bad: #f85149; }

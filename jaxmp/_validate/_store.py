@@ -140,7 +140,7 @@ class Store:
         if arrays is None:
             return None
         loss, stalled, update = map(float, arrays.pop("scalars"))
-        trees: dict[str, dict[str, np.ndarray]] = {field: {} for field in ("params", *_TREES)}
+        trees: dict[str, Any] = {field: {} for field in ("params", *_TREES)}
         for key, value in arrays.items():
             field, _, path = key.partition(" ")
             trees[field][path] = value

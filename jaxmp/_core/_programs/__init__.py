@@ -8,6 +8,7 @@ Read the modules in this order:
 2. `_bind` runs one equation again, with other operands.
 3. `_interpreter` runs a jaxpr: a loop over its equations, and one rule per construct. A client is a
    subclass that changes the values of variables, or single equations.
-4. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
+4. `_in_place` keeps constructs as equations, and traces the jaxprs inside again.
+5. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
    facts of variables that are propagated forward or backward through constructs.
 """
