@@ -63,13 +63,11 @@ OUTSIDE = {
 # Public module -> the subject of its page of reference.
 MODULES = {
     "jaxmp": "Recipes, training states, audit and validation",
-    "jaxmp.linen": "Flax Linen",
     "jaxmp.nnx": "Flax NNX",
     "jaxmp.optim": "Masters and skipped steps",
     "jaxmp.fp8": "FP8",
     "jaxmp.losses": "Losses",
     "jaxmp.functional": "Norms, activations and rotary positions",
-    "jaxmp.sharding": "Shardings",
     "jaxmp.checkpoint": "Checkpoints",
     "jaxmp.testing": "Tests of equivalence",
     "jaxmp.typing": "Types and results",

@@ -101,7 +101,7 @@ def make_step(
     specs = jax.tree_util.tree_map_with_path(
         lambda *args: parameter_sharding(mesh, *args), state.params["params"]
     )
-    shardings = jaxmp.sharding.state_shardings(state, {"params": specs})
+    shardings = jaxmp.state_shardings(state, {"params": specs})
     state = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         *(state, shardings),

@@ -13,13 +13,12 @@ from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
 from jaxmp import losses as losses
 from jaxmp import optim as optim
-from jaxmp import sharding as sharding
 from jaxmp import typing as typing
 from jaxmp._attention import dot_product_attention as dot_product_attention
+from jaxmp._attention._layer import attention_fn as attention_fn
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import full_precision as full_precision
 from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._core._trees import all_finite as all_finite
 from jaxmp._gradients import grad as grad
 from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
@@ -32,6 +31,7 @@ from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._sharding import state_shardings as state_shardings
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params
@@ -40,12 +40,13 @@ from jaxmp.optim._skipped_steps import get_skip_stats as get_skip_stats
 
 if _typing.TYPE_CHECKING:
     from jaxmp import checkpoint as checkpoint
-    from jaxmp import linen as linen
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
     from jaxmp._audit import audit as audit
     from jaxmp._doctor import doctor as doctor
     from jaxmp._explain import explain as explain
+    from jaxmp._flax._register import register_layer as register_layer
+    from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -63,7 +64,7 @@ __all__ = [
     "StaticLossScale",
     "TrainState",
     "TrainingRun",
-    "all_finite",
+    "attention_fn",
     "audit",
     "autocast",
     "check",
@@ -80,13 +81,14 @@ __all__ = [
     "get_policy",
     "get_skip_stats",
     "grad",
-    "linen",
     "list_recipes",
     "load_recipe",
+    "locate_nonfinite",
     "losses",
     "nnx",
     "optim",
-    "sharding",
+    "register_layer",
+    "state_shardings",
     "testing",
     "typing",
     "validate",
@@ -100,9 +102,10 @@ _LAZY = {
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
-    "linen": ("jaxmp.linen", "flax", "Flax Linen models", "flax"),
+    "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
+    "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
     "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),

@@ -9,7 +9,6 @@ __all__ = [
     "CheckpointError",
     "CompositionError",
     "JaxmpError",
-    "LossDtypeWarning",
     "LossScaleError",
     "MasterOverflowError",
     "MissingDependencyError",
@@ -113,7 +112,3 @@ class SkippedStepsWarning(UserWarning):
 
 class RecipeWarning(UserWarning):
     """Warning of a part of a model, or a device, that does not follow the recipe."""
-
-
-class LossDtypeWarning(UserWarning):
-    """Warning that a loss function returned its loss in 16 bits."""

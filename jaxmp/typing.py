@@ -9,43 +9,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxmp._core._typing import PyTree as PyTree
 from jaxmp._loss_scale import LossScaleLike as LossScaleLike
 from jaxmp._policies._policy import PolicyLike as PolicyLike
 from jaxmp._recipe_files._load import RecipeLike as RecipeLike
 from jaxmp._recipe_files._scaling_table import ScalingLike as ScalingLike
-from jaxmp.optim._skip import SkipStats as SkipStats
 
 if TYPE_CHECKING:
-    from jaxmp._audit import AuditDiff as AuditDiff
     from jaxmp._audit import AuditReport as AuditReport
-    from jaxmp._audit import Finding as Finding
-    from jaxmp._doctor import MachineReport as MachineReport
     from jaxmp._explain import Explanation as Explanation
+    from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
     from jaxmp._validate import ValidationReport as ValidationReport
 
 __all__ = [
-    "AuditDiff",
     "AuditReport",
     "Explanation",
-    "Finding",
     "LossScaleLike",
-    "MachineReport",
+    "NonfiniteReport",
     "PolicyLike",
-    "PyTree",
     "RecipeLike",
     "ScalingLike",
-    "SkipStats",
     "ValidationReport",
 ]
 
 # Classes of features that `import jaxmp` does not load.
 _LAZY = {
-    "AuditDiff": "jaxmp._audit",
     "AuditReport": "jaxmp._audit",
     "Explanation": "jaxmp._explain",
-    "Finding": "jaxmp._audit",
-    "MachineReport": "jaxmp._doctor",
+    "NonfiniteReport": "jaxmp._nonfinite",
     "ValidationReport": "jaxmp._validate",
 }
 

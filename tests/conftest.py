@@ -18,6 +18,7 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
+from jaxmp._loss_scale import _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -70,7 +71,7 @@ VERSION_SENSITIVE = {
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_sharding"),
     *("audit_plants", "audit_steps", "hlo"),
-    *("gathers", "programs", "validate_capture", "validate_trials"),
+    *("gathers", "nonfinite", "programs", "validate_capture", "validate_trials"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
     "optim",
@@ -107,6 +108,18 @@ def compile_cheaply(request):
     marks = {mark.name for mark in request.node.iter_markers()}
     is_optimized = "slow" in marks and "expensive" not in marks
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
+
+
+# Files whose programs are whole trainings, or which test the warnings about their parts.
+WHOLE = ("test_docs", "test_examples", "test_float16_parts")
+
+
+@pytest.fixture(autouse=True)
+def allow_parts_of_trainings(request, monkeypatch):
+    """Lets tests use the optimizer, the gradient or the model of a float16 training alone."""
+    is_whole = request.module.__name__ in WHOLE
+    for name in vars(_use.present):
+        monkeypatch.setattr(_use.present, name, not is_whole)
 
 
 @pytest.fixture

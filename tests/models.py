@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jaxmp.linen
+import jaxmp
 import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx

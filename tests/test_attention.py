@@ -863,8 +863,8 @@ def test_bad_arguments(changes, words):
 # ---------------------------------------------------------------------------
 
 LAYERS = {
-    "linen": (jaxmp.linen.attention_fn, nn.dot_product_attention),
-    "nnx": (jaxmp.nnx.attention_fn, nnx.dot_product_attention),
+    "linen": (jaxmp.attention_fn, nn.dot_product_attention),
+    "nnx": (jaxmp.attention_fn, nnx.dot_product_attention),
 }
 
 
@@ -891,7 +891,7 @@ def test_a_pairwise_padding_mask_hides_queries_too():
     query, key, value = inputs(12, 12)
     valid = jnp.arange(12)[None, :] < jnp.array([12, 7])[:, None]
     mask = nn.make_attention_mask(valid, valid, dtype=bool)
-    out = jaxmp.linen.attention_fn(padding_mask=True)(query, key, value, mask=mask)
+    out = jaxmp.attention_fn(padding_mask=True)(query, key, value, mask=mask)
     assert not out[1, 7:].any() and bool(out[1, :7].any())
 
 
@@ -937,11 +937,11 @@ def test_a_policy_chooses_the_implementation(names):
     assert names(jaxmp.PolicyMap("c=bf16,implementation=blockwise", (rule,))) == {"xla"}
 
 
-@pytest.mark.parametrize(("names", "make"), [(linen_names, jaxmp.linen), (nnx_names, jaxmp.nnx)])
-def test_a_policy_fills_in_what_a_layer_leaves_open(names, make):
+@pytest.mark.parametrize("names", [linen_names, nnx_names])
+def test_a_policy_fills_in_what_a_layer_leaves_open(names):
     policies = "c=bf16,implementation=blockwise"
-    assert names(policies, attention_fn=make.attention_fn()) == {"blockwise"}
-    own = make.attention_fn(implementation="xla")
+    assert names(policies, attention_fn=jaxmp.attention_fn()) == {"blockwise"}
+    own = jaxmp.attention_fn(implementation="xla")
     assert names(policies, attention_fn=own) == {"xla"}
 
 

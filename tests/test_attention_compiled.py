@@ -94,7 +94,7 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        fn = jaxmp.linen.attention_fn(is_causal=True)
+        fn = jaxmp.attention_fn(is_causal=True)
         x = x + nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=fn, name="attention")(x)
         return x, None
 
@@ -119,7 +119,7 @@ def test_a_linen_model_by_its_recipe():
 
 
 def test_an_nnx_model_by_its_recipe():
-    fn = jaxmp.nnx.attention_fn(is_causal=True)
+    fn = jaxmp.attention_fn(is_causal=True)
     layer = nnx.MultiHeadAttention(4, 256, decode=False, attention_fn=fn, rngs=nnx.Rngs(0))
     model = jaxmp.load_recipe("bf16").wrap(layer)
 
@@ -177,7 +177,7 @@ def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand():
 
     mask = nn.make_causal_mask(jnp.ones((2, 128)))
     array, declared = compiled(recipe, mask), compiled(recipe.replace(mask="causal"), mask)
-    by_hand = compiled(recipe, None, jaxmp.linen.attention_fn(is_causal=True))
+    by_hand = compiled(recipe, None, jaxmp.attention_fn(is_causal=True))
     assert sorted(row.kernel for row in array.attention) == MASKED
     assert [row.kernel for row in declared.attention] == [row.kernel for row in by_hand.attention]
     assert declared.memory.temporary == by_hand.memory.temporary

@@ -191,9 +191,7 @@ def test_other_devices_refuse_it():
 
 
 def test_a_recipe_uses_it_and_the_audit_sees_a_fused_kernel(tpu):
-    layer = nn.MultiHeadDotProductAttention(
-        2, attention_fn=jaxmp.linen.attention_fn(is_causal=True)
-    )
+    layer = nn.MultiHeadDotProductAttention(2, attention_fn=jaxmp.attention_fn(is_causal=True))
     model = jaxmp.load_recipe("bf16").wrap(layer)
     x = jnp.ones((1, 128, 16))
     params = jax.eval_shape(model.init, jax.random.key(0), x)

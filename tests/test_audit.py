@@ -21,7 +21,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
@@ -911,6 +911,18 @@ def test_a_while_loop_says_that_it_is_counted_once():
     assert "unknown number of iterations" in note and HERE.name in note
 
 
+def test_an_unknown_operation_with_a_jaxpr_is_not_inspected():
+    primitive = Primitive("jaxmp_test_unknown")
+    primitive.def_abstract_eval(lambda x, jaxpr: x)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    closed = jax.make_jaxpr(jax.nn.softmax)(x)
+    fn = lambda x: primitive.bind(primitive.bind(x, jaxpr=closed), jaxpr=closed)
+    report = audit(fn, x)
+    (note,) = report.notes
+    assert "inside of jaxmp_test_unknown" in note and "not inspected" in note
+    assert report.ok and HERE.name in note
+
+
 def test_flops_inside_shard_map_are_those_of_all_devices():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("d", None)
@@ -1112,8 +1124,8 @@ def test_an_id_of_a_check_is_unique():
 
 
 def test_the_types_of_results_are_public(faulty):
-    assert type(faulty.findings[0]) is jaxmp.typing.Finding
-    assert type(faulty.diff(faulty)) is jaxmp.typing.AuditDiff
+    assert type(faulty.findings[0]) is jaxmp._audit.Finding
+    assert type(faulty.diff(faulty)) is jaxmp._audit.AuditDiff
 
 
 def test_json_round_trip(faulty):
@@ -1149,7 +1161,7 @@ def test_a_notebook_can_drop_the_body_tag_of_the_page(faulty):
 
 def test_numbers_line_up_and_paths_may_break(faulty):
     report = jaxmp.typing.AuditReport(
-        findings=(jaxmp.typing.Finding(check="exp_16bit", module="encoder/block_0/mlp"),),
+        findings=(jaxmp._audit.Finding(check="exp_16bit", module="encoder/block_0/mlp"),),
         matmuls=faulty.matmuls,
     )
     page = report.to_html()
@@ -1162,7 +1174,7 @@ def test_numbers_line_up_and_paths_may_break(faulty):
 
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
-    finding = jaxmp.typing.Finding(check="exp_16bit", module=name, message=name, fix=name)
+    finding = jaxmp._audit.Finding(check="exp_16bit", module=name, message=name, fix=name)
     report = jaxmp.typing.AuditReport(findings=(finding,))
     assert "<script>" not in report.to_html()
     assert "\x1b" not in str(report) + report.to_html()
@@ -1329,7 +1341,7 @@ def test_every_finding_has_a_line():
 
 
 def test_a_long_list_is_cut():
-    findings = tuple(jaxmp.typing.Finding(check="exp_16bit", line=n) for n in range(30))
+    findings = tuple(jaxmp._audit.Finding(check="exp_16bit", line=n) for n in range(30))
     with pytest.raises(jaxmp.errors.AuditFailedError, match=r"and 10 more$"):
         jaxmp.typing.AuditReport(findings=findings).check()
 
@@ -1452,7 +1464,7 @@ def test_the_commands_errors(run, arguments, message):
 def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
     console = Console(width=160, record=True, file=io.StringIO())
     name = "[bold red]x\x1b[2J"
-    planted = jaxmp.typing.Finding(check="exp_16bit", module=name, message=name)
+    planted = jaxmp._audit.Finding(check="exp_16bit", module=name, message=name)
     for report in (faulty, faulty.diff(jaxmp.typing.AuditReport(findings=(planted,)))):
         console.print(report)
     text = console.export_text()

@@ -259,7 +259,7 @@ def test_attention_with_the_function_of_jaxmp_has_no_finding():
 
     assert checks() == {"softmax_16bit"}
     assert "mixed_operands" in checks(force_fp32_for_softmax=True)
-    assert checks(attention_fn=jaxmp.linen.attention_fn()) == set()
+    assert checks(attention_fn=jaxmp.attention_fn()) == set()
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])

@@ -28,7 +28,7 @@ LONG_CODE = (
 )
 ERRORS = (
     *(
-        jaxmp.typing.Finding(
+        jaxmp._audit.Finding(
             check="misaligned_matmul",
             module=layer,
             primitive="dot_general",
@@ -40,7 +40,7 @@ ERRORS = (
         )
         for layer in LAYERS
     ),
-    jaxmp.typing.Finding(
+    jaxmp._audit.Finding(
         check="implicit_promotion",
         module="head",
         primitive="mul",
@@ -49,14 +49,14 @@ ERRORS = (
         message="bfloat16 meets an FP32 constant of " + "a_very_long_name_" * 5,
         fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
     ),
-    jaxmp.typing.Finding(
+    jaxmp._audit.Finding(
         check="unused_loss_scale",
         message="the dynamic loss scale at [0].loss_scale is not used.",
         fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
     ),
 )
 WARNINGS = (
-    jaxmp.typing.Finding(
+    jaxmp._audit.Finding(
         check="reduction_16bit",
         severity="warning",
         primitive="add",
@@ -205,7 +205,7 @@ def test_json_has_everything_after_a_summary():
 
 def test_a_long_list_of_errors_is_cut_in_the_short_report():
     many = tuple(
-        jaxmp.typing.Finding(
+        jaxmp._audit.Finding(
             check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32"
         )
         for line in range(1, 31)
@@ -266,7 +266,7 @@ def test_a_fix_is_sentences_and_code(fix, parts):
 
 
 def test_code_is_escaped_in_html():
-    finding = jaxmp.typing.Finding(
+    finding = jaxmp._audit.Finding(
         check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m"
     )
     report = jaxmp.typing.AuditReport(findings=(finding,))

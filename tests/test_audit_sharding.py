@@ -273,7 +273,7 @@ def zero_1(name):
 
     state = jax.eval_shape(init)
     whole = [NamedSharding(MESH, P())] * LAYERS
-    shardings = jaxmp.sharding.state_shardings(state, whole, optimizer="data")
+    shardings = jaxmp.state_shardings(state, whole, optimizer="data")
     state = jax.tree.map(lambda x, at: shape(x.shape, at.spec, x.dtype), state, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     with jax.numpy_dtype_promotion("standard"):  # optax.adam

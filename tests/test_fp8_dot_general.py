@@ -594,7 +594,10 @@ def test_bad_settings(build, message):
             ),
             r"state\['age'\] is NoneType, no array",
         ),
-        (lambda f, x: fp8._state.to_flax({"age": x}), r"has the keys .*, not \['age'\]"),
+        (
+            lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={"age": x}),
+            r"has the keys .*, not \['age'\]",
+        ),
         (lambda f, x: fp8.with_stats(x), "fp8.with_stats received .* instead of a function"),
     ],
 )

@@ -235,9 +235,10 @@ def test_layers_einsum_and_autocast_take_it():
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
     # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
-    assert fp8._eligible.explain_exclusion(48, 64, "mx") == "K = 48 is not a multiple of 32"
-    assert fp8._eligible.explain_exclusion(48, 64, "current") == ""
-    assert "too narrow" in fp8._eligible.explain_exclusion(1024, 4096, "mx", target="gpu")
+    exclusion = fp8._eligible.explain_exclusion
+    assert exclusion(48, 64, fp8.MXScaling(), "cpu") == "K = 48 is not a multiple of 32"
+    assert exclusion(48, 64, fp8.CurrentScaling(), "cpu") == ""
+    assert "too narrow" in exclusion(1024, 4096, fp8.MXScaling(), "gpu")
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -151,7 +151,7 @@ def test_copies_and_shapes_alone():
 def test_a_state_that_is_gone():
     model = linear()
     del model.fp8_age
-    with pytest.raises(CompositionError, match=r"finds no state for ''.*apply_policy"):
+    with pytest.raises(CompositionError, match=r"finds no state for ''.*recipe.wrap"):
         model(jnp.ones((8, 32)))
 
 

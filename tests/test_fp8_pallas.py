@@ -18,7 +18,7 @@ from jaxmp._core._jaxprs import equations
 from jaxmp.fp8 import _layer
 from jaxmp.fp8._cast_transpose import cast_transpose
 from jaxmp.fp8._operands import amax
-from jaxmp.fp8._quantize import quantize_finite
+from jaxmp.fp8._quantize import quantize
 
 LINEAR = (((1,), (0,)), ((), ()))
 
@@ -62,7 +62,7 @@ def test_the_kernel_equals_xla(dtype, target, value):
     # 4 of 8 tiles: two tiles per block.
     run = functools.partial(cast_transpose, prologue=lambda x: x, count=4, sums=True)
     found = run((x,), scale, target, interpret=True)
-    expected = quantize_finite(x, scale, target)
+    expected = quantize(x, scale, target)
     assert_equal(found.values, expected)
     assert_equal(found.transposed, expected.T)
     assert found.partials.shape == (4,)
@@ -135,15 +135,6 @@ def test_steps_equal_those_of_xla(interpreted, loss):
     found = three_steps(fp8.DelayedScaling(amax_history_len=2, kernels="pallas"), loss)
     expected = three_steps(scaling, loss)
     assert_close(found, expected)
-
-
-@EXPENSIVE
-def test_microbatches_equal_those_of_xla(interpreted):
-    options = dict(amax_history_len=2, calibrate=False, margin=1)
-    run = lambda **kernels: three_steps(
-        fp8.DelayedScaling(**options, **kernels), plain, microbatches=2
-    )
-    assert_close(run(kernels="pallas"), run())
 
 
 def test_the_kernel_is_in_the_program(interpreted):
@@ -295,26 +286,6 @@ def test_a_fused_mlp_equals_its_layers_up_to_the_rounding(interpreted, activatio
 
 def assert_at_least(value, limit):
     assert value >= limit
-
-
-@EXPENSIVE
-def test_errors_of_a_fused_mlp_are_those_of_fp8(interpreted):
-    """The block is compared with FP64; both of its dots and the activation have an error."""
-    _, found, of_x, _, _ = block_step(Block("gelu"), PALLAS)
-    params = (
-        jaxmp.load_recipe("p=f32,c=f32")
-        .wrap(Block("gelu"))
-        .init(jax.random.key(0), normal(5, 4, 64, 64))["params"]
-    )
-    x, target = normal(5, 4, 64, 64), normal(6, 4, 64, 64)
-    exact = lambda params, x: jnp.sum(
-        Block("gelu", fused=False).apply({"params": params}, x) * target
-    )
-    expected, dx = jax.grad(exact, argnums=(0, 1))(params, x)
-    # 24.6 dB for the gradients of one layer in E5M2.
-    assert sqnr(found["down"]["kernel"], expected["down"]["kernel"]) > 22
-    assert sqnr(found["up"]["kernel"], expected["up"]["kernel"]) > 20
-    assert sqnr(of_x, dx) > 20
 
 
 @EXPENSIVE

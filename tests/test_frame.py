@@ -74,6 +74,88 @@ def test_a_missing_package_names_an_extra_that_exists():
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
 
 
+# Parts of the engine of traced programs, which alone loop over equations.
+ENGINE = ("_core/_programs/", "_core/_jaxprs.py")
+# File -> number of its loops over `.eqns`. Use the analyses of `_core/_programs/_analysis.py`.
+LOOPS_OVER_EQUATIONS = {
+    "_attention/_explained.py": 1,
+    "_audit/_auditor.py": 1,
+    "_audit/_check_recurrences.py": 1,
+    "_audit/_compile.py": 2,
+    "_audit/_expressions.py": 1,
+    "_audit/_make_report.py": 1,
+    "_audit/_optimizer.py": 1,
+    "_audit/_program.py": 3,
+    "_audit/_trace.py": 2,
+    "_validate/_capture.py": 3,
+    "fp8/_first_step.py": 2,
+    "fp8/_stats.py": 1,
+}
+# Number of places that read the parameters of an equation outside of the engine.
+PARAMETER_READS = 38
+# Objects with `params` that are not equations.
+OWNERS = {"state", "run", "entry", "self", "candidate", "first", "inferred", "params", "_run"}
+
+
+def iterated(tree: ast.Module) -> list[ast.expr]:
+    """Returns the expressions over which the loops and comprehensions of a module run."""
+    loops = (ast.For, ast.comprehension)
+    return [node.iter for node in ast.walk(tree) if isinstance(node, loops)]
+
+
+def parameter_reads(tree: ast.Module) -> int:
+    """Returns how often a module reads `params` of an object that may be an equation."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "params" and id(node) not in called:
+            owner = node.value
+            name = getattr(owner, "id", getattr(owner, "attr", ""))
+            count += name not in OWNERS
+    return count
+
+
+def outside_the_engine() -> dict[str, ast.Module]:
+    package = ROOT / "jaxmp"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    return {
+        name: ast.parse(path.read_text("utf-8"))
+        for name, path in files.items()
+        if not name.startswith((*ENGINE, "_core/_compat/"))
+    }
+
+
+def test_the_engine_alone_loops_over_equations():
+    uses = {
+        name: sum(".eqns" in ast.unparse(each) for each in iterated(tree))
+        for name, tree in outside_the_engine().items()
+    }
+    exceeded = {
+        name: count for name, count in uses.items() if count > LOOPS_OVER_EQUATIONS.get(name, 0)
+    }
+    assert exceeded == {}
+    example = "for x in reversed(j.eqns): pass\nn = [e for i, e in enumerate(b.eqns)]"
+    assert sum(".eqns" in ast.unparse(each) for each in iterated(ast.parse(example))) == 2
+
+
+def test_the_engine_alone_lists_calls():
+    names = {"closed_call", "eval_jaxpr", "remat2", "core_call"}
+    lists = {
+        name
+        for name, tree in outside_the_engine().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    # The table of operations has a row for each of them.
+    assert lists == {"_policies/_op_rows.py"}
+
+
+def test_few_places_read_the_parameters_of_equations():
+    reads = {name: parameter_reads(tree) for name, tree in outside_the_engine().items()}
+    assert sum(reads.values()) <= PARAMETER_READS, {k: n for k, n in reads.items() if n}
+    assert parameter_reads(ast.parse("e.params['x'] + state.params['w'] + run.params(x)")) == 1
+
+
 THIRD_PARTY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 # Underscored names of the standard library, and those that jaxmp sets on classes of users.
 OWN_NAME = re.compile(r"_replace|_asdict|_fields|_make|_exit|_jaxmp_\w+")
@@ -149,28 +231,19 @@ def test_few_modules_outside_of_fp8_depend_on_it():
 
 
 def test_few_modules_import_the_audit():
-    """The audit is needed by those alone who ask for it; others load no check."""
-    allowed = re.compile(r"jaxmp/(_audit/|_validate/|cli/|testing\.py)")
+    """The audit is needed by those alone who ask for it; lazy names are allowed."""
+    folders = r"_audit/|_nonfinite/|_validate/|cli/"
+    allowed = re.compile(rf"jaxmp/({folders}|testing\.py|typing\.py|__init__\.py)")
     importers = {
         name
         for name, tree in package_trees().items()
-        for node in outside_of_type_checking(tree)
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jaxmp._audit")
     }
     assert [name for name in importers if not allowed.match(name)] == []
     assert "jaxmp/_validate/_driver.py" in importers
-
-
-def outside_of_type_checking(tree: ast.Module) -> list[ast.AST]:
-    """Returns the nodes of a module that run."""
-    nodes: list[ast.AST] = []
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        nodes.append(node)
-        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        todo += node.orelse if is_typing else ast.iter_child_nodes(node)
-    return nodes
+    code = "import sys, jaxmp; print(any('jaxmp._audit' in name for name in sys.modules))"
+    assert run_python(code) == "False\n"
 
 
 @pytest.mark.parametrize(

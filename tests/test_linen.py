@@ -15,12 +15,12 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
+from jaxmp import attention_fn
 from jaxmp._flax._linen_model import apply_policy, module_paths
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
-from jaxmp.linen import attention_fn
 from models import MIXED, floats, tokens
 from models_linen import CNN, MLP, Attention, RawParam, TiedLM, Transformer
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace

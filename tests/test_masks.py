@@ -608,7 +608,3 @@ def test_a_rule_with_a_window_needs_a_declared_mask():
         jaxmp.PolicyMap("bf16", [jaxmp.Rule("a", window=3)])
     policies = jaxmp.PolicyMap(recipe(mask="causal"), [jaxmp.Rule("a", window=3)])
     assert policies.resolve("a").window == (3, 0)
-
-
-def test_attention_functions_are_public():
-    assert "attention_fn" in jaxmp.linen.__all__ and "attention_fn" in jaxmp.nnx.__all__

@@ -217,6 +217,9 @@ class Raw(nnx.Module):
     def penalty(self):
         return jnp.sum(self.kernel[...] ** 2)
 
+    def loss(self, x):
+        return jnp.mean(self(x) ** 2)
+
 
 class LinenRaw(nn.Module):
     @nn.compact
@@ -229,6 +232,12 @@ def test_own_parameters_are_cast_in_the_forward_pass_only():
     wrapped = jaxmp.load_recipe("p=f32,c=bf16,o=f32,forward_methods=embed").wrap(model)
     assert operands(wrapped.embed, X) == {"bfloat16"}
     np.testing.assert_array_equal(wrapped.penalty(), model.penalty())
+
+
+def test_the_call_of_a_module_by_its_own_loss_is_a_forward_pass():
+    wrapped = jaxmp.load_recipe("p=f32,c=f16,o=f32").wrap(Raw(nnx.Rngs(0)))
+    assert operands(wrapped.loss, X) == {"float16"}
+    assert wrapped.loss(X).dtype == F32
 
 
 DECLARED = r"Rule\('', forward_methods=\['embed'\]\)"

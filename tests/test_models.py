@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxmp.linen
+import jaxmp
 import jaxmp.nnx
 from grids import EXPENSIVE, REST, fast_cases
 from models import BUILDS, MIXED, SECOND, TWINS, LinenBuild, NNXBuild, tokens
@@ -319,7 +319,7 @@ def test_nnx_takes_no_more_operations_than_by_hand():
     build = BY_NAME["transformer-nnx"]
     by_hand = nnx.clone(build.model())
     by_hand.set_attributes(dtype=jnp.bfloat16)
-    by_hand.set_attributes(attention_fn=jaxmp.nnx.attention_fn())
+    by_hand.set_attributes(attention_fn=jaxmp.attention_fn())
 
     def count(model):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)

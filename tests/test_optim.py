@@ -75,7 +75,7 @@ def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form
         masters = jaxmp.get_master_params(state)
         as_bits = lambda p: jax.lax.bitcast_convert_type(p, jnp.uint16)
         same = jax.tree.map(lambda m, p: as_bits(cast(m)) == as_bits(p), masters, state.params)
-        return state, (jax.tree.map(jnp.all, same), jaxmp.all_finite(masters))
+        return state, (jax.tree.map(jnp.all, same), jaxmp._core._trees.all_finite(masters))
 
     state, (same, finite) = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1000)))(state)
     assert all(bool(jnp.all(leaf)) for leaf in jax.tree.leaves((same, finite)))
@@ -885,7 +885,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
     state = state.apply_gradients(grads=grads(-3e18))
-    assert bool(jaxmp.all_finite(state.params)) and int(state.step) == 1
+    assert bool(jaxmp._core._trees.all_finite(state.params)) and int(state.step) == 1
     jaxmp.check(state)
     # Such a parameter usually makes the next gradients infinite.
     for value in (jnp.inf, jnp.inf, 0.0):

@@ -58,6 +58,7 @@ def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
     assert message.startswith("The last 12 steps were skipped (12 in total)")
     assert "The loss scale is 16." in message
     assert "that of 'b:w'." in message
+    assert "by print(jaxmp.locate_nonfinite(train_step, state, batch))." in message
     causes = message.split("\n  ")[1:]
     assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4.", "5."]
     assert "65504" in causes[0] and "not finite" in causes[1] and "sigmoid" in causes[2]
@@ -249,7 +250,7 @@ def test_a_gradient_whose_square_overflows_is_skipped(skip, size, skipped):
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.total) == skipped
     assert int(state.stats.nonfinite_leaf) == (1 if skipped else -1)
-    assert jaxmp.all_finite(state.inner_state)
+    assert jaxmp._core._trees.all_finite(state.inner_state)
 
 
 @pytest.mark.parametrize(("skip", "skipped"), [("select", 1), ("cond", 0)])
@@ -259,7 +260,7 @@ def test_finite_squares_with_an_infinite_sum(skip, skipped):
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.total) == skipped
-    assert jaxmp.all_finite(state.inner_state)
+    assert jaxmp._core._trees.all_finite(state.inner_state)
 
 
 def test_the_check_is_part_of_the_clipped_norm():

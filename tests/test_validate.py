@@ -36,7 +36,7 @@ from jaxmp._validate._compare import compare_figures, compare_metrics, compare_t
 from jaxmp._validate._probe import difference
 from jaxmp._validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
 from jaxmp._validate._store import Store
-from jaxmp.testing import assert_equivalent, equivalent  # noqa: F401
+from jaxmp.testing import equivalent  # noqa: F401
 
 STEPS = 20
 
@@ -890,7 +890,7 @@ def test_a_baseline_detects_each_regression(report, tmp_path):
         report.check(baseline=tmp_path / "missing.json")
 
 
-def test_assert_equivalent_raises_the_headline():
+def test_the_check_raises_the_headline():
     def make(recipe, seed):
         run = make_run(recipe, seed)
         factor = 1.1 if recipe.name == "bf16" else 1.0
@@ -899,7 +899,7 @@ def test_assert_equivalent_raises_the_headline():
     with pytest.raises(
         jaxmp.errors.ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"
     ):
-        assert_equivalent(make, "bf16", steps=4, seeds=2, budgets=0.05)
+        jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05).check()
 
 
 def test_the_fixture_reads_the_baseline_of_the_test(request, monkeypatch, tmp_path, equivalent):  # noqa: F811

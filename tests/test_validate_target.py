@@ -11,7 +11,6 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import cli
-from jaxmp.testing import assert_equivalent
 from test_validate import make_run
 
 # The defaults of JAX, as users of Flax and optax have them.
@@ -36,16 +35,17 @@ def make_larger_run(recipe, seed):
 @EXPENSIVE
 def test_memory_and_kernels_for_the_target_are_compared_with_the_baseline(tmp_path):
     file = tmp_path / "baseline.json"
-    report = assert_equivalent(make_run, "bf16", **OPTIONS)
+    report = jaxmp.validate(make_run, ["bf16"], **OPTIONS)
+    report.check()
     program = report["bf16"].program
     assert "H200" in program.target and report.program.target == program.target
     assert program.kernels > 0 and program.argument_bytes > 0
     file.write_text(report.to_json())
-    assert_equivalent(make_run, "bf16", baseline=file, **OPTIONS)
+    jaxmp.validate(make_run, ["bf16"], **OPTIONS).check(baseline=file)
     with pytest.raises(
         jaxmp.errors.ValidationFailedError, match=r"the compiled program rose from \d+ to"
     ):
-        assert_equivalent(make_larger_run, "bf16", baseline=file, **OPTIONS)
+        jaxmp.validate(make_larger_run, ["bf16"], **OPTIONS).check(baseline=file)
 
 
 RUN = """

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._attention._declared import Declaration, check_known, declaration_of, mask_operand
-from jaxmp._core._jaxprs import FORWARD
+from jaxmp._core._jaxprs import FORWARD, trace
 from jaxmp._core._locations import Location, Locations, module_of, root_of
 from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
@@ -20,13 +20,18 @@ from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 
-def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: PyTree) -> tuple[MaskRow, ...]:
+def mask_rows(
+    call: Callable[..., Any],
+    policies: PolicyMap,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> tuple[MaskRow, ...]:
     """Lists the layers of a model with declared masks, and compares each mask if it is known.
 
     Args:
-      call: `call(*args)` runs the model under `policies`.
+      call: runs the model under `policies`.
       policies: the policies of the model; nothing is traced if they declare no mask.
-      *args: pytrees of arrays, whose elements are known, or of shapes.
+      args, kwargs: its arguments: arrays, whose elements are known, shapes or other values.
 
     Raises:
       AttentionError: if a mask contradicts its declaration.
@@ -34,22 +39,12 @@ def mask_rows(call: Callable[..., Any], policies: PolicyMap, *args: PyTree) -> t
     declared = {policies.default.mask, *(rule.mask for rule in policies.rules)}
     if declared <= {None, "array"}:
         return ()
-    leaves, structure = jax.tree.flatten(args)
-    arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-
-    def run(values: list[Any]) -> Any:
-        filled = leaves.copy()
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        out = call(*structure.unflatten(filled))
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
-
-    values = [leaves[index] for index in arrays]
     with warnings.catch_warnings():
         # Warnings about layers that ignore the recipe, which do not concern masks.
         warnings.simplefilter("ignore", RecipeWarning)
-        closed = jax.make_jaxpr(run)(values)
-    masks = declared_masks(Scope(closed, list(map(_elements, values))))
+        closed = trace(call, args, kwargs)
+    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape")]
+    masks = declared_masks(Scope(closed, list(map(_elements, arrays))))
     return tuple(MaskRow(mask.path, str(mask), is_known) for mask, is_known in masks)
 
 

@@ -38,7 +38,7 @@ Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFunction:
-    """Result of `attention_fn` of `jaxmp.linen` and `jaxmp.nnx`; compared by its fields.
+    """Result of `attention_fn`; compared by its fields.
 
     The first four fields are the arguments of `attention_fn`.
     """
@@ -49,8 +49,6 @@ class AttentionFunction:
     padding_mask: bool = False
     # The structure that the layer's policy declares for its mask; None: it declares none.
     declared: Declaration | None = None
-    # The collection, or type of Variable, in which a layer stores its weights.
-    intermediates: Any = "intermediates"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "implementation", check_implementation(self.implementation))
@@ -91,7 +89,8 @@ class AttentionFunction:
             )
         sow = None
         if module is not None:
-            sow = functools.partial(module.sow, self.intermediates, "attention_weights")
+            # In NNX, this is the name of `nnx.Intermediate`.
+            sow = functools.partial(module.sow, "intermediates", "attention_weights")
         is_dropped = bool(dropout_rate) and not deterministic
         dropout = {
             "dropout_rate": 0.0 if deterministic else dropout_rate,
@@ -106,17 +105,57 @@ class AttentionFunction:
         }
         if promote_dtype is None:
             dtype = dtype or jnp.result_type(query, key, value)
-            operands = tuple(jnp.asarray(array, dtype) for array in (query, key, value))
+            arrays = (query, key, value)
+            operands: Any = tuple(jnp.asarray(array, dtype) for array in arrays)
         else:
             operands = promote_dtype((query, key, value), dtype=dtype)
         hints = dataclasses.replace(self, is_causal=True) if is_causal else self
         return layer_attention(operands, bias, mask, hints, dropout, weights)
 
 
+def attention_fn(
+    *,
+    implementation: str | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    padding_mask: bool = False,
+) -> AttentionFunction:
+    """Returns an `attention_fn` for an attention layer of Flax.
+
+    The layer is a `flax.linen.MultiHeadDotProductAttention` or a `flax.nnx.MultiHeadAttention`. The
+    function calls `jaxmp.dot_product_attention`. 16-bit policies install it automatically. Install
+    it yourself to declare the structure of the mask (causal, window, padding), which lets the fused
+    kernel skip masked blocks. A dense mask is read in full.
+
+    Args:
+      implementation: as in `dot_product_attention`; None or "auto": the policy decides.
+      is_causal: position t attends to positions 0 to t. Do not pass a causal mask as well.
+      local_window_size: `(left, right)`, or one number for both.
+      padding_mask: the layer's mask hides only the padding at the end of each sequence and what
+        the other arguments declare. It is passed to the kernel as lengths.
+
+    Returns:
+      A function; equal arguments give equal functions.
+
+    Raises:
+      AttentionError: if `implementation` is not valid; when the function is called, the errors of
+        `dot_product_attention`, or an error if `sow_weights`, `precision` or custom einsums
+        require all weights and the implementation does not store them.
+
+    Example:
+      >>> layer = flax.linen.MultiHeadDotProductAttention(
+      ...     num_heads=2, attention_fn=jaxmp.attention_fn(is_causal=True)
+      ... )
+      >>> x = jnp.ones((1, 4, 8))
+      >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+      (1, 4, 8)
+    """
+    return AttentionFunction(implementation, is_causal, local_window_size, padding_mask)
+
+
 def attention_under_policy(
     current: Callable[..., jax.Array],
     default: Callable[..., jax.Array],
-    own: AttentionFunction,
     policy: Policy,
     path: str,
 ) -> Callable[..., jax.Array]:
@@ -125,13 +164,12 @@ def attention_under_policy(
     Args:
       current: the function that the layer has. One that is neither `default` nor jaxmp's is kept.
       default: the framework's default function.
-      own: jaxmp's function without hints, which replaces `default`.
       policy: the policy of the layer.
       path: the path of the layer.
     """
     is_requested = policy.implementation != "auto" or policy.mask != "array"
     if current is default and (is_requested or is_16bit(policy.compute_dtype)):
-        current = own
+        current = AttentionFunction()
     if not isinstance(current, AttentionFunction):
         return current
     if current.implementation == "auto":

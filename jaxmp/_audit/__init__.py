@@ -52,7 +52,6 @@ from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
-from jaxmp._core._locations import Location
 from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp.errors import AuditError
@@ -140,7 +139,7 @@ def _audit(
     auditor = Auditor(context)
     label_arguments(auditor, traced)
     # Masks that attention makes for its own derivative are not the model's.
-    auditor.run(Scope(traced.closed, stops=is_attention), Location(), 1)
+    auditor.run(Scope(traced.closed, stops=is_attention))
     compiled = None if target is None else compile_for(target, traced)
     return make_report(auditor, traced, compiled, function=fn, target=target or "")
 

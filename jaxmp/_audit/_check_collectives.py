@@ -11,6 +11,7 @@ from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._programs._operations import mesh_axes_of
 
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",
@@ -36,7 +37,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "psum2", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
@@ -71,9 +72,8 @@ def sum_note(dtype: str) -> str:
 def _report(reduction: Reduction16Bit, audit: Auditor) -> None:
     op = reduction.op
     dtype = dtype_of(op.equation.invars[0]).name
-    axes = op.equation.params.get("axes", op.equation.params.get("axis_name"))
-    names = axes if isinstance(axes, (tuple, list)) else (axes,)
-    name = repr(names[0]) if len(names) == 1 else repr(tuple(names))
+    names = mesh_axes_of(op.equation)
+    name = repr(names[0]) if len(names) == 1 else repr(names)
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
         return

@@ -14,6 +14,7 @@ from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT16
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
+from jaxmp._core._programs._operations import exponent_of
 
 FLOAT16_RANGE = Check(
     id="float16_range",
@@ -107,7 +108,8 @@ def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     del audit
     operands = _float16_operands(op)
-    is_square = len({id(var) for var in operands}) == 1 and op.equation.params.get("y", 2) > 1
+    is_square = op.name != "integer_pow" or exponent_of(op.equation) > 1
+    is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     fix = "Square in FP32:\n    x = x.astype(jnp.float32)"
     return Square(op, message, fix) if is_square else None

@@ -35,7 +35,7 @@ class _PassedMask(NamedTuple):
     elements: np.ndarray | None
 
 
-@DENSE_MASK.on_operation("jit", "pjit")
+@DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the mask of a call of attention in the forward pass."""
     if not is_attention(op.equation) or op.location.phase != FORWARD:

@@ -17,6 +17,7 @@ from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
+from jaxmp._core._programs._operations import arithmetic_of
 
 FP32_MATMUL = Check(
     id="fp32_matmul",
@@ -124,7 +125,8 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    is_highest = "HIGHEST" in str(op.equation.params.get("precision"))
+    options = arithmetic_of(op.equation)
+    is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
     fix = promotion_fix(op, audit) or _fix_cast(op, audit)

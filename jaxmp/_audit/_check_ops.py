@@ -16,11 +16,9 @@ from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._audit._labels import REDUCES, ConditionalFinding
 from jaxmp._audit._program import (
     LAYOUT,
-    Body,
     OpOccurrence,
     dtype_of,
     half_of,
-    loop_of,
     named,
 )
 from jaxmp._audit._rounding import error_text, rounding_error
@@ -36,7 +34,8 @@ from jaxmp._core._jaxprs import (
     is_literal,
     sub_jaxprs,
 )
-from jaxmp._core._locations import Location
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -149,11 +148,10 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
-        makers = traced.makers_of(var) if is_loss else []
-        if makers:
-            file, line = audit.findings.lines.of(makers)
+        op = traced.maker_of(var) if is_loss else None
+        if op is not None:
+            file, line = audit.findings.line_of(op)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
             fix = fix_operation(op, audit.findings)
             yield LOSS_16BIT.finding(message, fix, file=file, line=line)
 
@@ -280,14 +278,11 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
 
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
-    equation, params = op.equation, op.equation.params
-    operand = equation.invars[0].aval
-    if "axes" in params:
-        return math.prod(operand.shape[axis] for axis in params["axes"])
-    if "axis" in params:
-        return operand.shape[params["axis"]]
+    equation, operand = op.equation, op.equation.invars[0].aval
     if op.name == "reduce_window_sum":
-        return math.prod(params["window_dimensions"])
+        return window_of(equation)
+    if not op.name.startswith("scatter"):
+        return math.prod(operand.shape[axis] for axis in axes_of(equation))
     updates = math.prod(equation.invars[1].aval.shape[:-1])
     if op.location.phase == BACKWARD:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
@@ -324,7 +319,7 @@ def _additions(before: Atom, after: Atom, loop: Body) -> Iterator[Equation]:
 def _report_carry(
     op: OpOccurrence, addition: Equation, length: int | None, dtype: np.dtype, audit: Auditor
 ) -> None:
-    inner = op._replace(equation=addition, enclosing=(op.equation, *op.enclosing))
+    inner = op._replace(equation=addition, outer=op)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(ACCUMULATOR_16BIT, inner, message, FIX_ACCUMULATOR)
@@ -352,7 +347,7 @@ def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
     if not positions:
         return False
     other = addition.invars[1 - positions[0]]
-    return is_literal(other) or other not in loop.dependents(before)
+    return is_literal(other) or other not in loop.dependents([before])
 
 
 # ---------------------------------------------------------------------------
@@ -382,8 +377,7 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
     if _role_of_exponential(op) or is_rounded(op, audit):
         return None
-    is_call = bool(op.enclosing) and op.enclosing[0].params.get("name") in _BOUNDED
-    if is_call or _is_bounded(op.equation, op.body):
+    if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):
         return None
     fix = fix_operation(op, audit.findings, dtype.name)
     fix = fix or f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
@@ -430,7 +424,7 @@ def _is_bounded(equation: Equation, body: Body) -> bool:
     if name == "neg":
         positive = body.maker(maker.invars[0])
         return positive is not None and positive.primitive.name in ("abs", "square")
-    is_choice = name in ("select_n", "min") or maker.params.get("name") == "_where"
+    is_choice = name in ("select_n", "min") or name_of(maker) == "_where"
     return is_choice and any(_is_zero(var, body) for var in maker.invars)
 
 

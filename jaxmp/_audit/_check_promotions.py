@@ -13,12 +13,14 @@ from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, loop_of, named
+from jaxmp._audit._program import OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
 from jaxmp._core._locations import call_site
 from jaxmp._core._matmuls import Matmul
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import loop_of
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",
@@ -161,7 +163,8 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
     if STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
-    return _derives(operand, var, op.body)
+    is_other = operand is not var and not is_literal(var)
+    return is_other and var in op.body.sources([operand])
 
 
 def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
@@ -172,26 +175,8 @@ def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = loop_of(op.enclosing[0]) if op.enclosing and not is_literal(var) else None
+    loop = None if op.outer is None or is_literal(var) else loop_of(op.outer.equation)
     return loop is not None and any(var is each for each in loop.incoming)
-
-
-def _derives(var: Atom, source: Atom, body: Body) -> bool:
-    """Returns True if `var` is computed from `source` within one jaxpr."""
-    if is_literal(var) or is_literal(source):
-        return False
-    first = body.positions.get(source, -1)
-    waiting, seen = [var], set()
-    while waiting:
-        maker = body.maker(waiting.pop())
-        for operand in () if maker is None else maker.invars:
-            if operand is source:
-                return True
-            if not is_literal(operand) and operand not in seen:
-                seen.add(operand)
-                if body.positions.get(operand, -1) > first:
-                    waiting.append(operand)
-    return False
 
 
 # ---------------------------------------------------------------------------
@@ -217,7 +202,7 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
 
 def _is_where(op: OpOccurrence) -> bool:
     """Returns True inside of `jnp.where`, whose only casts are promotions."""
-    return bool(op.enclosing) and op.enclosing[0].params.get("name") == "_where"
+    return op.caller == "_where"
 
 
 def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:

@@ -13,10 +13,11 @@ from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._gpu_rows import CollectiveRow
 from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
-from jaxmp._audit._program import OpOccurrence, loop_of
+from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, phase_of
+from jaxmp._core._programs._operations import loop_of
 from jaxmp._fp32_gradients import with_fp32_gradients
 from jaxmp._report._units import bytes_text
 

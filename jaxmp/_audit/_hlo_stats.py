@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
@@ -39,7 +40,7 @@ class Origins:
     """Finds module, pass and source line of instructions."""
 
     def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
-        self._program, self._known, self._root = program, names, root
+        self.program, self._known, self._root = program, names, root
         self._lines = Lines()
 
     def names(self, op_name: str) -> Path:
@@ -58,7 +59,7 @@ class Origins:
     def of(self, instruction: Instruction) -> dict[str, Any]:
         """Returns module, phase, file and line of an instruction, the fields of a row."""
         name = instruction.op_name
-        file, line = self._lines.first_own(self._program.frames(instruction))
+        file, line = self._lines.first_own(self.program.frames(instruction))
         return {"module": self.module(name), "phase": phase_of(name), "file": file, "line": line}
 
     def module(self, op_name: str) -> str:
@@ -89,7 +90,7 @@ def read_program(
     """
     program = Program(compiled.text)
     flow, origins = DataFlow(program), Origins(program, names, root)
-    contents = Contents(program, flow, is_weight)
+    contents = Contents(flow, is_weight)
     gemms: list[GemmRow] = []
     attention: list[AttentionRow] = []
     collectives: list[CollectiveRow] = []
@@ -105,19 +106,8 @@ def read_program(
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
                 attention.append(_attention_row(inside, part, step.times, origins))
             elif collective_name(part):
-                for number, sent in enumerate(sent_arrays(part, inside)):
-                    reader = named_reader(program, origins, inside, part, number)
-                    row = CollectiveRow(
-                        **origins.of(reader),
-                        **contents.of(inside, part, number)._asdict(),
-                        operation=collective_name(part),
-                        dtype=sent.dtype,
-                        bytes=sent.bytes * step.times,
-                        count=step.times,
-                        axes=mesh_axes(part, compiled.mesh),
-                        in_outer_loop=_is_in_outer_loop(reader.op_name),
-                    )
-                    collectives.append(row)
+                mesh = compiled.mesh
+                collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
     return Compilation(
         merged(gemms, "flops", "count"),
         merged(attention, "count", "flops"),
@@ -125,6 +115,29 @@ def read_program(
         memory_row(compiled.memory, program, fusions, in_optimizer),
         (_UNKNOWN_LOOPS.format(endless),) if endless else (),
     )
+
+
+def _collective_rows(
+    inside: Computation,
+    part: Instruction,
+    times: int,
+    origins: Origins,
+    contents: Contents,
+    mesh: dict[str, int],
+) -> Iterator[CollectiveRow]:
+    """Yields a row for each array that a collective sends."""
+    for number, sent in enumerate(sent_arrays(part, inside)):
+        reader = named_reader(origins, inside, part, number)
+        yield CollectiveRow(
+            **origins.of(reader),
+            **contents.of(inside, part, number)._asdict(),
+            operation=collective_name(part),
+            dtype=sent.dtype,
+            bytes=sent.bytes * times,
+            count=times,
+            axes=mesh_axes(part, mesh),
+            in_outer_loop=_is_in_outer_loop(reader.op_name),
+        )
 
 
 def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> GemmRow:

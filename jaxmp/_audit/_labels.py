@@ -230,57 +230,57 @@ class Flow:
         self._step(op, is_call=False)
 
     def _step(self, op: OpOccurrence, *, is_call: bool) -> None:
+        equation, name = op.equation, op.name
+        labels = self._read(op, is_call)
+        if labels == _ONLY_GRADIENT and name in _PLAIN:
+            self._label_results(equation, labels)
+            return
+        if not labels and name != "broadcast_in_dim":
+            self._label_results(equation, _NONE)
+            return
+        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
+        kept = self._kept(labels - special, name) - {SCALAR}
+        if not is_call:
+            kept |= labels & {SCALAR} if _are_scalars(equation) else _NONE
+            kept |= lineage(op, self.of) | self._specials_after(op, special)
+        elif op.location.phase == FORWARD and _is_matched(equation):
+            kept -= {GRADIENT}
+        self._label_results(equation, kept)
+
+    def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
+        """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
-        labels = _NONE
-        for var in equation.invars:
-            if not is_literal(var) and var in self._labels:
-                labels |= self._labels[var]
-        name = equation.primitive.name
+        labels = frozenset(self.of_all(equation.invars))
         if phase == BACKWARD:
             if self.has_float16 and not self.has_scale:
                 self.has_scale = is_scale(op, self.of)
             labels |= _ONLY_GRADIENT
         elif op.location.differentiated and phase == FORWARD and not is_call:
             self.differentiated.update(x.number for x in labels if isinstance(x, From))
-        if name == "convert_element_type":
+        if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
         elif labels:
             labels = self._still_fp8(labels, equation)
-        if self.has_float16 and is_chosen_scale(equation):
-            labels |= {SCALAR}
-        if labels == _ONLY_GRADIENT and name in _PLAIN:
-            for var in equation.outvars:
-                self._labels[var] = _ONLY_GRADIENT
-            return
-        if not labels and name != "broadcast_in_dim":
-            for var in equation.outvars:
-                self._labels.pop(var, None)
-            return
-        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
-        kept = self._kept(labels - special, name)
-        if _are_scalars(equation) and not is_call:
-            kept |= labels & {SCALAR}
-        else:
-            kept -= {SCALAR}
-        if is_call:
-            kept -= {GRADIENT} if phase == FORWARD and _is_matched(equation) else set()
-        else:
-            kept |= lineage(op, self.of)
-            lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
-            moved = self._of_moved(op)
-            kept |= {
-                x
-                for x in special
-                if isinstance(x, lasting) and _survives(x, name) and (moved is None or x in moved)
-            }
-            powers = [x for x in special if isinstance(x, Power)]
-            if powers:
-                kept |= powers_after(op, self.of)
-            if powers and phase == BACKWARD:
-                self.scaled_by.update(x.number for x in powers if x.exponent)
+        is_chosen = self.has_float16 and is_chosen_scale(equation)
+        return labels | {SCALAR} if is_chosen else labels
+
+    def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+        phase, moved = op.location.phase, self._of_moved(op)
+        lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+        kept = frozenset(
+            x
+            for x in special
+            if isinstance(x, lasting) and _survives(x, op.name) and (moved is None or x in moved)
+        )
+        powers = [x for x in special if isinstance(x, Power)]
+        if powers and phase == BACKWARD:
+            self.scaled_by.update(x.number for x in powers if x.exponent)
+        return kept | powers_after(op, self.of) if powers else kept
+
+    def _label_results(self, equation: Equation, labels: Labels) -> None:
+        narrow = frozenset(x for x in labels if not _is_wide(x))
         for var in equation.outvars:
-            wide = dtype_of(var) in (FLOAT32, FLOAT64)
-            self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))
+            self._labels[var] = labels if dtype_of(var) in (FLOAT32, FLOAT64) else narrow
 
     def _of_moved(self, op: OpOccurrence) -> set[Any] | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""

@@ -9,7 +9,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_hlo import CompiledProgram
@@ -25,9 +25,13 @@ from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
-from jaxmp._core._jaxprs import Atom, Path, inners
+from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MULTIPLES
+from jaxmp._core._programs._analysis import Forward
+from jaxmp._core._programs._constructs import CALLS
+from jaxmp._core._programs._interpreter import Frame
+from jaxmp._core._programs._operations import sharding_of_result
 from jaxmp._policies._policy import summarized
 
 _EMULATED = (
@@ -105,32 +109,31 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
     of_weights: set[str] = set()
     of_batch: set[str] = set()
-    batch: list[Atom] = []
-    rows = zip(compiled.shardings, traced.may_be_weights(), traced.jaxpr.invars, strict=True)
-    for sharding, is_weight, var in rows:
+    are_weights = traced.may_be_weights()
+    for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
         spec = getattr(sharding, "spec", ())
         if is_weight:
             of_weights |= {name for entry in spec for name in _axis_names(entry)}
         else:
             of_batch |= {name for entry in spec[:1] for name in _axis_names(entry)}
-            batch.append(var)
-    return frozenset(of_weights & (of_batch | _constrained_axes(traced.jaxpr, batch)))
+    constrained = _ConstrainedAxes()
+    constrained.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
+    return frozenset(of_weights & (of_batch | constrained.found))
 
 
-def _constrained_axes(jaxpr: Jaxpr, batch: list[Atom]) -> set[str]:
-    """Returns the mesh axes to which the program constrains the rows of its batch."""
-    axes: set[str] = set()
-    for equation in jaxpr.eqns:
-        operands = [var for var in equation.invars if any(var is other for other in batch)]
-        if operands and equation.primitive.name == "sharding_constraint":
-            spec = getattr(equation.params["sharding"], "spec", ())
-            axes |= {name for entry in spec[:1] for name in _axis_names(entry)}
-        elif operands and equation.primitive.name in ("jit", "pjit"):
-            for inner in inners(equation):
-                pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
-                inside = [var for outer, var in pairs if any(outer is o for o in operands)]
-                axes |= _constrained_axes(inner.jaxpr, inside)
-    return axes
+class _ConstrainedAxes(Forward):
+    """Finds the mesh axes to which a program constrains the rows of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if any(operands) and equation.primitive.name == "sharding_constraint":
+            spec = getattr(sharding_of_result(equation), "spec", ())
+            self.found |= {name for entry in spec[:1] for name in _axis_names(entry)}
+        is_call = equation.primitive.name in CALLS
+        return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 
 def _axis_names(entry: object) -> tuple[str, ...]:

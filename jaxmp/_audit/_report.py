@@ -18,7 +18,7 @@ from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._audit._sections import difference_sections, report_sections
 from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import Section
-from jaxmp._report._views import Report, Views
+from jaxmp._report._views import Report, Views, read_report
 from jaxmp.errors import AuditError, AuditFailedError
 
 # Findings that an error message lists.
@@ -191,7 +191,7 @@ class AuditReport(Report):
         checks = known_checks(fail_on)
         failed = [f for f in self.findings if _fails(f, checks)]
         if baseline is not None:
-            before = AuditReport.read(baseline)
+            before = read_report(AuditReport, baseline)
             self._check_target(before)
             failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
         if failed:
@@ -223,7 +223,7 @@ class AuditReport(Report):
           >>> audit(lambda x: x @ x, x).diff(audit(lambda x: x @ x @ x, x)).matmul_flops
           {('float32', 'float32'): 1024}
         """
-        return AuditDiff(before=self, after=AuditReport.read(other))
+        return AuditDiff(before=self, after=read_report(AuditReport, other))
 
     # -- views ------------------------------------------------------------------------------
 

@@ -30,8 +30,20 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
     return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
 
 
+class Located:
+    """Row about one source line."""
+
+    file: str
+    line: int
+
+    @property
+    def location(self) -> str:
+        """File name and line of the source, joined by a colon; "" if they are not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Located):
     """Result of one check of an audit, at one source line of the audited program.
 
     `AuditReport.findings` contains them; `docs/audit.md` explains every check.
@@ -74,11 +86,6 @@ class Finding:
     def identity(self) -> tuple[str, ...]:
         """The values by which the same finding is known in another version of the program."""
         return self.check, self.module, self.text or self.message
-
-    @property
-    def location(self) -> str:
-        """File name and line of the source, joined by a colon; "" if they are not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
         where = " at ".join(part for part in (self.module or "(root)", self.location) if part)

@@ -33,7 +33,7 @@ from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
-from jaxmp._core._locations import Lines, Location
+from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import count_flops
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._static_values import Scope
@@ -313,7 +313,7 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     body, auditor = _compat.jaxpr_body(jaxpr)[0], Auditor(PolicyContext(None))
     for number, var in enumerate(body.invars):
         auditor.flow.mark(var, From(number, PLUS))
-    auditor.run(Scope(body), Location(), 1)
+    auditor.run(Scope(body))
     return any(
         isinstance(label, Update) and _is_same(body.invars[label.number].aval, var.aval)
         for var in body.outvars

@@ -25,7 +25,7 @@ from jaxmp._autocast._fp8 import decisions, warn_if_unused
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._policies._device import check_device
+from jaxmp._policies._device import check_device, check_gradient, note_policies
 from jaxmp._policies._op_table import OpTable
 from jaxmp._recipe_files._load import RecipeLike
 
@@ -101,10 +101,12 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
+    note_policies(config.policies)
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
+        check_gradient(config.policies, lambda: (args, kwargs))
         with decisions(config.policies.default.matmul == "fp8") as rows:
             traced = trace(fn, args, kwargs)
             interpreter = Autocast(config, traced.in_custom_vjp)

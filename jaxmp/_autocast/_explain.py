@@ -18,9 +18,9 @@ from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._explanation import ExplanationRow, Section
-from jaxmp._core._jaxprs import FORWARD, Path, array_aval, inners, phase_of
+from jaxmp._core._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
 from jaxmp._core._locations import Lines
-from jaxmp._core._matmuls import MATMULS, matmul_of
+from jaxmp._core._matmuls import MATMULS, is_outer_product, matmul_of
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import narrow_reason
 
@@ -164,7 +164,7 @@ class Recorder:
             return
         with self.inside(equation):
             for inner in inners(equation):
-                for each in inner.jaxpr.eqns:
+                for each in equations(inner.jaxpr, inside=False):
                     self.as_recorded(each, scope_path, reason)
 
     def equation(
@@ -239,10 +239,8 @@ class Recorder:
         if category == "fp32" or policy.is_fp32:
             reason = edited if category == "fp32" else self.config.reason(scope_path)
             return FLOAT32, reason
-        outer = name == "dot_general" and not equation.params["dimension_numbers"][0][0]
-        reason = (
-            "an outer product, which sums nothing, keeps its wider operand" if outer else edited
-        )
+        outer = "an outer product, which sums nothing, keeps its wider operand"
+        reason = outer if is_outer_product(equation) else edited
         return common_dtype(values), reason
 
     def _why_opaque(self, name: str) -> str:

@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._equations import is_matmul
 from jaxmp._core._jaxprs import array_aval
+from jaxmp._core._programs._operations import dot_of
 from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dot_general import dot_general
@@ -58,7 +59,7 @@ def fp8_matmul(
       kernel: 0 or 1, the operand that is treated as the kernel.
       why: reason to exclude the matmul whatever its sizes are; "" if there is none.
     """
-    if not decide_product(scaling, path, shapes, equation.params, kernel, why):
+    if not decide_product(scaling, path, shapes, dot_of(equation), kernel, why):
         return None
     return dot_general(scaling, kernel="rhs" if kernel else "lhs")
 
@@ -70,4 +71,4 @@ def record_excluded(scaling: Scaling, equations: Iterable[JaxprEqn], path: str, 
     for equation in equations:
         if is_matmul(equation):
             lhs, rhs = (array_aval(var).shape for var in equation.invars)
-            decide_product(scaling, path, (lhs, rhs), equation.params, 1, why)
+            decide_product(scaling, path, (lhs, rhs), dot_of(equation), 1, why)

@@ -66,15 +66,16 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
     return jax.make_jaxpr(run)(*(leaves[n] for n in positions))
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
       jaxpr: open or closed.
+      inside: False for the equations of the jaxpr itself alone.
     """
     for equation in jaxpr_body(jaxpr)[0].eqns:
         yield equation
-        for inner in sub_jaxprs(equation):
+        for inner in sub_jaxprs(equation) if inside else ():
             yield from equations(inner)
 
 
@@ -197,6 +198,7 @@ class Inner(NamedTuple):
     """Jaxpr inside an equation, with the corresponding variables of the equation.
 
     jaxpr: without its constants.
+    recorded: the same, as the equation contains it.
     operands: for each argument, the operand of the equation; None if it is unknown.
     results: for each result, the result of the equation; None if it is unknown.
     times: number of executions per execution of the equation; 1 for a while loop.
@@ -206,6 +208,7 @@ class Inner(NamedTuple):
     """
 
     jaxpr: Any
+    recorded: Any
     operands: list[Any]
     results: list[Any]
     times: int
@@ -250,7 +253,7 @@ def _inner(
     results = list(equation.outvars) if is_result and len(equation.outvars) == outs else []
     operands = [None if n is None else equation.invars[n] for n in known]
     carried = range(args, args) if carried is None else carried
-    return Inner(body, operands, results or [None] * outs, times, known, carried)
+    return Inner(body, jaxpr, operands, results or [None] * outs, times, known, carried)
 
 
 # ---------------------------------------------------------------------------

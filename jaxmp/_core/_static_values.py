@@ -16,7 +16,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import Atom, Equation, Inner, inners, is_literal
-from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS, scan_of
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
+from jaxmp._core._programs._operations import sharding_of_result
 
 # Known value: an array, or the node that computes it and the index of the result; None if unknown.
 _Value: TypeAlias = "np.ndarray | tuple[_Node, int] | None"
@@ -48,6 +51,7 @@ class Scope:
         stops: Callable[[Equation], bool] = lambda _: False,
     ) -> None:
         self.jaxpr, consts = jaxpr_body(jaxpr)
+        self._body = Body(jaxpr)
         self.stops = stops
         # The scope, the equation and its part that contain this scope.
         self._outer: tuple[Scope, Equation, Inner] | None = None
@@ -72,15 +76,11 @@ class Scope:
                 scopes.append(scope)
         return self._inside[id(equation)]
 
-    @functools.cached_property
-    def _makers(self) -> dict[Atom, Equation]:
-        return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
-
     def _find(self, var: Atom) -> _Value:
         if is_literal(var):
             return np.asarray(var.val, var.aval.dtype)
         if var not in self._values:
-            maker = self._makers.get(var)
+            maker = self._body.maker(var)
             self._values[var] = self._argument(var) if maker is None else self._result(maker, var)
         return self._values[var]
 
@@ -90,17 +90,14 @@ class Scope:
         outer, equation, inner = self._outer
         position = self.jaxpr.invars.index(var)
         source = inner.operands[position]
-        name = equation.primitive.name
-        if source is None or name == "while":
+        if source is None or equation.primitive.name == "while":
             return None
-        if name == "scan":
-            loop = scan_of(equation)
-            if position >= loop.consts + loop.carry:
+        if equation.primitive.name == "scan":
+            first, last = inner.carried.start, inner.carried.stop
+            if position >= last:
                 return _row(_evaluated(outer._find(source)))
-            is_carry = position >= loop.consts
-            if is_carry and self.jaxpr.outvars[position - loop.consts] is not var:
-                return None
-            return outer._find(source)
+            is_changed = position >= first and self.jaxpr.outvars[position - first] is not var
+            return None if is_changed else outer._find(source)
         # Inside a `shard_map`, a variable is a part of the array.
         return outer._find(source) if source.aval.shape == var.aval.shape else None
 
@@ -162,10 +159,11 @@ class _Node:
         if self.equation.primitive.name in _PLACEMENTS:
             return operands
         # The mesh of the program is not necessarily that of this machine.
-        params = {k: None if k == "sharding" else v for k, v in self.equation.params.items()}
+        is_placed = sharding_of_result(self.equation) is not None
+        changes = {"sharding": None} if is_placed else {}
         try:
             with jax.default_device(jax.devices("cpu")[0]):
-                results = self.equation.primitive.bind(*operands, **params)
+                results = bind(self.equation, operands, **changes)
             many = isinstance(results, (list, tuple))
             return list(map(np.asarray, results if many else [results]))
         except Exception:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
-from jaxmp._attention._layer import AttentionFunction, attention_under_policy
+from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
@@ -74,7 +74,7 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
     if traits.attention_fn:
         current, default = getattr(module, traits.attention_fn), nn.dot_product_attention
         path = module_policy.resolved.path
-        function = attention_under_policy(current, default, AttentionFunction(), policy, path)
+        function = attention_under_policy(current, default, policy, path)
         fields[traits.attention_fn] = function
     if traits.caches:
         fields["variable"] = _casting_variable(weakref.ref(module), module_policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -18,8 +17,10 @@ from jaxmp._autocast._trace import trace
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init
+from jaxmp._flax._check_model import check_model
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._flax._share import low_precision_share
+from jaxmp._policies._device import note_policies
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
@@ -50,10 +51,11 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
         mesh.
       PolicyError: if a policy is not valid, or names a float8 dtype.
     """
-    check_model(model)
+    check_model(model, nn.Module)
     _check_unbound(model)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
+    note_policies(policies)
     cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # The parent is not copied: a new module belongs to the method in which it is created.
@@ -73,7 +75,7 @@ def module_paths(
       A dict from module path to the module's class, `''` being the model itself, and from
       `path:name` to None for every parameter.
     """
-    check_model(model)
+    check_model(model, nn.Module)
     return _linen_init.module_paths(model, args, kwargs, rngs, {})
 
 
@@ -94,7 +96,7 @@ def explain_model(
       RuleError: if a required rule matches nothing.
       AttentionError: if a mask contradicts its declaration.
     """
-    check_model(model)
+    check_model(model, nn.Module)
     policies, outputs = as_policy_map(recipe), {}
     paths = _linen_init.module_paths(model, args, kwargs, None, outputs)
     check_required(policies, paths)
@@ -111,32 +113,10 @@ def explain_model(
         share = low_precision_share(call, variables, *args, **kwargs)
     tabulated: Any = apply_policy(model, policies)
     object.__setattr__(tabulated, "_jaxmp_tabulated", True)
-
-    def initialize(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        return tabulated.init_with_output(rngs, *args, **kwargs)
-
+    initialize = functools.partial(tabulated.init_with_output, rngs)
     masks = mask_rows(initialize, policies, args, kwargs)
     explanation = dataclasses.replace(explanation, low_precision_share=share, masks=masks)
     return explanation, call, (variables,)
-
-
-def check_model(model: object) -> None:
-    """Raises a `CompositionError` if an object is not a Linen module."""
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise CompositionError(
-            f"This is the class {model.__name__} instead of a model. Pass an instance: "
-            f"recipe.wrap({model.__name__}(...))."
-        )
-    if not isinstance(model, nn.Module):
-        cls = type(model)
-        fix = "Pass a flax.linen.Module"
-        if any(base.__module__.startswith("flax.nnx") for base in inspect.getmro(cls)):
-            fix = "Use recipe.wrap(model)"
-        elif callable(model):
-            fix = "For a plain JAX function use jaxmp.autocast(fn, recipe)"
-        raise CompositionError(
-            f"{cls.__module__}.{cls.__qualname__} is not a flax.linen.Module. {fix}."
-        )
 
 
 def _check_unbound(model: nn.Module) -> None:

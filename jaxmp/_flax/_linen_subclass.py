@@ -24,6 +24,7 @@ from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
 from jaxmp._flax._share import warn_if_low
+from jaxmp._policies._device import check_gradient
 from jaxmp._policies._resolve import PolicyMap
 
 # ---------------------------------------------------------------------------
@@ -114,6 +115,7 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
+    check_gradient(root.policies, lambda: module.variables.get("params", {}))
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
     fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin.path)
     with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):

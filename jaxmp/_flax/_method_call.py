@@ -64,11 +64,20 @@ class MethodCall:
     is_function: bool = False
     lifted: str = ""
 
-    # Of the framework: returns True for values that are not pytrees of arrays, and for parameters
-    # in the arguments; returns the parameters of a module without those of its submodules.
-    is_leaf: ClassVar[IsLeaf] = None
-    is_param: ClassVar[IsLeaf] = None
+    # The parameters of a module without those of its submodules.
     own_params: ClassVar[Callable[[Any], list[Any]]]
+
+    @staticmethod
+    def is_leaf(value: object) -> bool:
+        """Returns True for values that are not pytrees of arrays."""
+        del value
+        return False
+
+    @staticmethod
+    def is_param(value: object) -> bool:
+        """Returns True for parameters in the arguments."""
+        del value
+        return False
 
     @functools.cached_property
     def is_inside(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from jaxmp._attention._layer import AttentionFunction, attention_under_policy
+from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._typing import DTypeLike
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._dots import Promotion, wide_operator
@@ -90,8 +90,7 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     if traits.attention_fn in attributes:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
-        own = AttentionFunction(intermediates=nnx.Intermediate)
-        function = attention_under_policy(current, default, own, policy, path)
+        function = attention_under_policy(current, default, policy, path)
         changes[traits.attention_fn] = function
     return changes | _dot_changes(attributes, module_policy)
 

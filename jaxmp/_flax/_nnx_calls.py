@@ -28,7 +28,7 @@ from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._share import Suspect, are_many, warn_if_low
-from jaxmp._policies._device import check_device
+from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
@@ -236,6 +236,7 @@ def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     stack = _frames.stack
     if not stack:
         check_device(bound.policies)
+        check_gradient(bound.policies, lambda: nnx.state(frame.module, nnx.Param))
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = lambda frame: matmul_precision(frame.module_policy.policy, _frames.ambient)
     outer = precision(stack[-1]) if stack else _frames.ambient

@@ -8,18 +8,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 
 from jaxmp._attention._explained import mask_rows
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_modules
+from jaxmp._flax._check_model import check_model
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._share import low_precision_share
+from jaxmp._policies._device import note_policies
 from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import RecipeWarning
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -53,9 +55,10 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
       RuleError: if a required rule matches nothing, or the paths of a shared module have different
         policies.
     """
-    check_model(model)
+    check_model(model, nnx.Module)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
+    note_policies(policies)
     by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
     return bind_model(model, policies, by_path)
 
@@ -67,7 +70,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
       A dict from module path to the module's class, `''` being the model itself, and from
       `path:name` to None for every parameter. A shared module is listed under each of its paths.
     """
-    check_model(model)
+    check_model(model, nnx.Module)
     return _nnx_modules.module_paths(_nnx_modules.find_modules(model))
 
 
@@ -102,32 +105,10 @@ def explain_model(
     def call(state: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return nnx.merge(definition, state)(*args, **kwargs)  # pyright: ignore
 
-    def masked(state: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        return call(state, *args, **kwargs)
-
     with warnings.catch_warnings():
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
-    masks = mask_rows(masked, policies, state, args, kwargs)
+    masks = mask_rows(call, policies, (state, *args), kwargs)
     explanation = dataclasses.replace(explanation, low_precision_share=share, masks=masks)
     return explanation, call, (state,)
-
-
-def check_model(model: object) -> None:
-    """Raises a `CompositionError` if an object is not an NNX module."""
-    if isinstance(model, type) and issubclass(model, nnx.Module):
-        raise CompositionError(
-            f"This is the class {model.__name__} instead of a model. Pass an instance: "
-            f"recipe.wrap({model.__name__}(..., rngs=nnx.Rngs(0)))."
-        )
-    if not isinstance(model, nnx.Module):
-        cls = model if isinstance(model, type) else type(model)
-        fix = "Pass a flax.nnx.Module"
-        if issubclass(cls, linen.Module):
-            fix = "Use recipe.wrap(model)"
-        elif callable(model):
-            fix = "For a plain JAX function use jaxmp.autocast(fn, recipe)"
-        raise CompositionError(
-            f"{cls.__module__}.{cls.__qualname__} is not a flax.nnx.Module. {fix}."
-        )

@@ -47,7 +47,8 @@ def _restored(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         return tuple(_restored(item, hint) for item in value)
     if isinstance(value, dict):
-        row = next((x for x in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(x)), None)
+        types = (hint, *typing.get_args(hint))
+        row: Any = next((cls for cls in types if dataclasses.is_dataclass(cls)), None)
         if row is not None:
             return from_plain(row, value)
         return {key: _restored(item, hint) for key, item in value.items()}

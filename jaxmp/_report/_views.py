@@ -8,13 +8,15 @@ import importlib
 import json
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from jaxmp._core._typing import RichRenderable
 from jaxmp._report._page import html_document, html_sections
 from jaxmp._report._plain import JSONValue, from_plain, to_plain
 from jaxmp._report._section import Section
 from jaxmp._report._text import WIDTH, plain_text
+
+R = TypeVar("R", bound="Report")
 
 
 class Views(abc.ABC):
@@ -133,25 +135,25 @@ class Report(Views):
     def _article(cls) -> str:
         return f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
 
-    @classmethod
-    def read(cls, source: Self | str | os.PathLike[str]) -> Self:
-        """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
 
-        Raises:
-          AuditError, ValidationError: if it cannot be read.
-        """
-        if isinstance(source, cls):
-            return source
-        if isinstance(source, str) and not source.endswith(".json"):
-            return cls.from_json(source)
-        try:
-            text = Path(source).read_text(encoding="utf-8")  # type: ignore[arg-type]
-        except (OSError, TypeError, ValueError) as error:
-            raise cls._error(
-                f"The {cls._subject} {str(source)!r} cannot be read ({error}). Write one with:\n"
-                f"    {cls._command}"
-            ) from None
-        return cls.from_json(text)
+def read_report(cls: type[R], source: R | str | os.PathLike[str]) -> R:
+    """Returns a report of a class, given itself, its JSON text, or a path that ends in `.json`.
+
+    Raises:
+      AuditError, ValidationError: if it cannot be read.
+    """
+    if isinstance(source, cls):
+        return source
+    if isinstance(source, str) and not source.endswith(".json"):
+        return cls.from_json(source)
+    try:
+        text = Path(source).read_text(encoding="utf-8")  # type: ignore[arg-type]
+    except (OSError, TypeError, ValueError) as error:
+        raise cls._error(
+            f"The {cls._subject} {str(source)!r} cannot be read ({error}). Write one with:\n"
+            f"    {cls._command}"
+        ) from None
+    return cls.from_json(text)
 
 
 def _renderable(sections: list[Section]) -> RichRenderable:

@@ -42,7 +42,7 @@ import os
 from typing import Any, ClassVar
 
 from jaxmp._report._section import Section
-from jaxmp._report._views import Report
+from jaxmp._report._views import Report, read_report
 from jaxmp._validate._baseline import find_regressions
 from jaxmp._validate._budget import direction_of
 from jaxmp._validate._page import render_page
@@ -129,7 +129,7 @@ class ValidationReport(Report):
         """
         failed = [each.headline for each in self.candidates if each.verdict in (FAIL, DIFFERS)]
         if baseline is not None:
-            failed += find_regressions(self, ValidationReport.read(baseline))
+            failed += find_regressions(self, read_report(ValidationReport, baseline))
         if failed:
             raise ValidationFailedError("\n".join(failed))
 

@@ -19,6 +19,7 @@ from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
 from jaxmp._report._units import counted, flops_text
+from jaxmp._report._views import read_report
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, write_file, write_json
 from jaxmp.errors import JaxmpError
@@ -81,7 +82,7 @@ def audit(
         None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
     )
     checks = known_checks(wanted)
-    before = None if baseline is None else AuditReport.read(Path(baseline))
+    before = None if baseline is None else read_report(AuditReport, Path(baseline))
     if not 0 < max_seconds < math.inf:
         raise JaxmpError(f"--max-seconds {max_seconds} is not a positive number of seconds.")
     if script is None:

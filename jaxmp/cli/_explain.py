@@ -45,8 +45,8 @@ def explain(
     try:
         check_required(loaded.policies, paths)
     except RuleError as error:
-        found = jaxmp.typing.Explanation(policies=explain_modules(loaded.policies, paths))
-        _print(loaded.policies, found, json)
+        partial = jaxmp.typing.Explanation(policies=explain_modules(loaded.policies, paths))
+        _print(loaded.policies, partial, json)
         raise UnmatchedRuleError(str(error)) from None
     explained = call(description, lambda: jaxmp.explain(model, loaded)(*inputs))
     _print(loaded.policies, explained, json)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import jaxmp
+from jaxmp._report._views import read_report
 from jaxmp._validate import ValidationReport
 from jaxmp._validate._baseline import find_regressions
 from jaxmp._validate._rows import DIFFERS, FAIL
@@ -79,7 +80,7 @@ def validate(
     if write_baseline:
         check_output(str(baseline))
     elif baseline is not None:
-        before = ValidationReport.read(baseline)
+        before = read_report(ValidationReport, baseline)
     make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",

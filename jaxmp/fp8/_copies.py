@@ -20,7 +20,6 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._cast_transpose import Prologue, Written, cast_transpose
 from jaxmp.fp8._operands import measure_partials
-from jaxmp.fp8._quantize import quantize_finite
 from jaxmp.fp8._state import OperandState
 
 
@@ -87,7 +86,7 @@ def _by_pallas(source: Source, dtype: DTypeLike, count: int) -> Any:
 
     def by_xla(xs: tuple[jax.Array, ...], scale: jax.Array) -> Any:
         tensor = source.tensor(xs)
-        values = quantize_finite(tensor, scale, dtype)
+        values = quantize(tensor, scale, dtype)
         return values, values.T, jnp.sum(tensor, axis=0) if source.sums else None
 
     # The kernel is not mapped: XLA quantizes the examples.

@@ -247,14 +247,15 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
     """
     values = operand.values
     if isinstance(operand, MXOperand):
-        operand = operand._replace(exponents=named(operand.exponents))
-    elif operand.factor is None:
+        exponents = named(operand.exponents)
+        of_backward, of_forward = named_values(values)
+        return MXOperand(of_backward, exponents), MXOperand(of_forward, exponents)
+    if operand.factor is None:
         values = named(values)
         return Operand(values, None), Operand(values, None)
-    else:
-        operand = operand._replace(factor=named(operand.factor))
+    factor = named(operand.factor)
     of_backward, of_forward = named_values(values)
-    return operand._replace(values=of_backward), operand._replace(values=of_forward)
+    return Operand(of_backward, factor), Operand(of_forward, factor, operand.transposed)
 
 
 def _multiply(

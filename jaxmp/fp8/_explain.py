@@ -7,12 +7,13 @@ import contextvars
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._programs._operations import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
@@ -127,7 +128,7 @@ def note_unsupported(path: str, why: str) -> None:
 
 UNKNOWN_DOT = "has no dot that jaxmp replaces"
 _REGISTER = (
-    " Register classes of linear layers (jaxmp.linen.register_layer, jaxmp.nnx.register_layer), or "
+    " Register classes of linear layers (jaxmp.register_layer), or "
     "apply the recipe to operations: loss_fn = jaxmp.autocast(loss_fn, 'fp8')."
 )
 _WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
@@ -190,7 +191,7 @@ def decide_product(
     scaling: Scaling,
     path: str,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    params: Mapping[str, Any],
+    dot: Dot,
     kernel: int,
     why: str = "",
 ) -> bool:
@@ -200,7 +201,7 @@ def decide_product(
       scaling: the FP8 scaling of the policies.
       path: the name scopes of the equation.
       shapes: shapes of the two operands.
-      params: parameters of the equation.
+      dot: its dimensions.
       kernel: 0 or 1, the operand that is treated as the kernel.
       why: reason to exclude the dot whatever its sizes are; "" if there is none.
 
@@ -210,7 +211,7 @@ def decide_product(
     Raises:
       CompositionError: as in `decide`.
     """
-    contract, batch = params["dimension_numbers"]
+    contract, batch = dot
     sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
     k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
     n = math.prod(shapes[kernel]) // max(k * batch_size, 1)

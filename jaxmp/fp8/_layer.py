@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 
@@ -68,6 +69,7 @@ def pallas_source() -> Source:
 
 def linear(call: Call, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.Array:
     """Computes a dot whose operands the Pallas kernel quantizes; see `explain_kernels`."""
-    y = known_product(of_matrices(call), pallas_source(), *to_matrices(call, lhs, rhs), state)
+    matrices = to_matrices(call, lhs, rhs)
+    y: Any = known_product(of_matrices(call), pallas_source(), *matrices, state)
     count = len(call.dims.contract[1])
     return y.reshape(*lhs.shape[: lhs.ndim - count], *rhs.shape[count:])

@@ -313,7 +313,8 @@ def _backward(call: MlpCall, saved: _SavedMlp, gradient: jax.Array) -> tuple[Any
         source = Source(call.source.interpret, derivative, sums=bias is not None)
         result = backward(layer, source, up, arrays)
         gradients.append(result)
-        biases.append(None if result.sums is None else result.sums.astype(bias.dtype))
+        sums = result.sums
+        biases.append(None if bias is None or sums is None else sums.astype(bias.dtype))
     of_input = functools.reduce(jnp.add, (each.lhs for each in gradients))
     gradients.append(down)
     kernels, states = (each.rhs for each in gradients), (each.state for each in gradients)

@@ -22,11 +22,12 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
 from jaxmp.fp8._known_scales import factor_of, scale_of
-from jaxmp.fp8._quantize import quantize_finite
+from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
     KERNEL_AMAX,
+    OPERANDS,
     OperandState,
     State,
     has_stored_amax,
@@ -96,19 +97,17 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 @functools.cache
-def _state_maxima(leading: int, count: int | None) -> Any:
+def _state_maxima(leading: int, count: int) -> Any:
     """Returns a function of a tensor and the age of its state that measures the tensor.
 
-    It computes `count` partial maxima over all axes but the first `leading`; with None, the amax.
-    Under `vmap`, examples that share a state share them. If each example has a separate state, it
-    also has separate maxima.
+    It computes `count` partial maxima over all axes but the first `leading`. Under `vmap`, examples
+    that share a state share them. If each example has a separate state, it also has separate
+    maxima.
     """
 
     @custom_vmap
     def measure(x: jax.Array, age: jax.Array) -> jax.Array:
         del age
-        if count is None:
-            return amax(x, tuple(range(leading, x.ndim))).reshape(x.shape[:leading])
         return partial_maxima(x, leading, count)
 
     @measure.def_vmap
@@ -152,7 +151,6 @@ AMAX = jax.jit(amax)
 # Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
 # follows.
 QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
-ROLES = ("input", "kernel", "output_grad")
 
 
 def jitted_by_role(
@@ -170,7 +168,7 @@ def jitted_by_role(
         call.__name__ = call.__qualname__ = prefix + role
         return jax.jit(call, static_argnames=static)
 
-    return {role: named(role) for role in ROLES}
+    return {role: named(role) for role in OPERANDS}
 
 
 def _quantize(
@@ -195,7 +193,7 @@ def _quantize(
 
 def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
     """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
-    values = quantize_finite(x, scale, dtype)
+    values = quantize(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
@@ -214,11 +212,9 @@ def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
     return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
 
 
-def measure_amax(x: jax.Array, state: OperandState | None) -> jax.Array:
+def measure_amax(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns the amax of `x`, over all examples and devices that share the state."""
-    if state is None:
-        return amax(x)
-    return _over_devices(_state_maxima(0, None)(x, state.age), state)
+    return _over_devices(_state_maxima(0, 1)(x, state.age), state).reshape(())
 
 
 def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
@@ -245,39 +241,21 @@ def kernel_amax(x: jax.Array, state: State) -> jax.Array:
     return stored
 
 
-def amax_in_force(
-    scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
-) -> jax.Array:
-    """Returns the active amax, from which the scale of this step is computed.
-
-    Args:
-      scaling: the scaling.
-      state: the operand's state before the step, or its active state.
-      measure: computes the amax of the tensor in this step, which is used if there is no earlier
-        one.
-
-    Returns:
-      A float32 scalar.
-    """
+def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
+    """Returns the active amax, which is that of `x` if there is no earlier one, and the new one."""
     known, history = known_amax(scaling, state), state.amax_history
+    is_active, is_known = history.ndim > 1, known > np.float32(0)
+    measured = (measure_partials if is_active else measure_amax)(x, state)
     if not scaling.calibrate:
-        return known
-    is_known = known > np.float32(0)
-    if history.ndim == 1 or history.shape[0] == 1:
+        return known, measured
+    whole = lambda: measure_amax(x, state) if is_active else measured
+    select = lambda: lax.select(is_known, known, whole())
+    if not is_active or history.shape[0] == 1:
         # Every step measures the amax for the history anyway.
-        return lax.select(is_known, known, measure())
+        return select(), measured
     # With a branch, only the first step reads the tensor once more. The other steps measure it in
     # the kernel that quantizes it.
-    return if_known(
-        scaling, is_known, lambda: known, lambda: lax.select(is_known, known, measure())
-    )
-
-
-def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
-    is_active = state.amax_history.ndim > 1
-    measured = (measure_partials if is_active else measure_amax)(x, state)
-    whole = lambda: measure_amax(x, state) if is_active else measured
-    return amax_in_force(scaling, state, whole), measured
+    return if_known(scaling, is_known, lambda: known, select), measured
 
 
 def _observe_and_quantize(
@@ -368,6 +346,8 @@ def multiply(
       shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
       out_sharding: sharding of the result on explicit mesh axes.
     """
+    if rhs.transposed is not None and dims.contract[1] == (0,):
+        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
             lhs.values,
@@ -377,8 +357,6 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
-    if rhs.transposed is not None and dims.contract[1] == (0,):
-        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor.ndim == rhs.factor.ndim == 0:
         factor = lhs.factor * rhs.factor
         return multiply_values(

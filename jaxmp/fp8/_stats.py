@@ -150,7 +150,7 @@ class _Quantization(Interpreter):
         if name == "clamp":
             clamped[equation.outvars[0]] = operands[1]
         if name == "add" and not is_literal(equation.invars[0]):
-            # `quantize_finite` adds NaN to elements that are not finite.
+            # `quantize` adds NaN to elements that are not finite.
             clamped[equation.outvars[0]] = clamped.get(equation.invars[0])
         results = self.bound(equation, operands)
         if name == "convert_element_type" and is_fp8(results[0].dtype):

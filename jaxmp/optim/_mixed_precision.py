@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import optax
 
 from jaxmp._core._typing import AxisNames
 from jaxmp._loss_scale import LossScaleLike
+from jaxmp._policies._device import computes_in
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import master_params
@@ -70,4 +72,5 @@ def mixed_precision(
     masters = master_params(inner, recipe=data.policies, master=master)
     gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
-    return guard(masters, loss_scale, skip, settings)
+    expects_float16 = computes_in(data.policies, np.dtype(np.float16))
+    return guard(masters, loss_scale, skip, settings, expects_float16=expects_float16)

@@ -15,7 +15,14 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
-from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
+from jaxmp._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleLike,
+    NoLossScale,
+    as_loss_scale,
+)
+from jaxmp._loss_scale._use import check_scaled_step
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import UnpackedParameters
 from jaxmp.optim._overflow import (
@@ -198,8 +205,16 @@ def guard(
     loss_scale: LossScaleLike,
     skip: str,
     settings: SkipSettings,
+    *,
+    expects_float16: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `skip_nonfinite` with all settings that a train state reads."""
+    """Returns `skip_nonfinite` with all settings that a train state reads.
+
+    Args:
+      inner, loss_scale, skip: as in `skip_nonfinite`.
+      settings: the settings.
+      expects_float16: the policies of the optimizer compute in float16.
+    """
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
@@ -215,6 +230,8 @@ def guard(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
+        if not isinstance(initial_scale, NoLossScale):
+            check_scaled_step(expects_float16)
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
         updates_are_read = not isinstance(state.inner_state, UnpackedParameters)

@@ -4,6 +4,8 @@ Use these instead of a loop over the equations of a jaxpr:
 
 * `equations(jaxpr)` of `_jaxprs` yields all equations at any depth, and `primitives(jaxpr)` returns
   their names, for questions such as "does it contain a matmul?";
+* `visit(jaxpr, function)` shows the equations of one jaxpr, in their order, to a function that
+  decides itself which of the jaxprs inside it visits;
 * `Body(jaxpr)` answers questions within one jaxpr: who makes a variable, who reads it, what it is
   computed from (`sources`), and what is computed from it (`dependents`);
 * a subclass of `Forward` computes a *fact* of each variable from those of the operands, and a
@@ -44,6 +46,12 @@ from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 def primitives(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
+
+
+def visit(jaxpr: Jaxpr | ClosedJaxpr, function: Callable[[Any], None]) -> None:
+    """Calls a function with each equation of a jaxpr, without those of the jaxprs inside."""
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        function(equation)
 
 
 class Body:
@@ -172,9 +180,9 @@ class Forward(Interpreter):
         self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the results of a construct; `nothing` for other equations."""
-        place, known = frame.place.of(equation), {}
+        known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._inside(equation, inner, operands, place, state)
+            facts = self._inside(equation, inner, operands, frame.place.of(equation), state)
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact

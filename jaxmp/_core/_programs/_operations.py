@@ -22,28 +22,44 @@ class Dot(NamedTuple):
 
     contracted: the dimensions of both operands that are summed.
     batch: the dimensions of both operands that belong together and are not summed.
-    is_highest: True if the author asked for `precision=HIGHEST`.
-    result_dtype: the dtype in which the author asked for the result; None: that of the operands.
     """
 
     contracted: _Sides
     batch: _Sides
-    is_highest: bool
-    result_dtype: Any
 
 
 def dot_of(equation: Any) -> Dot:
     """Returns the record of a `dot_general`."""
+    return Dot(*equation.params["dimension_numbers"])
+
+
+class Arithmetic(NamedTuple):
+    """Options of a matmul or convolution.
+
+    precision: that of the computation, or those of both operands; None: JAX's default; (): the
+      operation has no such option.
+    result_dtype: the dtype in which the author asked for the result; None: that of the operands.
+    out_sharding: sharding of the result on explicit axes; None: JAX chooses it.
+    """
+
+    precision: Any
+    result_dtype: Any
+    out_sharding: Any
+
+    @property
+    def is_highest(self) -> bool:
+        """True if the author asked for `precision=HIGHEST`."""
+        given = self.precision if isinstance(self.precision, tuple) else (self.precision,)
+        return lax.Precision.HIGHEST in given
+
+
+def arithmetic_of(equation: Any) -> Arithmetic | None:
+    """Returns the options of a matmul or convolution; None for operations that have none."""
     params = equation.params
-    contracted, batch = params["dimension_numbers"]
-    return Dot(contracted, batch, is_highest(equation), params["preferred_element_type"])
-
-
-def is_highest(equation: Any) -> bool:
-    """Returns True for a matmul or convolution whose author asked for `precision=HIGHEST`."""
-    precision = equation.params.get("precision")
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return lax.Precision.HIGHEST in given
+    if "preferred_element_type" not in params:
+        return None
+    dtype = params["preferred_element_type"]
+    return Arithmetic(params.get("precision", ()), dtype, params.get("out_sharding"))
 
 
 def new_dtype_of(equation: Any) -> Any:
@@ -60,6 +76,40 @@ def name_of(equation: Any) -> str:
 def exponent_of(equation: Any) -> int:
     """Returns the exponent of an `integer_pow`; 1 for other operations."""
     return equation.params["y"] if equation.primitive.name == "integer_pow" else 1
+
+
+def dimensions_of(equation: Any) -> list[int | None] | None:
+    """Returns for each dimension of the result the one of the operand that it is.
+
+    None stands for a new dimension; None instead of the list, for an operation that changes them.
+    """
+    name, params = equation.primitive.name, equation.params
+    operand, result = (var.aval.shape for var in (equation.invars[0], equation.outvars[0]))
+    if name in ("copy", "rev"):
+        return list(range(len(operand)))
+    if name == "transpose":
+        return list(params["permutation"])
+    if name == "squeeze":
+        gone = {n % len(operand) for n in params["dimensions"]}
+        return [n for n in range(len(operand)) if n not in gone]
+    if name != "broadcast_in_dim":
+        return None
+    dimensions: list[int | None] = [None] * len(result)
+    for n, dimension in enumerate(params["broadcast_dimensions"]):
+        if operand[n] == result[dimension]:
+            dimensions[dimension] = n
+    return dimensions
+
+
+def iota_length(equation: Any) -> int:
+    """Returns the number of values of an `iota`."""
+    params = equation.params
+    return params["shape"][params["dimension"]]
+
+
+def count_of_keys(equation: Any) -> int:
+    """Returns the number of operands by which a sort compares; 1 for other operations."""
+    return equation.params.get("num_keys", 1)
 
 
 def axes_of(equation: Any) -> tuple[int, ...]:
@@ -80,14 +130,13 @@ def window_of(equation: Any) -> int:
 
 
 def sharding_of_result(equation: Any) -> Any:
-    """Returns the sharding that a constraint, a `reshard` or another operation asks for; or None.
+    """Returns the sharding that an operation, such as a constraint, asks for; None without one."""
+    return equation.params.get("sharding", equation.params.get("dst_sharding"))
 
-    One with dimensions that its author left to the compiler counts as none.
-    """
-    params = equation.params
-    if params.get("unconstrained_dims"):
-        return None
-    return params.get("sharding", params.get("dst_sharding"))
+
+def is_partial(equation: Any) -> bool:
+    """Returns True for a sharding constraint that leaves some dimensions to the compiler."""
+    return bool(equation.params["unconstrained_dims"])
 
 
 class Jit(NamedTuple):

@@ -15,8 +15,6 @@ from jaxmp._core._trees import Path, dtype_of, leaves_with_path, path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError, RecipeWarning
 
-__all__ = ["state_shardings"]
-
 
 def state_shardings(
     state: PyTree, params_shardings: PyTree, *, optimizer: str = "like_params"
