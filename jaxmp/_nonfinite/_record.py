@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import Atom, is_literal
+from jaxmp._core._jaxprs import Atom, equations, is_literal
 from jaxmp._core._locations import Location, Locations
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._constructs import scan_of, shard_map_of
@@ -52,7 +52,8 @@ class Region:
     locations: list[Location]
 
     def __post_init__(self) -> None:
-        self.index, self.equations = Body(self.body), list(self.body.eqns)
+        self.index = Body(self.body)
+        self.equations = list(equations(self.body, inside=False))
         arguments = (*self.body.constvars, *self.body.invars)
         variables = (*arguments, *(v for e in self.equations for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
@@ -129,7 +130,8 @@ class Recorder(Interpreter):
         key = () if outer is None else (*outer.key, (index, id(body)))
         if key not in self.regions:
             location = Location() if outer is None else outer.locations[index]
-            locations = [self.locations.of(inner, location) for inner in body.eqns]
+            inside = equations(body, inside=False)
+            locations = [self.locations.of(inner, location) for inner in inside]
             self.regions[key] = Region(key, body, outer, locations)
         return self.regions[key]
 
