@@ -46,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp._doctor import doctor as doctor
     from jaxmp._explain import explain as explain
     from jaxmp._flax._register import register_layer as register_layer
+    from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -82,6 +83,7 @@ __all__ = [
     "grad",
     "list_recipes",
     "load_recipe",
+    "locate_nonfinite",
     "losses",
     "nnx",
     "optim",
@@ -100,6 +102,7 @@ _LAZY = {
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
+    "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),

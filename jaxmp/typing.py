@@ -17,12 +17,14 @@ from jaxmp._recipe_files._scaling_table import ScalingLike as ScalingLike
 if TYPE_CHECKING:
     from jaxmp._audit import AuditReport as AuditReport
     from jaxmp._explain import Explanation as Explanation
+    from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
     from jaxmp._validate import ValidationReport as ValidationReport
 
 __all__ = [
     "AuditReport",
     "Explanation",
     "LossScaleLike",
+    "NonfiniteReport",
     "PolicyLike",
     "RecipeLike",
     "ScalingLike",
@@ -33,6 +35,7 @@ __all__ = [
 _LAZY = {
     "AuditReport": "jaxmp._audit",
     "Explanation": "jaxmp._explain",
+    "NonfiniteReport": "jaxmp._nonfinite",
     "ValidationReport": "jaxmp._validate",
 }
 

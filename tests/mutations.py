@@ -56,6 +56,63 @@ class Mutation:
 # ---------------------------------------------------------------------------
 
 MUTATIONS = [
+    # Values that are not finite.
+    Mutation(
+        "while loops: only the last iteration is recorded",
+        "jaxmp/_core/_programs/_interpreter.py",
+        "at = lax.min(n, jnp.int32(count - 1))",
+        "at = jnp.int32(count - 1)",
+        ("test_nonfinite.py::test_a_planted_fault_is_named_and_its_fix_removes_it",),
+    ),
+    Mutation(
+        "locate: the carry of a loop comes from the next iteration",
+        "jaxmp/_nonfinite/_walk.py",
+        "before = at[-1] - step",
+        "before = at[-1] + step",
+        ("test_nonfinite.py::test_a_planted_fault_is_named_and_its_fix_removes_it",),
+    ),
+    Mutation(
+        "locate: derivatives belong to the forward pass",
+        "jaxmp/_nonfinite/_walk.py",
+        "is_residual = self.via is not None and not self.source.is_backward",
+        "is_residual = False",
+        ("test_nonfinite.py::test_a_planted_fault_is_named_and_its_fix_removes_it",),
+    ),
+    Mutation(
+        "locate: gradients that the optimizer checks do not count",
+        "jaxmp/_nonfinite/_locate.py",
+        'is_check = equation.primitive.name == "is_finite" and not location.differentiated',
+        "is_check = False",
+        ("test_nonfinite.py::test_the_largest_passing_scale_is_exact",),
+    ),
+    Mutation(
+        "locate: the search for a loss scale goes in the wrong direction",
+        "jaxmp/_nonfinite/_locate.py",
+        "low, high = (middle, high) if passes(middle) else (low, middle)",
+        "low, high = (low, middle) if passes(middle) else (middle, high)",
+        ("test_nonfinite.py::test_the_largest_passing_scale_is_exact",),
+    ),
+    Mutation(
+        "locate: the loss scale of a skipped step is that of the state",
+        "jaxmp/_nonfinite/_arguments.py",
+        "skipped = value / factor",
+        "skipped = value",
+        ("test_nonfinite.py::test_a_skipped_step_is_reproduced_from_the_returned_state",),
+    ),
+    Mutation(
+        "locate: a run in FP32 does not change the cause",
+        "jaxmp/_nonfinite/_causes.py",
+        "if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):",
+        "if True:",
+        ("test_nonfinite.py::test_divergence_in_fp32_has_no_other_cause",),
+    ),
+    Mutation(
+        "locate: traces of jitted functions keep the lines of the located step",
+        "jaxmp/_nonfinite/_record.py",
+        "codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))",
+        "codes = jnp.where(chosen, codes, jnp.int8(FINITE))",
+        ("test_nonfinite.py::test_locating_leaves_the_lines_of_other_programs",),
+    ),
     # Layers with few outputs.
     Mutation(
         "the note on a loop carry does not name layers with few outputs",
@@ -1032,8 +1089,8 @@ MUTATIONS = [
     Mutation(
         "a part of an array counts its elements from zero in its checksum",
         "jaxmp/checkpoint/_checksum.py",
-        "    index = jnp.full(part.shape, offset)\n",
-        "    index = jnp.full(part.shape, offset * np.uint32(0))\n",
+        "    index = numpy.full(part.shape, offset)\n",
+        "    index = numpy.full(part.shape, offset * np.uint32(0))\n",
         ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
     ),
     Mutation(

@@ -58,6 +58,7 @@ def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
     assert message.startswith("The last 12 steps were skipped (12 in total)")
     assert "The loss scale is 16." in message
     assert "that of 'b:w'." in message
+    assert "by print(jaxmp.locate_nonfinite(train_step, state, batch))." in message
     causes = message.split("\n  ")[1:]
     assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4.", "5."]
     assert "65504" in causes[0] and "not finite" in causes[1] and "sigmoid" in causes[2]

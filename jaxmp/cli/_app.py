@@ -16,6 +16,7 @@ from jaxmp.cli._audit import audit
 from jaxmp.cli._checkpoint import checkpoint
 from jaxmp.cli._doctor import doctor
 from jaxmp.cli._explain import UnmatchedRuleError, explain
+from jaxmp.cli._locate import locate
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
@@ -35,6 +36,7 @@ app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
 app.command()(validate)
 app.command()(doctor)
+app.command()(locate)
 app.add_typer(checkpoint, name="checkpoint")
 
 
