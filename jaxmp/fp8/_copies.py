@@ -20,6 +20,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._cast_transpose import Prologue, Written, cast_transpose
 from jaxmp.fp8._operands import measure_partials
+from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._state import OperandState
 
 
