@@ -1089,8 +1089,8 @@ MUTATIONS = [
     Mutation(
         "a part of an array counts its elements from zero in its checksum",
         "jaxmp/checkpoint/_checksum.py",
-        "    index = jnp.full(part.shape, offset)\n",
-        "    index = jnp.full(part.shape, offset * np.uint32(0))\n",
+        "    index = numpy.full(part.shape, offset)\n",
+        "    index = numpy.full(part.shape, offset * np.uint32(0))\n",
         ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
     ),
     Mutation(

@@ -383,6 +383,21 @@ def test_a_poisoned_argument_that_is_not_read_is_only_listed():
     assert (row.name, row.count) == ("unused", 4)
 
 
+def test_an_origin_that_is_not_recorded_is_not_invented():
+    report = jaxmp.locate_nonfinite(lambda x: x * jnp.inf, X)
+    assert report.reproduced and report.cause == "" and report.primitive == "mul"
+    report = jaxmp.locate_nonfinite(lambda x: jnp.full(2, jnp.nan), X)
+    assert report.reproduced and "they come from a constant" in report.message
+
+    def late(x):
+        body = lambda carry: (carry[0] + 1, carry[1] / (carry[0] - 300))
+        return lax.while_loop(lambda carry: carry[0] < x.sum(), body, (0.0, 1.0))
+
+    report = jaxmp.locate_nonfinite(late, jnp.full(4, 100.0))
+    assert report.reproduced and report.cause == ""
+    assert "a while loop after its first 255 iterations" in report.message
+
+
 def test_an_opaque_kernel_is_named():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] / (x_ref[...] - 1.0)

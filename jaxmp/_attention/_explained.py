@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._attention._declared import Declaration, check_known, declaration_of, mask_operand
-from jaxmp._core._jaxprs import FORWARD, trace
+from jaxmp._core._jaxprs import FORWARD, equations, trace
 from jaxmp._core._locations import Location, Locations, module_of, root_of
 from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
@@ -60,7 +60,7 @@ def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
     locations, masks = Locations(), {}
 
     def visit(scope: Scope, outer: Location) -> None:
-        for equation in scope.jaxpr.eqns:
+        for equation in equations(scope.jaxpr, inside=False):
             location = locations.of(equation, outer)
             declared = declaration_of(str(equation.params.get("name", "")))
             mask = None if declared is None else mask_operand(equation)

@@ -93,7 +93,10 @@ class _Search:
             return dataclasses.replace(report, reason=_reason(self.scale))
         origin = walk.origin(roots, _unused_results(walk))
         if origin is None:
-            message = "The step returns constants that are not finite."
+            message = (
+                "No recorded operation made the values: they come from a constant, or from a while "
+                "loop after its first 255 iterations."
+            )
             return dataclasses.replace(report, message=message)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]

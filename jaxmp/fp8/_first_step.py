@@ -19,7 +19,6 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import FIRST_STEP, equations, sub_jaxprs
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter
@@ -81,7 +80,7 @@ def _may_branch_in_loop(state: State) -> bool:
 
 def is_first_step(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True for the version of a loop that only a step with an unknown amax runs."""
-    return any(each.params.get("name") == FIRST_STEP for each in jaxpr_body(jaxpr)[0].eqns)
+    return any(each.params.get("name") == FIRST_STEP for each in equations(jaxpr, inside=False))
 
 
 def _predicates(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
