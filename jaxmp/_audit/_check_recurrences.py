@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, named
+from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, fix_carry
+from jaxmp._audit._program import FLOATS, LAYOUT, Body, OpOccurrence, dtype_of, named
 from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOATS_16BIT
 from jaxmp._core._jaxprs import FORWARD, Atom, Equation, inners, is_literal
@@ -48,7 +48,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
         if dtype_of(carry) in FLOATS_16BIT and not is_literal(results[carry]):
             linear = _linear_in(carry, carries, jaxpr).get(results[carry])
             if linear is not None and linear.addition is not None and linear.is_scaled:
-                _report(op, linear, dtype_of(carry).name, audit)
+                _report(op, carry, linear, audit)
 
 
 def _linear_in(carry: Atom, carries: list[Atom], jaxpr: Jaxpr) -> dict[Atom, _Linear | None]:
@@ -84,7 +84,8 @@ def _after(equation: Equation, values: dict[Atom, _Linear | None]) -> _Linear | 
     return None
 
 
-def _report(op: OpOccurrence, linear: _Linear, dtype: str, audit: Auditor) -> None:
+def _report(op: OpOccurrence, carry: Atom, linear: _Linear, audit: Auditor) -> None:
+    dtype = dtype_of(carry).name
     length, factor = op.equation.params.get("length"), linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
@@ -94,8 +95,14 @@ def _report(op: OpOccurrence, linear: _Linear, dtype: str, audit: Auditor) -> No
     steps = "" if length is None else f" of {length:,} steps"
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
-    fix = "Start from zeros in FP32, and cast the results after the loop:\n"
-    fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
     assert linear.addition is not None
-    inner = op._replace(equation=linear.addition, enclosing=(op.equation, *op.enclosing))
+    body = Body(inners(op.equation)[-1].jaxpr)
+    enclosing = (op.equation, *op.enclosing)
+    inner = op._replace(equation=linear.addition, body=body, enclosing=enclosing)
+    fix = fix_carry(op, carry, inner, audit)
+    if not fix:
+        fix = "Start from zeros in FP32, and cast the results after the loop:\n"
+        fix += (
+            f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
+        )
     audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
